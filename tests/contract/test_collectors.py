@@ -29,6 +29,7 @@ from muster import (
     Execution,
     MultiAsyncCollector,
     MultiSyncCollector,
+    Watch,
     policies,
 )
 from muster.errors import (
@@ -40,6 +41,7 @@ from muster.errors import (
     PolicyError,
     SlotsExhausted,
 )
+from muster.observing.snapshots import RunHistory
 from muster.testing import ChainEnv, CountingEnv, FaultyEnv, SpaceEnv
 from muster.weights import NoSync, SharedMemory, VanillaWeightUpdater, WeightUpdaterBase
 from tests.fakes import on_nodes
@@ -409,6 +411,22 @@ def test_whole_episodes(kind):
             assert_accounted(c)
 
 
+def test_complete_episodes_are_written_into_a_replay_buffer(kind):
+    buffer = Extends()
+    told = {"replay_buffer": buffer, "replay_write_mode": "trajectory"}
+    with make(kind, counting(3), batches=3, **told) as c:
+        assert list(c) == [None] * 3
+        stats = c.stats()
+        assert stats.executed == 3 * kind.frames
+        assert stats.written == stats.frames == sum(len(batch) for batch in buffer.batches)
+        assert stats.written + stats.in_flight == stats.executed
+        assert stats.written == 3 * stats.episodes == stats.completed
+        assert_accounted(c)
+    for batch in buffer.batches:
+        assert column(batch, "next", "reward") == [1, 2, 3] * (len(batch) // 3)
+        assert (batch[IDS].reshape(-1, 3) == batch[IDS][::3, None]).all(), "none is in two pieces"
+
+
 # --- how many -------------------------------------------------------------------------------------
 
 
@@ -597,6 +615,37 @@ def test_hooks_are_called_around_every_batch(kind):
         batches = list(c)
     assert seen[::2] == ["before"] * 3
     assert all(a is b for a, b in zip(seen[1::2], batches, strict=True))
+
+
+def test_own_metrics_are_logged_at_the_delivered_frames(kind, tmp_path):
+    logged: list[tuple[int, Any]] = []
+    options = {
+        "logger": lambda metrics, step: logged.append((step, metrics)),
+        "watch": Watch(tmp_path, None),
+    }
+    with make(kind, batches=3, **options) as c:
+        c.log({"loss": 9.0})
+        for number, _ in enumerate(c):
+            c.log({"loss": torch.tensor(0.5), "number": number})
+        c.log({"at the end": 1}, step=1000)
+        with pytest.raises(BadOption, match="'loss' is of shape \\[2\\]: expected one number"):
+            c.log({"loss": torch.zeros(2)})
+    own = [(step, metrics) for step, metrics in logged if "collect/frames_per_s" not in metrics]
+    assert own == [
+        (0, {"loss": 9.0}),
+        *((n * kind.frames, {"loss": 0.5, "number": n - 1.0}) for n in (1, 2, 3)),
+        (1000, {"at the end": 1.0}),
+    ]
+    assert [step for step, _ in logged] == [
+        *(0, kind.frames, kind.frames, 2 * kind.frames, 2 * kind.frames),
+        *(3 * kind.frames, 3 * kind.frames, 1000),
+    ]
+    shown = [s for s in RunHistory.read(tmp_path).snapshots if "metrics" in s]
+    assert sum(s["metrics"].get("loss", [0, 0, 0])[1] for s in shown) == 4
+    assert shown[-1]["metrics"]["at the end"] == [1.0, 1, 0]
+    assert shown[-1]["metrics_at"] == 3 * kind.frames
+    with pytest.raises(CollectorClosed):
+        c.log({"loss": 1.0})
 
 
 def test_a_replay_buffer_takes_the_batches(kind):

@@ -306,7 +306,7 @@ REQUESTS = [
         ("GET", "/page.js", "Accept-Encoding: gzip"),
         ("GET", "/events", "Accept: text/event-stream"),
         ("GET", "/films/0.mp4", "Range: bytes=0-1023"),
-        ("POST", "/films/best", "X-Muster-Watch: 1\r\nContent-Length: 0"),
+        ("POST", "/films/0/best", "X-Muster-Watch: 1\r\nContent-Length: 0"),
     )
 ]
 

@@ -98,7 +98,7 @@ def serve() -> Iterator[Callable[..., str]]:
     """Serve a directory from this process; returns the URL."""
     servers = []
 
-    def start(run: Path, address: str = "127.0.0.1:0") -> str:
+    def start(run: Path | list[Path], address: str = "127.0.0.1:0") -> str:
         page = PageAddress(address)
         server = PageServer(run, page.socket, page.token, film=film_command(trust=False))
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
@@ -157,18 +157,18 @@ def test_numbers_move_for_two_viewers_and_a_reload_keeps_the_history(
         expect(page.locator("#title")).to_have_text("CountingEnv")
         grows(page)
         expect(page.locator("#rate canvas")).to_be_visible()
-    frames, points = number(pages[0]), pages[0].evaluate("snapshots.length")
+    frames, points = number(pages[0]), pages[0].evaluate("runs[0].snapshots.length")
     assert points > 2
     pages[0].reload()
     expect(pages[0].locator("#rate canvas")).to_be_visible()
     assert number(pages[0]) >= frames
-    assert pages[0].evaluate("snapshots.length") >= points
-    assert pages[0].evaluate("snapshots[0].frames") == 0
+    assert pages[0].evaluate("runs[0].snapshots.length") >= points
+    assert pages[0].evaluate("runs[0].snapshots[0].frames") == 0
     page = pages[1]
     expect(page.locator("#return")).to_have_attribute("data-value", "6")
     executed, *terms = page.evaluate(
         "[newest => newest.executed, n => n.frames, n => n.in_flight, n => Object.values(n.discarded)"
-        ".reduce((a, b) => a + b, 0)].map(f => f(snapshots[snapshots.length - 1]))"
+        ".reduce((a, b) => a + b, 0)].map(f => f(newestOf(runs[0])))"
     )
     assert executed == sum(terms)
     page.keyboard.press("p")
@@ -223,8 +223,12 @@ def test_text_of_a_run_stays_text_and_half_a_line_is_tolerated(
     }
     newest["workers"] = [worker | {"node": SCRIPT, "phase": SCRIPT} for worker in newest["workers"]]
     newest["discarded"] = {SCRIPT: 3}
+    newest["metrics"] = {SCRIPT: [1.0, 1, 0], "__proto__": [2.0, 1, 0]}
+    newest["metrics_at"] = 3
+    facts = {"options": {SCRIPT: SCRIPT}, "versions": SCRIPT}
     lines(
-        finished, {"kind": "run", "time": 1.0, "env": SCRIPT, "collector": SCRIPT, "every_s": 1.0}
+        finished,
+        {"kind": "run", "time": 1.0, "env": SCRIPT, "collector": SCRIPT, "every_s": 1.0} | facts,
     )
     lines(
         finished,
@@ -234,7 +238,9 @@ def test_text_of_a_run_stays_text_and_half_a_line_is_tolerated(
     with open(finished / NAME, "a") as file:
         file.write(json.dumps(newest)[:100])
     page = look(serve(finished))
-    for place in ("#title", "#about", "#numbers", "#errors", "#workers", "#frames"):
+    page.locator("#facts-card summary").click()
+    places = ("#title", "#about", "#facts", "#errors", "#workers", "#frames", "#own")
+    for place in places:
         expect(page.locator(place)).to_contain_text(SCRIPT)
     assert page.evaluate("document.images.length + document.scripts.length") == 2
     assert number(page) == 123_456
@@ -245,7 +251,7 @@ def test_text_of_a_run_stays_text_and_half_a_line_is_tolerated(
 
 
 def shows(page: Page, count: int) -> bool:
-    return bool(page.evaluate("snapshots.length") == count)
+    return bool(page.evaluate("runs[0].snapshots.length") == count)
 
 
 def test_the_page_computes_the_running_means_of_the_pictures(
@@ -285,7 +291,7 @@ def test_the_page_computes_the_running_means_of_the_pictures(
         wait_until(partial(shows, page, len(part)))
         points = RunHistory.read(finished).points()
         for what in ("return", "length", "success"):
-            found = np.array(page.evaluate(f"runningMeans('{what}')"))
+            found = np.array(page.evaluate(f"runningMeans(runs[0], '{what}')"))
             rows = running_means(points, what)  # type: ignore[arg-type]
             assert len(rows) > 10
             np.testing.assert_allclose(found[:2], rows[:, :2].T)
@@ -300,7 +306,7 @@ def test_a_finished_run_is_shown_and_fits(
 ) -> None:
     lines(finished, {"kind": "end", "time": time.time(), "error": "ValueError: of mine"})
     page = look(serve(finished), viewport=viewport, scheme=scheme)
-    expect(page.locator("#state")).to_have_text("failed")
+    expect(page.locator("#state")).to_have_text("crashed: ValueError")
     expect(page.locator("#errors")).to_contain_text("ValueError: of mine")
     expect(page.locator("#memory canvas")).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
@@ -403,7 +409,8 @@ def test_a_run_with_restarts_is_not_green(
     worker = newest["workers"][0]
     lines(finished, newest | {"restarts": 1, "workers": [worker | {"state": "dropped"}, worker]})
     expect(state).to_have_text("running, 1 of 2 workers dropped")
-    lines(finished, newest | {"time": time.time() + 100, "workers": [worker]})
+    later = {"time": time.time() + 100, "batches": newest["batches"] + 1}
+    lines(finished, newest | later | {"workers": [worker]})
     expect(state).to_have_text("running")
 
 
@@ -453,15 +460,212 @@ def test_a_page_says_that_the_process_of_its_run_has_exited(tmp_path: Path, look
         page = look(parent.stdout.readline().strip())
         expect(page.locator("#state")).to_have_text("running")
         parent.terminate()
-        expect(page.locator("#state")).to_have_text("lost: its process has exited")
+        # not reaped yet: every kernel tells how
+        expect(page.locator("#state")).to_have_text("ended by SIGTERM")
     expect(page.locator("#over")).to_be_visible()
 
 
-def test_a_run_without_news_is_lost(finished: Path, look: Open, serve: Callable[..., str]) -> None:
-    entries = RunHistory.read(finished).snapshots
-    lines(finished, entries[-1] | {"time": time.time() - 100})
+@pytest.mark.parametrize(
+    ("machine", "text"),
+    [({}, "its process does not answer for 1:"), ({"machine": "x"}, "lost: no news for 1:")],
+    ids=["alive", "elsewhere"],
+)
+def test_a_run_without_news_does_not_answer_or_is_lost(
+    finished: Path,
+    look: Open,
+    serve: Callable[..., str],
+    machine: dict[str, str],
+    text: str,
+) -> None:
+    history = RunHistory.read(finished)
+    (finished / NAME).unlink()
+    lines(finished, history.about | machine, history.snapshots[-1] | {"time": time.time() - 100})
     page = look(serve(finished))
-    expect(page.locator("#state")).to_contain_text("lost: no news for 1:")
+    expect(page.locator("#state")).to_contain_text(text)
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        ({"error": "KeyboardInterrupt"}, "ended by Ctrl-C"),
+        ({"error": "", "signal": "SIGTERM"}, "ended by SIGTERM"),
+        ({"error": "", "signal": "SIGSEGV"}, "crashed: killed by SIGSEGV"),
+        ({"error": "", "code": 3}, "crashed: its process has exited with code 3"),
+        ({"error": "EnvError: step 3\nmore"}, "crashed: EnvError"),
+        ({"error": ""}, "ended"),
+    ],
+)
+def test_the_state_says_how_a_run_has_ended(
+    finished: Path, look: Open, serve: Callable[..., str], end: dict[str, Any], text: str
+) -> None:
+    lines(finished, {"kind": "end", "time": time.time(), **end})
+    page = look(serve(finished))
+    expect(page.locator("#state")).to_have_text(text)
+    assert page.title().startswith("\u26a0") is text.startswith("crashed")
+
+
+def simple_run(path: Path, newest: dict[str, Any], **about: Any) -> Callable[..., None]:
+    """Begin the file of a run; the function appends a snapshot, so many seconds ago."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / NAME).unlink(missing_ok=True)
+    lines(path, {"kind": "run", "time": 1.0, "env": path.name, "every_s": 1.0, **about})
+    plain = {
+        "workers": [],
+        "restarts": 0,
+        "batches": 0,
+        "frames": 0,
+        "policy_lag": {},
+        "totals": asdict(EpisodeTotals()),
+    }
+
+    def append(ago: float, **changes: Any) -> None:
+        lines(path, newest | plain | {"time": time.time() - ago} | changes)
+
+    return append
+
+
+@pytest.fixture
+def newest(finished: Path) -> dict[str, Any]:
+    return RunHistory.read(finished).snapshots[-1]
+
+
+def test_a_run_that_restarts_often_or_stalls_says_so(
+    newest: dict[str, Any], tmp_path: Path, look: Open, serve: Callable[..., str]
+) -> None:
+    append = simple_run(tmp_path / "run", newest)
+    page = look(serve(tmp_path / "run"))
+    state = page.locator("#state")
+    append(100, batches=1)
+    append(90, batches=2)
+    append(0, batches=2)
+    expect(state).to_have_text("stalled: no batch for 1:30")
+    append(0, batches=3, restarts=4)
+    expect(state).to_have_text("restarting often: 4 restarts in the last minute")
+    expect(page.locator("#number-restarts")).to_have_attribute("data-alarm", "true")
+    worker = {"index": 0, "pid": 1, "frames": 1, "share": 1.0, "frames_per_s": 1, "restarts": 0}
+    worker |= {"policy_lag": 0, "state": "working", "phase": "idle", "node": "", "lane": ""}
+    append(-61, batches=3, restarts=4, workers=[worker])
+    append(-400, batches=3, restarts=4, workers=[worker])
+    expect(state).to_contain_text("(the workers are idle: the program asks for none)")
+    page.locator("#settings summary").click()
+    page.locator("#set-stall").fill("1000")
+    page.locator("#set-stall").blur()
+    expect(state).to_have_text("running")
+    assert page.url.endswith("#stall=1000")
+    page.reload()
+    expect(state).to_have_text("running")
+
+
+def totals_of(returns: float, episodes: int, spread: float = 1.0) -> dict[str, Any]:
+    """Totals of as many episodes of about this return."""
+    sums = {"episodes": episodes, "return_sum": returns * episodes}
+    squares = {"return_squares": (returns**2 + spread) * episodes}
+    return asdict(EpisodeTotals()) | sums | squares
+
+
+def added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    return {name: one[name] + other[name] for name in one}
+
+
+def test_numbers_that_cross_a_limit_are_red(
+    newest: dict[str, Any], tmp_path: Path, look: Open, serve: Callable[..., str]
+) -> None:
+    append = simple_run(tmp_path / "run", newest)
+    good, bad = totals_of(200.0, 300), totals_of(150.0, 300)
+    append(20, frames=1000, batches=1, totals=good, policy_lag={"0": 1})
+    append(10, frames=2000, batches=2, totals=added(good, good), policy_lag={"0": 2})
+    page = look(serve(tmp_path / "run"))
+    red = '#numbers dd[data-alarm="true"]'
+    expect(page.locator("#number-return")).to_have_text("200")
+    expect(page.locator(red)).to_have_count(0)
+    worse = added(added(good, good), bad)
+    append(0, frames=3000, batches=3, totals=worse, policy_lag={"0": 2, "11": 1})
+    expect(page.locator("#number-return")).to_have_text("150")
+    expect(page.locator(red)).to_have_count(2)
+    expect(page.locator("#numbers")).to_contain_text("falling: the mean was 200")
+    expect(page.locator("#number-policy-lag")).to_have_text("11")
+    expect(page.locator("#numbers")).to_contain_text("above 10")
+    page.locator("#settings summary").click()
+    for name, value in (("lag", "20"), ("return", "160"), ("rate", "1000")):
+        page.locator(f"#set-{name}").fill(value)
+        page.locator(f"#set-{name}").blur()
+    expect(page.locator("#numbers")).to_contain_text("below 160")
+    expect(page.locator("#numbers")).to_contain_text("below 1k")
+    expect(page.locator("#numbers")).not_to_contain_text("above")
+
+
+def shows_frames(page: Page, frames: int) -> bool:
+    return frames in page.evaluate("ownMetric(runs[0], 'loss/policy').columns[0]")
+
+
+def test_own_metrics_are_charts_and_can_be_smoothed(tmp_path: Path, look: Open) -> None:
+    options: dict[str, Any] = {"frames_per_batch": 12, "total_frames": 36}
+    with Collector(CountingEnv, None, watch=Watch(tmp_path), **options) as collector:
+        page = look(str(collector.watch_url))
+        for value in (4.0, 2.0, 1.0):
+            collector.next()
+            collector.log({"loss/policy": value, "entropy": float("nan")})
+            frames = collector.stats().frames
+            wait_until(partial(shows_frames, page, frames))
+        expect(page.locator("#own section")).to_have_count(2)
+        expect(page.locator("#own h2").first).to_contain_text("loss/policy")
+        assert page.evaluate("ownMetric(runs[0], 'loss/policy').columns") == [
+            [12, 24, 36],
+            [4, 2, 1],
+        ]
+        expect(page.locator("#own-0")).to_have_attribute("data-value", "1")
+        expect(page.locator("#own section").nth(1)).to_contain_text("3 values not finite")
+        page.locator("#settings summary").click()
+        page.locator("#set-smooth").select_option("0.6")
+        average = (4 * 0.36 + 2 * 0.6 + 1) / 1.96
+        shown = "Number(document.querySelector('#own-0').dataset.value)"
+        wait_until(lambda: abs(page.evaluate(shown) - average) < 1e-9)
+        expect(page.locator("#held")).to_have_text("Batches you still hold: 1")  # the newest
+    expect(page.locator("#held")).to_have_text("Batches you still hold: 0")
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_several_runs_share_the_charts(
+    newest: dict[str, Any],
+    tmp_path: Path,
+    look: Open,
+    serve: Callable[..., str],
+    viewport: dict[str, int],
+) -> None:
+    for name, level in (("a", 100.0), ("b", 50.0)):
+        append = simple_run(tmp_path / name, newest, options={"seed": name})
+        totals = totals_of(level, 200)
+        append(9, frames=1000, batches=1)
+        append(
+            0,
+            frames=2000,
+            batches=2,
+            totals=totals,
+            metrics={"loss": [level, 1, 0]},
+            metrics_at=2000,
+        )
+    lines(tmp_path / "b", error_entry(0, "EnvError: of b"))
+    lines(tmp_path / "b", {"kind": "end", "time": time.time(), "error": "", "signal": "SIGTERM"})
+    page = look(serve([tmp_path / "a", tmp_path / "b"]), viewport=viewport)
+    rows = page.locator("#runs tr")
+    expect(rows).to_have_count(2)
+    expect(rows.nth(0)).to_contain_text("running")
+    expect(rows.nth(1)).to_contain_text("ended by SIGTERM")
+    expect(page.locator("#return")).to_have_attribute("data-value", "100 50")
+    expect(page.locator("#own-0")).to_have_attribute("data-value", "100 50")
+    expect(page.locator("#title")).to_have_text("a")
+    expect(page.locator("#errors-card")).to_be_hidden()
+    page.get_by_role("button", name="b", exact=True).click()
+    expect(page.locator("#title")).to_have_text("b")
+    expect(page.locator("#state")).to_have_text("ended by SIGTERM")
+    expect(page.locator("#errors-card")).to_contain_text("EnvError: of b")
+    chart, errors = (page.locator(each).bounding_box() for each in ("#own-0", "#errors-card"))
+    assert chart is not None
+    assert errors is not None
+    assert errors["y"] > chart["y"] + chart["height"], "errors are below the charts"
+    page.locator("#facts-card summary").click()
+    expect(page.locator("#facts")).to_contain_text("seed")
+    assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
 
 
 def test_the_film_of_an_episode_is_made_when_a_viewer_asks_for_it(

@@ -16,6 +16,7 @@ pytest.importorskip("torchrl")
 pytest.importorskip("gymnasium.envs.classic_control")
 
 import torchrl.collectors.distributed as theirs
+from tensordict import TensorDict
 from torch.distributed import rpc
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import SerialEnv
@@ -331,3 +332,53 @@ def test_a_node_with_workers_answers_with_a_list(ray_cluster: Any) -> None:
             node.cascade_execute("env.batch_size", 1)
         assert node.frames_per_batch == 20
         assert node.replay_buffer is None
+
+
+# --- a policy that an InferenceServer on Ray serves -----------------------------------------------
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_policy_that_an_inference_server_serves(ray_cluster: Any) -> None:
+    from torchrl.modules.inference_server import InferenceServer
+
+    told: dict[str, Any] = {"frames_per_batch": 20, "sync": True, "remote_configs": ACTOR}
+    owner = {"remote_config": {"num_cpus": 0.5}}
+    with InferenceServer(
+        policy_factory=linear, service_backend="ray", service_backend_options=owner
+    ) as server:
+        with pytest.raises(BadOption, match="policy_factory cannot be combined"):
+            ours.RayCollector([env_maker], server, policy_factory=linear, **told)
+        with pytest.raises(BadOption, match="workers are not connected to Ray"):
+            ours.RayCollector([env_maker], server, inference="worker", **told)
+        with ours.RayCollector([env_maker] * 2, server, **told) as collector:
+            assert collector.local_policy() is server
+            batch = collector.next()
+            assert batch.shape == (2, 10)
+            expected = linear().module(batch["observation"])
+            torch.testing.assert_close(batch["action"], expected)
+            with pytest.raises(BadOption, match="the policy is in the InferenceServer"):
+                collector.update_policy_weights_()
+            zeros = linear()
+            torch.nn.init.zeros_(zeros.module.weight)
+            torch.nn.init.constant_(zeros.module.bias, 0.5)
+            collector.update_policy_weights_(zeros)
+            collector.next()  # its first actions may be of before
+            assert (collector.next()["action"] == 0.5).all()
+            assert server.policy_version == 1
+
+            scheme = collector._learner_weight_sync()
+            assert scheme is collector._learner_weight_sync()
+            weights = TensorDict.from_module(linear()).data
+            scheme.connect(weights=weights)
+            collector.next()
+            batch = collector.next()
+            torch.testing.assert_close(batch["action"], linear().module(batch["observation"]))
+            with pytest.raises(BadOption, match="the learner of learner_backend='ray' publishes"):
+                collector.update_policy_weights_(zeros)
+
+
+def test_a_learner_on_ray_needs_a_served_policy() -> None:
+    collector = ours.RayCollector.__new__(ours.RayCollector)
+    with pytest.raises(BadOption, match="needs a policy that is an InferenceServer"):
+        collector._learner_weight_sync()

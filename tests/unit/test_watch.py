@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import gc
 import http.client
 import json
@@ -14,29 +15,36 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import muster
 from muster import Collector, MultiSyncCollector, Watch, load
+from muster.collectors.about import SECRET
+from muster.collectors.clusters import RayOptions
 from muster.episodes.curve import MOST_POINTS, WINDOW, EpisodeCurve, EpisodeTotals, running_means
 from muster.episodes.record import Episodes
-from muster.errors import BadOption
+from muster.errors import BadOption, CollectorClosed, HookError
 from muster.observing import page_server, watching
+from muster.observing.own_metrics import MOST_METRICS, MOST_NAME, MetricMeans, joined
 from muster.observing.page_server import TOKEN_VARIABLE, PageAddress, PageServer
 from muster.observing.plot import plot_run
+from muster.observing.run_process import RunProcess
 from muster.observing.snapshots import (
     MOST_ERRORS,
     NAME,
     RunHistory,
     SnapshotFile,
     SnapshotReader,
+    append_exit,
     parsed,
     snapshot,
 )
@@ -465,9 +473,11 @@ def test_the_page_of_a_killed_run_exits_and_the_run_stays_viewable(tmp_path):
         assert wait_until(lambda: fetched(port, "/")).status == 200
         wait_until(lambda: RunHistory.read(tmp_path / "run").snapshots)
         parent.kill()
-    assert wait_until(lambda: fetched(port, "/") is None)
-    history = RunHistory.read(tmp_path / "run")
-    assert history.end is None
+        zombie = os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)
+        assert wait_until(lambda: fetched(port, "/") is None)  # every kernel tells how, until now
+        history = wait_until(lambda: (h := RunHistory.read(tmp_path / "run")).end and h)
+    assert zombie.si_status == signal.SIGKILL
+    assert (history.end["error"], history.end["signal"]) == ("", "SIGKILL")
     assert history.snapshots
     assert plot_run(history).axes
 
@@ -532,6 +542,218 @@ def test_an_address_in_use_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+# --- how a run has ended --------------------------------------------------------------------------
+
+IDENTIFIED = """
+import json, os, sys
+from muster.observing.run_process import identity
+print(json.dumps(identity()), flush=True)
+sys.stdin.read()
+os._exit(3)
+"""
+
+
+@pytest.fixture
+def another():
+    """A process, and what identifies it."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", IDENTIFIED], **pipes) as process:
+        yield process, json.loads(process.stdout.readline())
+        process.kill()
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV, 3])
+def test_a_process_is_alive_then_stopped_then_has_exited(another, how):
+    process, about = another
+    observed = RunProcess(about)
+    assert observed.state() == ("alive", "", None)
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: observed.state() == ("stopped", "", None))
+    process.send_signal(signal.SIGCONT)
+    wait_until(lambda: observed.state() == ("alive", "", None))
+    if isinstance(how, signal.Signals):
+        process.send_signal(how)
+        expected = ("exited", how.name, None)
+    else:
+        process.stdin.close()
+        expected = ("exited", "", how)
+    wait_until(lambda: observed.state().state == "exited")
+    assert observed.state() == expected
+    process.wait(60)
+    assert observed.state() == expected, "also when it was reaped"
+    late = RunProcess(about)
+    assert late.state() == ("exited", "", None), "but not how, for one who comes later"
+    assert late.state().entries() == {}
+    observed.close()
+    observed.close()
+
+
+def test_a_process_elsewhere_is_unknown_and_another_of_its_number_is_not_it(another):
+    _, about = another
+    for unknown in (about | {"machine": "another"}, {}, {"pid": os.getpid()}, about | {"pid": "1"}):
+        assert RunProcess(unknown).state() == ("unknown", "", None)
+    assert RunProcess(about | {"started": about["started"] - 1}).state() == ("exited", "", None)
+
+
+def test_a_killed_run_gets_its_last_line_once(tmp_path):
+    path = written(tmp_path, RUN, line(1)) / NAME
+    append_exit(tmp_path, {})
+    assert RunHistory.read(tmp_path).end is None, "not known how"
+    with open(path, "a") as file:
+        file.write(json.dumps(line(2))[:40])  # it was killed while it wrote
+    append_exit(tmp_path, {"signal": "SIGTERM"})
+    append_exit(tmp_path, {"signal": "SIGKILL"})
+    history = RunHistory.read(tmp_path)
+    assert (history.end["signal"], len(history.snapshots)) == ("SIGTERM", 1)
+    assert "ended by SIGTERM" in plot_run(history).get_suptitle()
+    path.unlink()
+    append_exit(tmp_path, {"signal": "SIGTERM"})
+    assert not path.exists()
+
+
+FAILS = """
+import sys
+from muster import Collector, Watch
+from muster.testing import CountingEnv
+
+collector = Collector(CountingEnv, None, frames_per_batch=8, watch=Watch(sys.argv[1], None))
+collector.next()
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        ("raise ValueError('by me')", "ValueError: by me"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("raise SystemExit(0)", ""),
+        ("", ""),
+    ],
+)
+def test_the_error_of_a_program_without_a_with_block_is_that_of_its_collection(
+    tmp_path, end, error
+):
+    program = [sys.executable, "-c", FAILS.format(end=end), str(tmp_path)]
+    subprocess.run(program, stderr=subprocess.DEVNULL, check=False, timeout=120)
+    assert RunHistory.read(tmp_path).end["error"] == error
+
+
+# --- the user's own metrics -----------------------------------------------------------------------
+
+
+def test_metrics_are_logged_and_shown(tmp_path):
+    logged = []
+    with Collector(
+        ENV,
+        None,
+        logger=lambda metrics, step: logged.append((step, metrics)),
+        watch=Watch(tmp_path, None),
+        **OPTIONS,
+    ) as collector:
+        for number, _ in enumerate(collector):
+            collector.log(
+                {"loss": torch.tensor(float(number), requires_grad=True), "n": np.int8(7)}
+            )
+            collector.log({"bad": math.inf}, step=number)
+    own = [(step, metrics) for step, metrics in logged if "loss" in metrics or "bad" in metrics]
+    assert own[::2] == [(12 * n, {"loss": n - 1.0, "n": 7.0}) for n in (1, 2, 3)]
+    assert own[1::2] == [(n, {"bad": math.inf}) for n in range(3)]
+    shown = [s["metrics"] for s in RunHistory.read(tmp_path).snapshots if "metrics" in s]
+    whole = functools.reduce(lambda a, b: {n: joined(a.get(n), b.get(n)) for n in a | b}, shown)
+    assert whole == {"loss": [1.0, 3, 0], "n": [7.0, 3, 0], "bad": [None, 0, 3]}
+    with pytest.raises(CollectorClosed, match="log before it"):
+        collector.log({"loss": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("given_metrics", "match"),
+    [
+        ([1.0], r"expected metrics by name, such as \{'loss': 0.5\}, got list"),
+        ({1: 1.0}, "the name of a metric is 1"),
+        ({"a": 1.0, "loss": np.zeros(3)}, r"'loss' is of shape \[3\]: expected one number"),
+        ({"a": 1.0, "loss": "0.5"}, "'loss' is str"),
+        ({"a": 1.0, "loss": None}, "'loss' is NoneType"),
+    ],
+)
+def test_metrics_that_are_no_numbers_are_refused_and_nothing_is_logged(given_metrics, match):
+    logged = []
+    with Collector(ENV, None, logger=lambda *of: logged.append(of), **OPTIONS) as collector:
+        with pytest.raises(BadOption, match=match):
+            collector.log(given_metrics)
+        with pytest.raises(BadOption, match=r"log\(step=-1\)"):
+            collector.log({"a": 1.0}, step=-1)
+    assert logged == []
+
+
+def test_an_error_of_the_logger_is_raised_and_the_page_has_the_metrics(tmp_path):
+    def refuse(metrics, step):
+        raise ValueError("by me")
+
+    collector = Collector(ENV, None, logger=refuse, watch=Watch(tmp_path, None), **OPTIONS)
+    with collector, pytest.raises(HookError, match="at step 0: by me"):
+        collector.log({"loss": 2.0})
+    newest = RunHistory.read(tmp_path).snapshots[-1]
+    assert (newest["metrics"], newest["metrics_at"]) == ({"loss": [2.0, 1, 0]}, 0)
+
+
+def test_a_page_has_the_first_names_only(tmp_path):
+    with Collector(ENV, None, watch=Watch(tmp_path, None), **OPTIONS) as collector:
+        collector.log({"a" * 300: 1.0} | {f"m{n}": float(n) for n in range(MOST_METRICS + 5)})
+        collector.log({"m68": 1.0, "m1": 3.0})
+    newest = RunHistory.read(tmp_path).snapshots[-1]
+    assert len(newest["metrics"]) == MOST_METRICS
+    assert newest["metrics"]["a" * MOST_NAME] == [1.0, 1, 0]
+    assert newest["metrics"]["m1"] == [2.0, 2, 0]
+    assert newest["metrics_left_out"] == 6
+
+
+VALUES = st.lists(st.sampled_from([math.nan, math.inf, -1e300]) | st.floats(-1e9, 1e9), max_size=6)
+
+
+@settings(max_examples=30)
+@given(st.lists(VALUES, min_size=3, max_size=60))
+def test_the_means_of_removed_snapshots_become_part_of_the_next(parts):
+    means = MetricMeans()
+    with tempfile.TemporaryDirectory() as folder:
+        file = SnapshotFile(folder, {}, limit_bytes=12_000)
+        for number, part in enumerate(parts):
+            for value in part:
+                means.add({"loss": value}, number)
+            file.append(**line(number), **means.take())
+        file.close()
+        with_metrics = [s for s in RunHistory.read(folder).snapshots if "metrics" in s]
+        kept = [s["metrics"]["loss"] for s in with_metrics]
+        assert all(s["metrics_at"] <= s["frames"] for s in with_metrics)
+    mean, count, bad = functools.reduce(joined, kept, [None, 0, 0])
+    values = np.array([value for part in parts for value in part])
+    good = values[np.abs(np.nan_to_num(values, nan=math.inf)) <= 1e9]
+    assert (count, bad) == (len(good), len(values) - len(good))
+    assert (mean is None) == (not len(good))
+    if mean is not None:
+        np.testing.assert_allclose(mean, good.mean(), atol=1e-3)
+
+
+def test_the_first_line_has_options_and_versions_and_no_secret(tmp_path):
+    watch = Watch(tmp_path, None)
+    kwargs = {"create_env_kwargs": {"length": 3}}
+    with Collector(CountingEnv, None, num_envs=2, watch=watch, **kwargs, **OPTIONS):
+        pass
+    about = RunHistory.read(tmp_path).about
+    assert about["options"] == {
+        "create_env_fn": "CountingEnv",
+        "num_envs": "2",
+        "frames_per_batch": "12",
+        "total_frames": "36",
+        "seed": "0",
+        "watch": repr(watch),
+        "create_env_kwargs": "dict of length",
+    }
+    assert about["versions"]["torch"] == torch.__version__
+    assert about["versions"]["muster"] == muster.__version__
+    assert {name for name in dir(RayOptions) if "token" in name} <= set(SECRET)
+
+
 # --- the server -----------------------------------------------------------------------------------
 
 
@@ -583,8 +805,12 @@ def events(answer):
         yield event, json.loads(content)
 
 
-def next_entries(stream):
-    return next(content for event, content in stream if event == "entries")
+def next_entries(stream, run=0):
+    return next(
+        content["entries"]
+        for event, content in stream
+        if event == "entries" and content["run"] == run
+    )
 
 
 def test_the_page_has_its_files_and_security_headers(tmp_path, serve):
@@ -667,7 +893,8 @@ def test_viewers_have_places_and_one_too_many_is_told_so(tmp_path, serve, monkey
     monkeypatch.setattr(page_server, "_MOST_VIEWERS", 2)
     port, _ = serve(written(tmp_path, RUN))
     viewers = [fetched(port, "/events") for _ in range(2)]
-    assert [next(events(viewer)) for viewer in viewers] == [("restart", None)] * 2
+    begun = ("restart", {"run": 0, "name": tmp_path.name})
+    assert [next(events(viewer)) for viewer in viewers] == [begun] * 2
     for _ in range(2):
         answer = fetched(port, "/")
         assert (answer.status, answer.text) == (
@@ -696,23 +923,29 @@ def test_viewers_get_the_history_and_what_follows(tmp_path, serve):
     port, _ = serve(written(tmp_path, RUN, line(1)))
     viewers = [events(fetched(port, "/events")) for _ in range(2)]
     for stream in viewers:
-        assert next(stream) == ("restart", None)
+        assert next(stream) == ("restart", {"run": 0, "name": tmp_path.name})
         assert [entry["kind"] for entry in next_entries(stream)] == ["run", "snapshot"]
     with open(tmp_path / NAME, "a") as file:
         file.write(json.dumps(line(2)) + "\nrubbish\n" + json.dumps(line(3))[:20])
     assert [[entry["frames"] for entry in next_entries(stream)] for stream in viewers] == [[2], [2]]
     os.replace(written(tmp_path / "other", RUN, line(9)) / NAME, tmp_path / NAME)
     for stream in viewers:
-        assert next(event for event, _ in stream if event != "clock") == "restart"
+        others = ("clock", "process")
+        assert next(event for event, _ in stream if event not in others) == "restart"
         assert [entry.get("frames") for entry in next_entries(stream)] == [None, 9]
 
 
-def to_the_end(answer):
-    """The kinds of all entries until the server says goodbye, and what it says."""
+def to_the_end(answer, told=None):
+    """The kinds of all entries until the server says goodbye, and what it says.
+
+    ``told`` gets the states of the process.
+    """
     kinds = []
     for event, content in events(answer):
+        if event == "process" and told is not None:
+            told.append(content)
         if event == "entries":
-            kinds += [entry["kind"] for entry in content]
+            kinds += [entry["kind"] for entry in content["entries"]]
         if event == "goodbye":
             assert answer.read() == b"", "nothing follows"
             return kinds, content
@@ -727,7 +960,7 @@ def test_viewers_get_the_last_entries_and_a_goodbye_when_a_collection_ends(tmp_p
     for viewer in viewers:
         kinds, goodbye = to_the_end(viewer)
         assert (kinds[0], kinds[-1], kinds.count("end")) == ("run", "end", 1)
-        assert goodbye == {"of": "run", "run": str(tmp_path)}
+        assert goodbye == {"of": "run", "command": f"muster watch {tmp_path}"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -739,10 +972,19 @@ def test_viewers_are_told_that_the_process_of_a_run_has_exited(tmp_path, number)
         port = int(parent.stdout.readline().rpartition(":")[2].strip("/\n"))
         viewer = wait_until(lambda: fetched(port, "/events"))
         parent.send_signal(number)
-        kinds, goodbye = to_the_end(viewer)
+        os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)  # not reaped: all kernels tell how
+        told = []
+        kinds, goodbye = to_the_end(viewer, told)
     assert kinds[0] == "run"
     assert "end" not in kinds
-    assert goodbye == {"of": "run", "run": str(tmp_path / "run")}
+    assert [state["state"] for state in told] == ["alive", "exited"]
+    assert told[-1] == {
+        "run": 0,
+        "state": "exited",
+        "signal": signal.Signals(number).name,
+        "code": None,
+    }
+    assert goodbye == {"of": "run", "command": f"muster watch {tmp_path / 'run'}"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -763,7 +1005,7 @@ def test_viewers_whose_connection_is_being_accepted_at_the_end_get_a_goodbye(tmp
     viewer.join(60)
     kinds, goodbye = to_the_end(answers[0])
     assert kinds[0] == "run"
-    assert goodbye["run"] == str(tmp_path)
+    assert goodbye["command"] == f"muster watch {tmp_path}"
     with pytest.raises(KeyboardInterrupt):  # handlers are as before
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -806,10 +1048,75 @@ def test_a_server_that_closes_says_goodbye_and_waits_for_no_viewer_long(tmp_path
     assert time.monotonic() - begun < 20
     kinds, goodbye = to_the_end(viewer)
     assert kinds == ["run", "snapshot"]
-    assert goodbye == {"of": "watch", "run": str(tmp_path)}
+    assert goodbye == {"of": "watch", "command": f"muster watch {tmp_path}"}
     stuck.close()
     thread.join(60)
     server.server_close()
+
+
+def connected_to(port):
+    """A stream; None: there is no place."""
+    answer = fetched(port, "/events")
+    return answer if answer.status == 200 else None
+
+
+def test_a_viewer_that_does_not_read_costs_the_others_nothing_and_is_dropped(
+    tmp_path, serve, monkeypatch
+):
+    monkeypatch.setattr(page_server._Handler, "timeout", 1.0)
+    monkeypatch.setattr(page_server, "_MOST_VIEWERS", 4)
+    port, _ = serve(written(tmp_path, RUN, *(line(n, memory=n) for n in range(3000))))
+    stuck = []
+    for _ in range(3):
+        connection = socket.create_connection(("127.0.0.1", port), 60)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(b"GET /events HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        stuck.append(connection)
+    stream = events(connected_to(port))
+    count = 0
+    while count < 3000:
+        count += sum(entry["kind"] == "snapshot" for entry in next_entries(stream))
+    # others get the places of those that were dropped
+    connected = [wait_until(partial(connected_to, port)) for _ in range(3)]
+    assert [answer.status for answer in connected] == [200] * 3
+    for connection in stuck:
+        connection.close()
+
+
+# --- several runs ---------------------------------------------------------------------------------
+
+
+def test_several_runs_are_told_apart(tmp_path, serve):
+    paths = [tmp_path / "x" / "run", tmp_path / "b", tmp_path / "y" / "run"]
+    for number, path in enumerate(paths):
+        path.parent.mkdir(exist_ok=True)
+        written(path, RUN, line(10 * number))
+    port, _ = serve(paths)
+    stream = events(fetched(port, "/events"))
+    names = [next(stream) for _ in paths]
+    assert names == [
+        ("restart", {"run": 0, "name": str(paths[0])}),
+        ("restart", {"run": 1, "name": "b"}),
+        ("restart", {"run": 2, "name": str(paths[2])}),
+    ]
+    for number in range(3):
+        assert [entry.get("frames") for entry in next_entries(stream, number)] == [
+            None,
+            10 * number,
+        ]
+    with open(paths[1] / NAME, "a") as file:
+        file.write(json.dumps(line(12)) + "\n")
+    assert [entry["frames"] for entry in next_entries(stream, 1)] == [12]
+
+
+def test_runs_are_refused_that_are_none_or_too_many(tmp_path, capsys):
+    path = written(tmp_path, RUN)
+    assert "Give the directory of a collection" in refused(capsys, "watch")
+    assert "draws one run, and 2" in refused(
+        capsys, "watch", path, path, "--png", tmp_path / "a.png"
+    )
+    assert "17 runs: expected at most 16" in refused(capsys, "watch", *[path] * 17)
+    assert "has no snapshots" in refused(capsys, "watch", path, tmp_path / "b")
 
 
 # --- pictures and the command line ----------------------------------------------------------------

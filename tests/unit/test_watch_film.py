@@ -301,12 +301,19 @@ def test_a_viewer_can_ask_for_the_film_of_an_episode_and_for_nothing_else(tmp_pa
     )  # an id: no code in the file
     with served(tmp_path, film_command(trust=False)) as port:
         own = {"X_Muster_Watch": "1"}
-        assert answer(port, "POST", "/films/best")[0] == 403, "a page elsewhere can send this"
-        for path in ("/films/", "/films/other", "/films/../watch", "/films/best/", "/"):
+        assert answer(port, "POST", "/films/0/best")[0] == 403, "a page elsewhere can send this"
+        for path in (
+            "/films/",
+            "/films/best",
+            "/films/0/other",
+            "/films/1/best",
+            "/films/0/best/",
+            "/",
+        ):
             assert answer(port, "POST", path, **own)[0] == 404
-        assert answer(port, "POST", "/films/best", **own, Host="evil.example")[0] == 403
+        assert answer(port, "POST", "/films/0/best", **own, Host="evil.example")[0] == 403
         assert answer(port, "GET", "/films/1.mp4")[0] == 404
-        status, _, content = answer(port, "POST", "/films/best", **own)
+        status, _, content = answer(port, "POST", "/films/0/best", **own)
         made = json.loads(content)
         assert (status, made["note"], made["film"]) == (200, "", 1), made
         assert made["frames"] == made["length"] + 1
@@ -321,7 +328,7 @@ def test_a_viewer_can_ask_for_the_film_of_an_episode_and_for_nothing_else(tmp_pa
         assert answer(port, "GET", "/films/1.mp4", Range="bytes=8-")[2] == whole[8:]
         assert answer(port, "GET", "/films/2.mp4")[0] == 404
         (tmp_path / EPISODES / "worst.episode").write_bytes(b"rubbish")
-        assert "No episode" in json.loads(answer(port, "POST", "/films/worst", **own)[2])["error"]
+        assert "No episode" in json.loads(answer(port, "POST", "/films/0/worst", **own)[2])["error"]
         assert answer(port, "GET", "/episodes/best.episode")[0] == 404
 
 
@@ -351,18 +358,17 @@ def test_code_of_the_directory_runs_only_if_it_is_trusted_and_only_the_users_own
 
 def test_one_film_at_a_time_and_none_after_the_end(tmp_path: Any) -> None:
     films = Films(
-        [sys.executable, "-c", "import sys; sys.stdin.read(); import signal; signal.pause()"],
-        tmp_path,
+        [sys.executable, "-c", "import sys; sys.stdin.read(); import signal; signal.pause()"]
     )
     answers: list[Any] = []
-    thread = threading.Thread(target=lambda: answers.append(films.make("best")))
+    thread = threading.Thread(target=lambda: answers.append(films.make(tmp_path / "best.episode")))
     thread.start()
     wait_until(lambda: films._process is not None)
-    assert "Another film" in films.make("worst")["error"]
+    assert "Another film" in films.make(tmp_path / "worst.episode")["error"]
     films.close()
     thread.join(60)
     assert f"died ({-signal.SIGKILL})" in answers[0]["error"]
-    assert "makes no films" in Films(None, tmp_path).make("best")["error"]
+    assert "makes no films" in Films(None).make(tmp_path / "best.episode")["error"]
 
 
 def test_a_small_file_keeps_the_newest_line_of_each_episode(tmp_path: Any) -> None:

@@ -74,12 +74,12 @@ def export(command: ExportCommand) -> int:
 
 @dataclass(frozen=True)
 class WatchCommand:
-    """Show a running or finished collection on a web page, until Ctrl-C; or write its picture with
-    --png.
+    """Show running or finished collections on a web page, until Ctrl-C; or write the picture of one
+    with --png.
     """
 
-    run: Annotated[Positional[Path], arg(metavar="RUN")]
-    """Directory of a collection with watch=True or --watch."""
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN")]
+    """Directories of collections with watch=True or --watch. Several are drawn into the same charts."""
 
     address: Annotated[str, arg(metavar="HOST:PORT")] = "127.0.0.1:0"
     """Address of the page. Port 0: any free port. Beyond loopback, viewers need the token in the printed address."""
@@ -94,14 +94,18 @@ class WatchCommand:
 def watch(command: WatchCommand) -> int:
     """Run the command. Returns the exit code."""
     if command.png is not None:
-        return _draw(command.run, command.png)
+        if len(command.runs) != 1:
+            raise BadOption(f"--png draws one run, and {len(command.runs)} were given.")
+        return _draw(command.runs[0], command.png)
+    if not command.runs:
+        raise BadOption("Give the directory of a collection: muster watch RUN")
     from muster.observing.page_server import PageAddress, PageServer
     from muster.restore.film import film_command
 
     page = PageAddress(command.address)
     try:
         server = PageServer(
-            command.run, page.socket, page.token, film=film_command(trust=command.trust)
+            command.runs, page.socket, page.token, film=film_command(trust=command.trust)
         )
     except BaseException:
         page.close()
@@ -154,7 +158,7 @@ examples:
   muster tune CartPole-v1 --policy mlp --num-envs 16 64
   muster replay /tmp/muster-crash-x1/env-3.crash
   muster export runs/a --to minari --out cartpole/random-v0
-  muster watch runs/a
+  muster watch runs/a runs/b
   muster cluster
   muster doctor
 

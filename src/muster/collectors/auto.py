@@ -17,6 +17,7 @@ from muster.collectors.options import CollectorOptions
 from muster.collectors.setup import factories_of, keywords_of
 from muster.restore.pickling import MAKE_POLICY, dumps, loads
 from muster.rng import GroupRng
+from muster.utils.containers import is_several
 from muster.utils.cpus import read, usable_cores
 
 SECONDS = 1.0  # duration of a measurement
@@ -50,7 +51,7 @@ def auto_workers(create_env_fn: Any, policy: Any, options: PoolOptions, *, alone
     the first group.
     """
     load = measure(create_env_fn, policy, options, SECONDS)
-    groups = len(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else None
+    groups = len(create_env_fn) if is_several(create_env_fn) else None
     return choose_workers(load, options, groups, usable_cores(), alone=alone)
 
 

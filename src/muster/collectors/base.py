@@ -30,6 +30,7 @@ from muster.collectors.signatures import takes
 from muster.episodes.record import Episodes
 from muster.episodes.summary import CollectStats
 from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTimeout, described
+from muster.observing.own_metrics import numbers_of
 from muster.observing.plot import plot_stats
 from muster.observing.profiling import ProfileConfig
 from muster.observing.stats import CollectorStats
@@ -38,6 +39,7 @@ from muster.policies.sampling import all_masks_of
 from muster.rollout.group import Group
 from muster.utils.attributes import resolve
 from muster.utils.forks import Owner
+from muster.utils.integers import integer
 from muster.utils.tracebacks import trimmed
 from muster.weights.names import tensors_in
 from muster.weights.publish import PolicyWeights
@@ -215,6 +217,32 @@ class BaseCollector(ABC):
     def watch_url(self) -> str | None:
         """Address of the page of ``watch=``, with its token; None: there is no page."""
         return None if self._observers.watched is None else self._observers.watched.url
+
+    def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log metrics of your own, such as a loss: to ``logger=``, and as charts of the page of
+        ``watch=``.
+
+        ``collector.log({"loss": loss, "entropy": entropy})``. Without ``logger`` and ``watch``
+        nothing happens. The page draws means per second over delivered frames. It shows the first
+        64 names.
+
+        Args:
+            metrics: numbers by name, also 0-dimensional tensors and arrays. Numbers that are not
+                finite are counted on the page, and given to the logger as they are.
+            step: step for the logger. None: the number of frames delivered so far, as for the
+                collector's own metrics.
+
+        Raises:
+            BadOption: a name is no text, or a value is no single number. Nothing was logged.
+            CollectorClosed: after ``shutdown``.
+            HookError: the logger raised. The page has the metrics.
+        """
+        if self._closed:
+            raise CollectorClosed("this collector was shut down; log before it")
+        for owner in self._owners():
+            owner.check()
+        at = None if step is None else integer("step", step, 0, of="log")
+        self._observers.log(numbers_of(metrics), at)
 
     def plot(self) -> Any:
         """Draw returns over frames with the 95 % interval of a running mean, the split of time, and

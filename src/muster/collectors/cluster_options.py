@@ -14,6 +14,7 @@ from muster.collectors.setup import factories_of
 from muster.collectors.signatures import check_names
 from muster.errors import BadOption
 from muster.utils.checked import PositiveNumber, at_least
+from muster.utils.containers import is_several
 from muster.utils.integers import integer
 
 CLASSES = ("single", "sync", "async")
@@ -155,7 +156,7 @@ def over_nodes(options: ClusterOptions) -> OverNodes:
         given = getattr(options, name)
         values = spread(name, given, len(factories))
         values = [own.pop(name, value) for own, value in zip(of_node, values, strict=True)]
-        if isinstance(given, (list, tuple)) or any(value is not given for value in values):
+        if is_several(given) or any(value is not given for value in values):
             lists[name] = [values[node] for node in of_leaf]
     if None in lists.get("policy_factory", ()):
         raise BadOption(
@@ -164,7 +165,7 @@ def over_nodes(options: ClusterOptions) -> OverNodes:
     options = replace(options, **lists)
     kwargs = options.create_env_kwargs
     frames = options.frames_per_batch
-    if isinstance(kwargs, (list, tuple)):
+    if is_several(kwargs):
         by_node = spread("create_env_kwargs", kwargs, len(factories))
         kwargs = [by_node[node] for node in of_leaf]
     if options.sync and frames is not None:
@@ -198,9 +199,7 @@ def _node_keywords(
     """
     every = [dict(given or {}) for given in spread("collector_kwargs", collector_kwargs, count)]
     shared = dict(every[0])
-    if isinstance(collector_kwargs, (list, tuple)) and any(
-        "create_env_kwargs" in given for given in every
-    ):
+    if is_several(collector_kwargs) and any("create_env_kwargs" in given for given in every):
         shared["create_env_kwargs"] = [given.pop("create_env_kwargs", None) for given in every]
     for given in every:
         check_names(signature(PoolOptions), given)
@@ -234,7 +233,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 def spread(name: str, given: Any, count: int) -> list[Any]:
     """Return a list with one value per node; ``given`` is such a list, or a value for all nodes."""
-    if not isinstance(given, (list, tuple)):
+    if not is_several(given):
         return [given] * count
     if len(given) != count:
         raise BadOption(

@@ -350,7 +350,8 @@ class RayOptions(ClusterOptions):
         remote_configs: options of the Ray actors: a dict for all, or a list with one dict per
             actor. None: one CPU and 2 GiB of memory, and 0.2 of a GPU if the cluster has any.
         replay_buffer: see ``muster.Collector``. Actors write directly into a ``RayBuffer`` or
-            TorchRL's ``RayReplayBuffer``. With ``trajs_per_batch``, ``split_trajs``, ``postproc``,
+            TorchRL's ``RayReplayBuffer``. With ``trajs_per_batch``,
+            ``replay_write_mode="trajectory"``, ``split_trajs``, ``postproc``,
             ``extend_buffer=False`` or a hook on batches or episodes, the batches pass through this
             process.
     """
@@ -395,7 +396,7 @@ class RayCollector(ClusterCollector):
         names = {cls.__name__ for cls in type(options.replay_buffer).__mro__}
         looks = (
             *(
-                options.trajs_per_batch,
+                options.joins_episodes,
                 options.split_trajs,
                 options.postproc,
                 options.on_batch,

@@ -13,16 +13,19 @@ import numpy as np
 from muster.collectors.batch_options import joins_time
 from muster.collectors.batch_views import BatchViews
 from muster.collectors.collecting_time import CollectingTime
+from muster.collectors.into_memory import MemoryWriter
 from muster.collectors.last_rollouts import EndedEpisodes, LastRollouts
 from muster.collectors.ledger import Ledger
 from muster.collectors.options import CollectorOptions, check_seeds
 from muster.collectors.pipeline import Pipeline, PipelineItem
+from muster.collectors.row_by_row import RowByRow
 from muster.collectors.stepped import SteppedBatch
 from muster.episodes.plain import Place
 from muster.episodes.record import NO_EPISODES, Episodes
 from muster.episodes.recount import Recount
 from muster.errors import BadOption
 from muster.keys import Key
+from muster.memory.replay import ReplayMemory
 from muster.memory.slots import Layout
 from muster.memory.specs import Array
 from muster.observing.stats import CollectorStats
@@ -45,7 +48,7 @@ class CollectedRollout(NamedTuple):
     """One rollout of every group, or of those that were ready first.
 
     Attributes:
-        batch: the batch.
+        batch: the batch; None: its rows are in the memory only.
         hidden: keys in it that only the pipeline uses.
         frames: number of valid steps.
         episodes: records of the episodes that ended.
@@ -53,7 +56,7 @@ class CollectedRollout(NamedTuple):
         results: results by group.
     """
 
-    batch: TensorDict
+    batch: Any
     hidden: list[Key]
     frames: int
     episodes: Episodes
@@ -69,6 +72,8 @@ class NextBatch:
        in flight, and no other counter includes them.
     3. The same request makes the batch of these slots; before another request, ``give_up`` discards
        them.
+
+    Where rollouts go to a ``ReplayMemory``, they are written before the batch is made.
     """
 
     def __init__(self, source: Schedule, weights: PolicyWeights, views: BatchViews) -> None:
@@ -79,6 +84,7 @@ class NextBatch:
         # the request of the slots, in what it has to be equal to continue
         self._like: object = None
         self._filled: FilledSlot | None = None
+        self._is_written = False
 
     @property
     def frames(self) -> int:
@@ -86,12 +92,19 @@ class NextBatch:
         return 0 if self._filled is None else self._filled.frames
 
     def make(
-        self, request: CollectRequest, discard: Callable[[int], None]
-    ) -> tuple[FilledSlot, TensorDict]:
+        self,
+        request: CollectRequest,
+        discard: Callable[[int], None],
+        *,
+        memory: MemoryWriter | None = None,
+        shown: bool = True,
+    ) -> tuple[FilledSlot, Any]:
         """Return the next full slots, and their batch.
 
         Args:
             discard: called with the number of frames that were kept for another request.
+            memory: writes the rollouts; None: they go to no memory.
+            shown: False: make no batch, but free the slots.
         """
         like = request.limit, request.rows, request.closes, request.bootstrap
         if self._filled is not None and self._like != like:
@@ -111,7 +124,16 @@ class NextBatch:
                 finally:
                     self._weights.release()
             self._filled = filled
-        batch = self._views.batch(filled)
+            self._is_written = False
+        if memory is not None and not self._is_written:
+            memory.write(filled)
+            self._is_written = True
+        batch = None
+        if shown:
+            batch = self._views.batch(filled)
+        else:
+            for ring, slot in filled.slots:
+                ring.give_back(slot)
         self._filled = None
         return filled, batch
 
@@ -135,6 +157,7 @@ class Engine:
         local: the worker, if it is in this process.
 
     Attributes:
+        memory: writes the rollouts into the user's ``ReplayMemory``; None: there is none.
         counted: number of frames in batches that count towards ``total_frames``.
         acting: policy of the last rollouts, "policy" or "random".
         in_batch: the batch of the last rollout is not complete.
@@ -170,7 +193,15 @@ class Engine:
         self.views = BatchViews(
             options, stacked=stacked, cat_dim=cat_dim, hidden=self.pipeline.needs_flags
         )
-        if local is None:
+        self.memory: MemoryWriter | None = None
+        if isinstance(options.replay_buffer, ReplayMemory):
+            self.memory = MemoryWriter(options.replay_buffer, pool, options.devices.storing)
+        self._shows = self.memory is None or not self.pipeline.is_direct
+        self._row_by_row: RowByRow | None = None
+        one_row = local is not None and options.frames == pool.num_envs and len(pool.counters) == 1
+        if self.memory is not None and local is not None and one_row and not self._shows:
+            self._row_by_row = RowByRow(local, self.memory, source.layout)
+        if local is None and self._shows:
             source.prepare_ahead(self.views)
         self.next_batch = NextBatch(source, weights, self.views)
         self.stepped = SteppedBatch()
@@ -266,9 +297,14 @@ class Engine:
         if not self.options.extend_buffer:
             self._put_stepped(limit)
             return
+        if self._row_by_row is not None and self._goes_on_row_by_row(limit):
+            self._put_row(self._row_by_row)
+            return
         with postponed():
             checkpoint()
-            batch, hidden, frames, episodes, *_ = self.collect(limit)
+            batch, hidden, frames, episodes, *_ = self.collect(
+                limit, shown=self._shows or self.options.post_collect_hook is not None
+            )
             self.counted += frames
             is_direct = self.pipeline.is_direct and self.options.post_collect_hook is None
             if is_direct and not hidden:
@@ -284,7 +320,14 @@ class Engine:
                 )
 
     def collect(
-        self, limit: int | None, *, closes: bool = True, acting: str | None = None, **others: Any
+        self,
+        limit: int | None,
+        *,
+        closes: bool = True,
+        acting: str | None = None,
+        shown: bool = True,
+        remembered: bool = True,
+        **others: Any,
     ) -> CollectedRollout:
         """Collect one rollout of every group. To be called within ``postponed()``.
 
@@ -292,6 +335,8 @@ class Engine:
             limit: maximum number of valid steps.
             closes: the rollout ends a batch.
             acting: "policy" or "random"; None: as the options say.
+            shown: a batch is made.
+            remembered: the rollouts go to the ``ReplayMemory``, if there is one.
             **others: see ``CollectRequest``.
         """
         began = time.perf_counter_ns()
@@ -306,7 +351,12 @@ class Engine:
             **others,
         )
         self.in_batch = not closes
-        filled, batch = self.next_batch.make(request, self._discard_unmade)
+        memory = self.memory if remembered else None
+        if memory is not None and not memory.is_open:
+            memory.open(self.layout())
+        filled, batch = self.next_batch.make(
+            request, self._discard_unmade, memory=memory, shown=shown
+        )
         hidden = self.views.hidden_keys(filled.layout) if self.views.shows_hidden else []
         frames, episodes = self.last.replace(filled.results, hidden, self.weights)
         cut_short = 0
@@ -333,6 +383,56 @@ class Engine:
                 " through this process. Pass the hook to the constructor"
             )
         self.options = dataclasses.replace(self.options, post_collect_hook=hook)
+
+    def _goes_on_row_by_row(self, limit: int) -> bool:
+        """Return whether the next batch is one row, and nothing else is under way or watched."""
+        assert self._row_by_row is not None
+        return (
+            limit == self.options.frames
+            and self.options.post_collect_hook is None
+            and not self.in_batch
+            and not self.source.has_begun
+            and not self.next_batch.frames
+            and not self.time.timeline.running
+            and self._row_by_row.is_possible
+        )
+
+    @postponed()
+    def _put_row(self, rows: RowByRow) -> None:
+        """Collect a row into the memory, and put its records into the pipeline."""
+        checkpoint()
+        if self.memory is not None and not self.memory.is_open:
+            self.memory.open(self.layout())
+        acting = self._who_acts(0)
+        pool = self.source.pool
+        version = self.weights.hold()
+        try:
+            results = rows.collect(next(pool.numbers), acting, version)
+        finally:
+            self.weights.release()
+        counters = pool.counters[0]
+        error: BaseException | None = None
+        for result in results:
+            counters.add(result)
+            if result.error is not None:
+                error = result.error
+                continue
+            counters.deliver(result.frames)
+            frames, episodes = self.last.replace([result], [], self.weights)
+            self.ledger.collected(frames, closes=True)
+            if episodes or self.ended.collected is not NO_EPISODES:
+                self.ended.collect(episodes, self.ledger.frames)
+            self.counted += frames
+            self.pipeline.ready.append(PipelineItem(None, (), frames, self.ended.collected))
+            if result.warnings:
+                pool.warn_later(result)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error, results, result
+        if pool.unwarned:
+            pool.give_warnings()
 
     def layout(self) -> Layout:
         """Return the layout of rollouts of the policy.
@@ -432,6 +532,8 @@ class Engine:
             workers=workers,
             inference=server.stats() if (server := self.source.pool.server) is not None else None,
             engine=self.source.pool.engine,
+            completed=window.frames,
+            written=0 if self.pipeline.sink is None else terms.delivered,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -453,6 +555,10 @@ class Engine:
         self.in_batch = bool(state["in_batch"])
         self.acting = str(state["acting"])
         self.stepped.load_state_dict(state["stepped"], self.place)
+        if self.memory is not None:
+            self.memory.forget()
+        if self._row_by_row is not None:
+            self._row_by_row.forget()
         self.next_batch.give_up()
 
     def source_state(self) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from muster.policies.sampling import check_masks
 from muster.restore.pickling import MAKE_KWARGS, MAKE_OPTION, MAKE_POLICY, dumps
 from muster.restore.registered import check_id, ids_of_this_process
 from muster.utils.checked import base_part
+from muster.utils.containers import is_several
 from muster.weights.choice import one_transport
 from muster.weights.names import acting_modules
 from muster.weights.publish import PolicyWeights
@@ -354,7 +355,7 @@ class MultiCollector(BaseCollector):
 def count_workers(create_env_fn: Any, num_workers: int | None) -> tuple[list[Any], int]:
     """Return the factories of all groups, and the number of workers for them."""
     factories = factories_of(create_env_fn)
-    if not isinstance(create_env_fn, (list, tuple)):
+    if not is_several(create_env_fn):
         factories *= num_workers or 1
     for number, factory in enumerate(factories):
         if is_environment(factory):
@@ -432,7 +433,7 @@ class AsyncCollector(MultiAsyncCollector):
 
     def _connect(self, made: ExitStack) -> Engine:
         envs = self.options.create_env_fn
-        if (isinstance(envs, (list, tuple)) and len(envs) > 1) or self.options.num_workers not in (
+        if (is_several(envs) and len(envs) > 1) or self.options.num_workers not in (
             None,
             1,
         ):

@@ -11,6 +11,7 @@ from muster.collectors.options import PER_WORKER, CollectorOptions
 from muster.env_spec import EnvSpec
 from muster.errors import BadOption
 from muster.utils.checked import Details, Number, PositiveNumber
+from muster.utils.containers import is_several
 from muster.workers.options import SupervisionOptions
 
 Backend = Literal["processes", "threads"]
@@ -193,7 +194,7 @@ def of_workers(
     own: list[dict[str, Any]] = [dict(given) for given in others] or [{} for _ in range(count)]
     for name in PER_WORKER:
         given = getattr(options, name)
-        if not isinstance(given, (list, tuple)):
+        if not is_several(given):
             continue
         if len(given) != count:
             raise BadOption(
@@ -253,11 +254,7 @@ def check_cat(o: PoolOptions, infos: Sequence[EnvSpec]) -> None:
         sizes = [size for place, size in enumerate(info.batch_shape) if place != along]
         return sizes, info.observations, info.actions
 
-    waits = ""
-    if o.trajs_per_batch:
-        waits = "trajs_per_batch"
-    elif o.on_episode_done:
-        waits = "on_episode_done"
+    waits = o.joins_episodes or ("on_episode_done" if o.on_episode_done else "")
     if not -ndim <= dim < ndim:
         raise BadOption(
             f"cat_results={dim}: the rollouts to concatenate have {ndim} dimensions. Give one from"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from muster.collectors.about import options_of, versions
 from muster.collectors.engine import Engine
 from muster.collectors.options import CollectorOptions
 from muster.observing.loggers import CollectionLog
@@ -51,6 +53,8 @@ class Observers:
                 "frames_per_batch": options.frames_per_batch,
                 "total_frames": options.total_frames,
                 "seed": options.seed,
+                "options": options_of(options),
+                "versions": versions(),
             }
             if watch.films is False or (watch.films is None and engine.local is not None):
                 kept = KeptEpisodes(NO_FILMS)
@@ -74,7 +78,7 @@ class Observers:
                 save_episodes=kept.save,
                 film=film_command(trust=True),  # of files that this process writes
             )
-            weakref.finalize(collector, self.watched.close)
+            weakref.finalize(collector, self.watched.close_unattended)
             if watch.address is not None and watch.announce:
                 later = f"muster watch {self.watched.directory}"
                 address = f"watch     {self.watched.url}  (afterwards: {later})"
@@ -102,6 +106,16 @@ class Observers:
             self._progress.wrote(stats)
         if self._log is not None:
             self._log.wrote(stats, self._engine.ended.collected)
+
+    def log(self, metrics: Mapping[str, float], step: int | None) -> None:
+        """Show metrics of the user's on the page and to the logger."""
+        if self.watched is None and self._log is None:
+            return
+        frames = self._engine.ledger.terms().delivered
+        if self.watched is not None:
+            self.watched.log(metrics, frames)
+        if self._log is not None:
+            self._log.log(metrics, frames if step is None else step)
 
     def close(self) -> None:
         """End the progress bar and the snapshots. May be called again."""

@@ -14,6 +14,7 @@ A field is checked by its type (``utils/checked.py``), before options that exclu
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -26,11 +27,13 @@ from muster.collectors.batch_options import BatchOptions
 from muster.collectors.replay_buffer import ReplaySink
 from muster.episodes.stored import leading_dims
 from muster.errors import BadOption
+from muster.memory.replay import ReplayMemory
 from muster.observing.loggers import as_logger
 from muster.policies.adapt import STORED
 from muster.policies.agents import per_agent
 from muster.utils.addresses import host_and_port
 from muster.utils.checked import Details, Limit, Number, PositiveNumber, Seed, list_of_seeds
+from muster.utils.containers import is_several
 from muster.utils.integers import integer
 from muster.utils.whole_files import check_folder
 from muster.workers.options import WorkerOptions
@@ -41,6 +44,7 @@ ObsDtype = torch.dtype | Literal["env"] | None
 SHOWN_ORDER = (
     "frames_per_batch",
     "total_frames",
+    "round_up_total_frames",
     "num_envs",
     "max_frames_per_traj",
     "init_random_frames",
@@ -60,6 +64,7 @@ SHOWN_ORDER = (
     "compact_obs",
     "obs_dtype",
     "replay_buffer",
+    "replay_write_mode",
     "extend_buffer",
     "pre_collect_hook",
     "post_collect_hook",
@@ -212,9 +217,9 @@ def _policy(name: str, value: Any) -> Any:
 
 
 def _factory(name: str, value: Any) -> Any:
-    if isinstance(value, (list, tuple)) and not value:
+    if is_several(value) and not value:
         raise BadOption(f"{name} is an empty list: expected a function for each worker")
-    for factory in value if isinstance(value, (list, tuple)) else [value]:
+    for factory in value if is_several(value) else [value]:
         if not callable(factory):
             raise BadOption(f"{name}={value!r}: expected a function, or a list of functions")
     return value
@@ -222,7 +227,7 @@ def _factory(name: str, value: Any) -> Any:
 
 def _device(name: str, value: Any, *, here: bool = True) -> torch.device | None:
     """Return a device; of a list, the first one. ``here``: this machine must have it."""
-    if isinstance(value, (list, tuple)):
+    if is_several(value):
         found = [_device(f"{name}[{i}]", one, here=here) for i, one in enumerate(value)]
         if not found:
             raise BadOption(f"{name} is an empty list: expected a device for each worker")
@@ -269,6 +274,8 @@ class CollectorOptions(BatchOptions, WorkerOptions):
             (``muster.policies.per_agent``).
         total_frames: total number of steps to collect, a multiple of ``frames_per_batch``. -1: no
             limit.
+        round_up_total_frames: collect the next multiple of ``frames_per_batch`` if ``total_frames``
+            is not one.
         init_random_frames: number of frames with uniformly random actions at the start, rounded up
             to whole batches. In them the policy's other columns are NaN, 0 or False, and recurrent
             states are those of a new episode. The policy is called once before, to find its
@@ -327,6 +334,7 @@ class CollectorOptions(BatchOptions, WorkerOptions):
     policy: Annotated[Any, _policy] = field(default=None, repr=False)
     _: KW_ONLY
     total_frames: Annotated[int, _total] = -1
+    round_up_total_frames: bool = False
     init_random_frames: Limit = None
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
     policy_factory: Annotated[Callable[[], Any] | Sequence[Any], _factory] | None = None
@@ -350,13 +358,21 @@ class CollectorOptions(BatchOptions, WorkerOptions):
         super().__post_init__()
         if self.slot_memory_limit is None:
             object.__setattr__(self, "slot_memory_limit", _half_of_memory())
+        if self.round_up_total_frames and self.total_frames > 0 and self.frames:
+            batches = math.ceil(self.total_frames / self.frames)
+            object.__setattr__(self, "total_frames", batches * self.frames)
         _check_total(self)
         self.watching  # noqa: B018 (checks the address)
         self.devices  # noqa: B018 (checks the devices)
-        if self.replay_buffer is not None:
+        if self.replay_buffer is not None and not self.has_memory:
             ReplaySink(self.replay_buffer, extend=self.extend_buffer)
         _check_batches(self)
         _check_objects(self)
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the rollouts go to a ``ReplayMemory``."""
+        return isinstance(self.replay_buffer, ReplayMemory)
 
     @cached_property
     def devices(self) -> Devices:
@@ -364,11 +380,11 @@ class CollectorOptions(BatchOptions, WorkerOptions):
         here = not self.acts_elsewhere
         general = _device("device", self.device, here=here)
         storing: Any = self.storing_device
-        if isinstance(storing, (list, tuple)):
+        if is_several(storing):
             raise BadOption(
                 f"storing_device={storing!r}: batches of all workers are on one device. Give one"
             )
-        if storing is None and not isinstance(self.device, (list, tuple)):
+        if storing is None and not is_several(self.device):
             storing = self.device
         return Devices(
             storing=_device("storing_device", storing),
@@ -450,7 +466,7 @@ def _check_total(o: CollectorOptions) -> None:
         raise BadOption(
             f"total_frames={o.total_frames} is not a multiple of"
             f" frames_per_batch={o.frames_per_batch}; the nearest possible are"
-            f" {' and '.join(map(str, near))}"
+            f" {' and '.join(map(str, near))}. Pass one of them, or round_up_total_frames=True"
         )
 
 
@@ -458,14 +474,25 @@ def _check_batches(o: CollectorOptions) -> None:
     """Checks of the contents and destination of batches."""
     buffer = o.replay_buffer is not None
     per_step = not o.extend_buffer
-    waits = "trajs_per_batch" if o.trajs_per_batch else "on_episode_done"
+    waits = o.joins_episodes or "on_episode_done"
     if per_step and not buffer:
         raise BadOption("extend_buffer=False needs a replay_buffer")
-    whole = o.postproc, o.split_trajs, o.trajs_per_batch, o.set_truncated, o.compact_obs
+    if o.replay_write_mode is not None and not buffer:
+        raise BadOption(
+            f"replay_write_mode={o.replay_write_mode!r} says what is written into replay_buffer, and"
+            " none was given: pass replay_buffer="
+        )
+    if o.replay_write_mode == "rollout" and o.trajs_per_batch:
+        raise BadOption(
+            "replay_write_mode='rollout' writes batches, and trajs_per_batch makes episodes of"
+            " them: give one of them"
+        )
+    whole = o.postproc, o.split_trajs, o.joins_episodes, o.set_truncated, o.compact_obs
     if per_step and any((*whole, o.post_collect_hook, o.on_episode_done, o.on_batch, o.record)):
         raise BadOption(
-            "postproc, split_trajs, trajs_per_batch, set_truncated, compact_obs, post_collect_hook,"
-            " on_episode_done, on_batch and record need whole batches: use extend_buffer=True"
+            "postproc, split_trajs, trajs_per_batch, replay_write_mode='trajectory', set_truncated,"
+            " compact_obs, post_collect_hook, on_episode_done, on_batch and record need whole"
+            " batches: use extend_buffer=True"
         )
     if per_step and (not o.reset_when_done or o.interruptor is not None):
         raise BadOption(
@@ -476,7 +503,9 @@ def _check_batches(o: CollectorOptions) -> None:
         raise BadOption(
             "record: a recording finds its episodes by their ids. Leave track_traj_ids=False out"
         )
-    if buffer:
+    if o.has_memory:
+        _check_for_memory(o)
+    elif buffer:
         _check_stored_shape(o)
     if o.return_same_td and buffer:
         raise BadOption(
@@ -487,8 +516,8 @@ def _check_batches(o: CollectorOptions) -> None:
             "split_trajs and trajs_per_batch make a new TensorDict every time: leave"
             " return_same_td out"
         )
-    if o.split_trajs and o.trajs_per_batch:
-        raise BadOption("split_trajs and trajs_per_batch: give one; traj_format='pad' pads too")
+    if o.split_trajs and o.joins_episodes:
+        raise BadOption(f"split_trajs and {o.joins_episodes}: give one; traj_format='pad' pads too")
     if o.trajectories is not None and o.trajectories.on_policy_only and not o.track_policy_version:
         raise BadOption(
             "on_policy_only looks at the versions of whole episodes: it needs track_policy_version"
@@ -498,10 +527,29 @@ def _check_batches(o: CollectorOptions) -> None:
             "max_decorrelation_steps moves environments away from the beginning of their episodes,"
             " and reset_at_each_iter takes them back before the first batch: give one of them"
         )
-    if o.set_truncated and (o.trajs_per_batch or o.on_episode_done):
+    if o.set_truncated and (o.joins_episodes or o.on_episode_done):
         raise BadOption(
             f"set_truncated marks ends that are none, and {waits} waits for real ones: give one of"
             " them"
+        )
+
+
+def _check_for_memory(o: CollectorOptions) -> None:
+    """Raise ``BadOption`` if options change batches, which a ``ReplayMemory`` does not get."""
+    changing = {
+        "postproc": o.postproc is not None,
+        "split_trajs": bool(o.split_trajs),
+        "trajs_per_batch": bool(o.trajs_per_batch),
+        "set_truncated": bool(o.set_truncated),
+        "extend_buffer=False": not o.extend_buffer,
+        "replay_write_mode='trajectory'": o.replay_write_mode == "trajectory",
+    }
+    given = [name for name, is_given in changing.items() if is_given]
+    if given:
+        raise BadOption(
+            "a ReplayMemory has the transitions as environments and policy have written them:"
+            f" leave {', '.join(given)} out, change samples instead (memory.sample), or use"
+            " TorchRL's ReplayBuffer"
         )
 
 
@@ -515,10 +563,10 @@ def _check_stored_shape(o: CollectorOptions) -> None:
     found = 0
     batches = ""
     remedy = "use ndim=1, with an item per frame"
-    if o.trajectories is not None and o.traj_format in (None, "cat"):
+    if o.joins_episodes and o.traj_format in (None, "cat"):
         found = 1
-        batches = "the episodes of trajs_per_batch follow one another in one"
-    elif o.trajectories is not None or o.split_trajs:
+        batches = f"the episodes of {o.joins_episodes} follow one another in one"
+    elif o.joins_episodes or o.split_trajs:
         found = 2
         batches = "padded trajectories have two"
         remedy = "use ndim=1, with an item per trajectory"
@@ -536,7 +584,7 @@ def _check_stored_shape(o: CollectorOptions) -> None:
 def _check_objects(o: CollectorOptions) -> None:
     """Checks of the user's objects, and of the devices of this machine."""
     for name in PER_WORKER:
-        if not o.has_workers and isinstance(getattr(o, name), (list, tuple)):
+        if not o.has_workers and is_several(getattr(o, name)):
             raise BadOption(
                 f"{name} has an entry for each worker, and a Collector has none: give one value"
             )
@@ -549,7 +597,7 @@ def _check_objects(o: CollectorOptions) -> None:
         raise BadOption(
             "cudagraph_policy needs a CUDA device, and this machine or this build of torch has none"
         )
-    mode = o.compile_policy.get("mode") if isinstance(o.compile_policy, dict) else None
+    mode = o.compile_policy.get("mode") if isinstance(o.compile_policy, Mapping) else None
     if mode == "reduce-overhead" and o.cudagraph_policy not in (None, False):
         raise BadOption(
             "compile_policy with mode='reduce-overhead' makes CUDA graphs itself: leave"

@@ -12,7 +12,7 @@ import gymnasium
 from gymnasium.vector import VectorEnv
 
 from muster.envs import coroutines
-from muster.envs.checks import the_only
+from muster.envs.checks import takes_seed, the_only
 from muster.envs.stacked import StackedEnvs
 from muster.envs.vector import VectorEnvBatch
 from muster.errors import BadOption, EnvError, UnsupportedEnv, described
@@ -25,7 +25,8 @@ else:
     from muster.utils import lazy_torch as torch
 
 ACCEPTED = (
-    "an env id, an environment (gymnasium.Env or VectorEnv, TorchRL EnvBase, PettingZoo"
+    "an env id, an environment (gymnasium.Env or VectorEnv, an object with reset, step,"
+    " observation_space and action_space like gymnasium.Env, TorchRL EnvBase, PettingZoo"
     " ParallelEnv, dm_env.Environment, SB3 VecEnv, EnvPool, a batch of torch or JAX environments,"
     " an object whose reset and step are coroutine functions; see docs/environments.md), or a"
     " function that returns one"
@@ -84,8 +85,10 @@ def is_environment(source: Any) -> bool:
 
 
 def is_single(env: Any) -> bool:
-    """Return whether ``env`` is a single Gymnasium environment without a third-party adapter."""
-    return _adapter(env) is _stacked
+    """Return whether ``env`` is a single ``gymnasium.Env`` that takes seeds, without a third-party
+    adapter.
+    """
+    return _adapter(env) is _stacked and isinstance(env, gymnasium.Env) and takes_seed(env)
 
 
 def _make(
@@ -179,7 +182,18 @@ def _adapter(env: Any) -> Adapt | None:
         return _coroutines
     if isinstance(env, VectorEnv):
         return _vector
-    return _stacked if isinstance(env, gymnasium.Env) else None
+    return _stacked if isinstance(env, gymnasium.Env) or _is_like_one(env) else None
+
+
+def _is_like_one(env: Any) -> bool:
+    """Return whether an object has all that is used of a single ``gymnasium.Env``."""
+    if isinstance(env, type) or hasattr(env, "num_envs"):  # a class; a batch of environments
+        return False
+    has_spaces = all(
+        isinstance(getattr(env, name, None), gymnasium.Space)
+        for name in ("observation_space", "action_space")
+    )
+    return has_spaces and all(callable(getattr(env, name, None)) for name in ("reset", "step"))
 
 
 # Modules with takes(obj) -> bool and adapt(envs, device) -> EnvBatch, by the package that defines

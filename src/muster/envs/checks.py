@@ -6,8 +6,10 @@ for all adapters.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -96,6 +98,43 @@ def call(
         raise EnvError(f"{who}.{method} raised {described(error)}", env_index=index) from error
 
 
+def seed_argument(env: Any, seed: Any, name: str, casts: Casts) -> dict[str, Any]:
+    """Return the seed as an argument of ``env.reset``; none, if its ``reset`` takes no seed.
+
+    The seed then goes to the environment's method ``seed``. Without one, there is a warning.
+    """
+    if takes_seed(env):
+        return {"seed": seed}
+    if seed is None:
+        return {}
+    if callable(getattr(env, "seed", None)):
+        call(env, "seed", name, seed)
+        return {}
+    casts.warn(
+        f"{name}.reset takes no seed, and there is no method seed: the same seed does not give the"
+        " same episodes. Let reset take seed=None."
+    )
+    return {}
+
+
+def takes_seed(env: Any) -> bool:
+    """Return whether ``env.reset`` takes a seed."""
+    reset = getattr(env, "reset", None)
+    return _takes_seed(getattr(reset, "__func__", reset))
+
+
+@lru_cache(maxsize=256)
+def _takes_seed(reset: Any) -> bool:
+    try:
+        parameters = inspect.signature(reset).parameters.values()
+    except (TypeError, ValueError):  # no function of Python
+        return True
+    return any(
+        one.kind is one.VAR_KEYWORD or (one.name == "seed" and one.kind is not one.POSITIONAL_ONLY)
+        for one in parameters
+    )
+
+
 def is_explained(error: BaseException, env: Any) -> bool:
     """Return whether ``error`` is from an adapter of Muster that checks values itself; it is then
     raised unchanged.
@@ -117,10 +156,7 @@ def reset_pair(got: Any, who: str) -> tuple[Any, Any]:
     return observation, info
 
 
-def step_values(
-    got: Any,
-    who: str,
-) -> tuple[Any, Any, Any, Any, Any]:
+def step_values(got: Any, who: str) -> tuple[Any, Any, Any, Any, Any]:
     """Return the result of ``step``; raise ``BadEnvOutput`` unless it is a tuple of five values."""
     if not isinstance(got, tuple) or len(got) != 5:
         size = f" of {len(got)}" if isinstance(got, tuple) else ""

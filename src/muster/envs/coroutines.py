@@ -56,7 +56,7 @@ class CoroutineEnvs(WrappedEnvs, AwaitsCoroutines):
             _check(env)
         checks.check_distinct(envs, checks.env_name(envs[0]))
         awaited = [AwaitedEnv(env) for env in envs]
-        stacked = StackedEnvs(awaited)  # type: ignore[arg-type]  # they have all that it uses
+        stacked = StackedEnvs(awaited)
         super().__init__(stacked, stacked.spec)
         self.awaited = awaited
         self.coroutines = CoroutineRunner()
@@ -72,8 +72,10 @@ class CoroutineEnvs(WrappedEnvs, AwaitsCoroutines):
         options = self._stacked.reset_options or {}
         calls = []
         for n, i in enumerate(which):
+            one = self.awaited[i]
             seed = None if seeds is None else seeds[n]
-            call = self.awaited[i].begin("reset", seed=seed, **checks.kept_info(options))
+            given = checks.seed_argument(one.env, seed, self.spec.name, self._stacked.casts)
+            call = one.begin("reset", **given, **checks.kept_info(options))
             calls.append(call)
         self._run(calls, "reset")
         try:

@@ -209,11 +209,7 @@ def _joined(before: ArraySpec | NotStored, spec: ArraySpec | NotStored) -> Array
     return ArraySpec(spec.shape, np.result_type(spec.dtype, before.dtype))
 
 
-def _info_of(
-    env: Any,
-    told: Any,
-    i: int,
-) -> dict[Any, Any]:
+def _info_of(env: Any, told: Any, i: int) -> dict[Any, Any]:
     """Return the info of environment ``i`` in a list of infos, ``{}`` for None; ``BadEnvOutput`` if
     it is no dict.
     """
@@ -315,11 +311,7 @@ class InfoField:
     def blank(self) -> Any:
         return 0 if self.spec.is_tensor else ""
 
-    def fits(
-        self,
-        value: Any,
-        lead: tuple[int, ...] = (),
-    ) -> bool:
+    def fits(self, value: Any, lead: tuple[int, ...] = ()) -> bool:
         """Return whether ``value``, ``[*lead, *shape]``, can be stored."""
         if not self.spec.is_tensor:
             return isinstance(value, str)

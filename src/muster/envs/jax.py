@@ -251,11 +251,7 @@ def _gymnax(
         obs, state = env.reset_env(key, params)
         return obs, state
 
-    def step(
-        key: Any,
-        state: Any,
-        action: Any,
-    ) -> tuple[Any, ...]:
+    def step(key: Any, state: Any, action: Any) -> tuple[Any, ...]:
         obs, state, reward, done, _ = env.step_env(key, state, action, params)
         done = jnp.asarray(done, bool)
         if new:
@@ -275,11 +271,7 @@ def _brax(env: Any) -> tuple[Reset, Advance, spaces.Space[Any]]:
         state = env.reset(key)
         return state.obs, state
 
-    def step(
-        key: Any,
-        state: Any,
-        action: Any,
-    ) -> tuple[Any, ...]:
+    def step(key: Any, state: Any, action: Any) -> tuple[Any, ...]:
         state = env.step(state, action)
         done = jnp.asarray(state.done, bool)
         flag = state.info.get("truncation", False)

@@ -165,9 +165,10 @@ class ParallelEnvs(
         options = self.take_options()
         for n, b in enumerate(which):
             seed = None if seeds is None else int(seeds[n])
-            given = checks.kept_info(options)
             env = self.envs[b]
-            obs, infos = _reset(env, f"{self.spec.name}[{b}]", b, seed=seed, **given)
+            given = checks.seed_argument(env, seed, self.spec.name, self.casts)
+            given |= checks.kept_info(options)
+            obs, infos = _reset(env, f"{self.spec.name}[{b}]", b, **given)
             self._acting[b] = list(env.agents)
             self._left[b] = {}
             if self._keeps_infos:
@@ -376,12 +377,7 @@ def _flags(
     return {agent: checks.as_flag(flag, f"{name} of {agent}", who) for agent, flag in flags.items()}
 
 
-def _reset(
-    env: Any,
-    who: str,
-    b: int,
-    **given: Any,
-) -> tuple[Any, Any]:
+def _reset(env: Any, who: str, b: int, **given: Any) -> tuple[Any, Any]:
     """Return observations and infos from the reset of environment ``b``, called ``who``."""
     got = checks.call(env, "reset", who, index=b, **given)
     obs, infos = checks.reset_pair(got, who)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import gymnasium
 import numpy as np
 
 from muster.capabilities import (
@@ -47,11 +46,11 @@ class StackedEnvs(
     TellsInfos,
     TracksLives,
 ):
-    """Implements ``EnvBatch`` for B ``gymnasium.Env`` with equal spaces: owns them, steps them one
-    after another.
+    """Implements ``EnvBatch`` for B ``gymnasium.Env``, or objects with their methods and spaces:
+    owns them, steps them one after another. Their spaces are equal.
     """
 
-    def __init__(self, envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
+    def __init__(self, envs: Sequence[Any]) -> None:
         self.envs = list(envs)
         first = self.envs[0]
         name = checks.env_name(first)
@@ -108,8 +107,9 @@ class StackedEnvs(
         for n, i in enumerate(which):
             who = f"{self.spec.name}[{i}]"
             seed = None if seeds is None else seeds[n]
-            given = checks.kept_info(options)
-            got = checks.call(self.envs[i], "reset", who, index=i, seed=seed, **given)
+            given = checks.seed_argument(self.envs[i], seed, self.spec.name, self.casts)
+            given |= checks.kept_info(options)
+            got = checks.call(self.envs[i], "reset", who, index=i, **given)
             obs, info = checks.reset_pair(got, who)
             if self._keeps_infos:
                 self._told[i] = checks.kept_info(info)
@@ -140,7 +140,7 @@ class StackedEnvs(
         return self.envs
 
     def close(self) -> None:
-        checks.close_all([env.close for env in self.envs])
+        checks.close_all([env.close for env in self.envs if hasattr(env, "close")])
 
     def _make_step(self, lane: Lane) -> Step:
         self._fill_steps()  # inner objects of environments may have been replaced

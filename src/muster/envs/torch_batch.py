@@ -185,7 +185,8 @@ class TorchEnvs(
     ) -> None:
         given = self.take_options()
         if seeds is not None:
-            given["seed"] = checks.batch_seed(seeds)
+            seed = checks.batch_seed(seeds)
+            given |= checks.seed_argument(self.env, seed, self.spec.name, self.casts)
         index = list(which)
         with torch.inference_mode(False), torch.no_grad():
             targets = [as_tensor(arrays[key][row]) for key in self.spec.observation_specs]
@@ -516,11 +517,7 @@ def _describe(value: Any) -> str:
 # --- spaces ---------------------------------------------------------------------------------------
 
 
-def _drawing(
-    spec: ArraySpec,
-    B: int,
-    on: torch.device,
-) -> Draw:
+def _drawing(spec: ArraySpec, B: int, on: torch.device) -> Draw:
     assert spec.low is not None and spec.high is not None
     size = (B, *spec.shape)
     dtype = torch_dtype(spec.dtype)
@@ -574,11 +571,7 @@ def _first_allowed(
     return torch.stack(choices, 1)
 
 
-def _single_space(
-    env: Any,
-    name: str,
-    B: int,
-) -> spaces.Space[Any]:
+def _single_space(env: Any, name: str, B: int) -> spaces.Space[Any]:
     """Return the space of one environment; wrappers have the space of the batch only."""
     base = getattr(env, "unwrapped", env)
     batched = getattr(env, name, None)

@@ -195,12 +195,7 @@ class PlainGym(OneEnv):
             obs, _ = self.env._env.reset(**(options or {}))
         arrays[key][row, self.columns.start] = self._read(obs, key, "reset")
 
-    def _read(
-        self,
-        obs: Any,
-        key: Key,
-        method: str,
-    ) -> Any:
+    def _read(self, obs: Any, key: Key, method: str) -> Any:
         """Return the observation as TorchRL reads it."""
         spec = self.specs.observations[key]
 

@@ -188,12 +188,7 @@ class OneEnv:
                 after = self._call(td)
         return td, after
 
-    def write_actions(
-        self,
-        td: Any,
-        lane: Lane,
-        t: int,
-    ) -> None:
+    def write_actions(self, td: Any, lane: Lane, t: int) -> None:
         for key, spec in self.specs.actions.items():
             if spec.is_tensor:
                 self._rows(lane.tensors[key])[t].copy_(td.get(_name(key)))
@@ -209,12 +204,7 @@ class OneEnv:
         except Exception as error:
             raise BadEnvOutput(f"{self.name}.step: {text_of(error)} {FIX}") from error
 
-    def _end(
-        self,
-        lane: Lane,
-        t: int,
-        after: Any,
-    ) -> list[int] | None:
+    def _end(self, lane: Lane, t: int, after: Any) -> list[int] | None:
         specs = self.specs
         self._complete(after)
         done = self._any(after, specs.ends)
@@ -254,12 +244,7 @@ class OneEnv:
             found |= flag.cpu().numpy().reshape(self.count, -1).any(1)
         return found
 
-    def _write_team_reward(
-        self,
-        row: Any,
-        after: Any,
-        t: int,
-    ) -> None:
+    def _write_team_reward(self, row: Any, after: Any, t: int) -> None:
         """Write the sum of all rewards, ``[count]``."""
         for i, key in enumerate(self.specs.rewards):
             if self._corrected[key].is_tensor:
@@ -289,12 +274,7 @@ class OneEnv:
             raise BadEnvOutput(f"{self.name}.{method}: {dotted(key)} is missing. {FIX}")
         row[...] = cells
 
-    def _cells(
-        self,
-        td: Any,
-        key: Key,
-        method: str,
-    ) -> Any:
+    def _cells(self, td: Any, key: Key, method: str) -> Any:
         """Return copies of the objects of a leaf; None if it is missing."""
         try:
             return take(td, key, self.specs.lead)
@@ -441,11 +421,7 @@ class OneEnv:
         nodes = {**specs.nodes, ("next",): Nesting()}
         make_td = tensordict_maker()
 
-        def make(
-            part: dict[str, Any],
-            path: Key,
-            t: int,
-        ) -> Any:
+        def make(part: dict[str, Any], path: Key, t: int) -> Any:
             out: dict[str, Any] = {}
             for name, value in part.items():
                 if type(value) is dict:
@@ -493,12 +469,7 @@ def _total(cell: Any) -> float:
     return float(sum(float(leaf.sum()) for leaf in leaves))
 
 
-def _seed(
-    env: EnvBase,
-    seeds: list[int],
-    *,
-    whole: bool,
-) -> None:
+def _seed(env: EnvBase, seeds: list[int], *, whole: bool) -> None:
     """Seed the parts of a ``SerialEnv`` or ``ParallelEnv`` one by one if ``whole``: TorchRL would
     chain hashes.
 

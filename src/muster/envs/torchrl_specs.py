@@ -253,11 +253,7 @@ def masked(composite: Composite) -> bool:
     return any(getattr(spec, "mask", None) is not None for _, spec in leaves)
 
 
-def _drawer(
-    spec: TensorSpec,
-    row: ArraySpec,
-    dims: int,
-) -> Draw | None:
+def _drawer(spec: TensorSpec, row: ArraySpec, dims: int) -> Draw | None:
     kind = type(spec)
     if not row.is_tensor or getattr(spec, "mask", None) is not None:
         return None

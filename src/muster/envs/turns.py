@@ -286,7 +286,8 @@ class TurnEnvs(
         for n, b in enumerate(which):
             self._cut(b)
             seed = None if seeds is None else int(seeds[n])
-            self._call(b, "reset", seed=seed, **checks.kept_info(options))
+            given = checks.seed_argument(self._games[b].env, seed, self.spec.name, self.casts)
+            self._call(b, "reset", **given, **checks.kept_info(options))
             self._next_turn(b)
             self._show(arrays, row, b)
 

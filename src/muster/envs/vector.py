@@ -290,8 +290,9 @@ class VectorEnvBatch(
             return np.asarray(list(seeds))
         return checks.batch_seed(seeds)
 
-    def _reset(self, **given: Any) -> Any:
+    def _reset(self, seed: Any, **given: Any) -> Any:
         who = self.spec.name
+        given |= checks.seed_argument(self.env, seed, who, self.casts)
         got = checks.call(self.env, "reset", who, **given)
         obs, self._reset_info = checks.reset_pair(got, who)
         return obs
@@ -307,12 +308,7 @@ class VectorEnvBatch(
                 leaves[n] = _object_row(leaves[n], self.spec.num_envs, f"{who}: {dotted(key)}")
         return leaves
 
-    def _column(
-        self,
-        value: Any,
-        name: str,
-        kinds: str,
-    ) -> Array:
+    def _column(self, value: Any, name: str, kinds: str) -> Array:
         array = np.asarray(value)
         B = self.spec.num_envs
         number_in_array = kinds == checks.NUMBERS and array.shape == (B, 1)

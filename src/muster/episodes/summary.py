@@ -186,17 +186,19 @@ def successes(episodes: Episodes) -> list[float]:
 
 
 class EpisodeWindow:
-    """The number of all episodes, and means over the last ``WINDOW``: of "returns", "lengths" and
+    """The numbers of all episodes and of their steps, and means over the last ``WINDOW``: of "returns", "lengths" and
     "successes".
     """
 
     def __init__(self) -> None:
         self.count = 0
+        self.frames = 0
         names = ("returns", "lengths", "successes")
         self._last: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in names}
 
     def add(self, episodes: Episodes) -> None:
         self.count += len(episodes)
+        self.frames += int(episodes.length.sum())
         self._last["returns"].extend(episodes.episode_return[-WINDOW:].tolist())
         self._last["lengths"].extend(episodes.length[-WINDOW:].tolist())
         self._last["successes"].extend(successes(episodes))
@@ -210,10 +212,11 @@ class EpisodeWindow:
 
     def state_dict(self) -> dict[str, Any]:
         windows = {name: list(values) for name, values in self._last.items()}
-        return {"count": self.count, **windows}
+        return {"count": self.count, "frames": self.frames, **windows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.count = index(state["count"])
+        self.frames = index(state.get("frames", 0))  # older states have none
         for name, values in self._last.items():
             values.clear()
             values.extend(map(float, state.get(name, ())))

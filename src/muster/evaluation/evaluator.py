@@ -49,6 +49,7 @@ from muster.rng import GroupRng
 from muster.rollout.options import Execution
 from muster.utils.attributes import name_of
 from muster.utils.checked import check_choice, list_of_seeds
+from muster.utils.containers import is_several
 from muster.utils.forks import Owner
 from muster.utils.integers import integer
 from muster.utils.interrupts import postponed
@@ -204,7 +205,7 @@ class Evaluator:
         options |= {"exploration_type": exploration_type, "num_envs": num_envs}
         options |= {"execution": replace(execution, policy_mode="eval")}
         options |= {} if create_env_kwargs is None else {"create_env_kwargs": create_env_kwargs}
-        several, factories = isinstance(create_env_fn, (list, tuple)), factories_of(create_env_fn)
+        several, factories = is_several(create_env_fn), factories_of(create_env_fn)
         self._factories = factories if several else factories * max(1, num_workers)
         self._stacked = several or num_workers > 0
         self._num_envs = len(self._factories) * (num_envs or 1)

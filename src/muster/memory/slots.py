@@ -129,6 +129,7 @@ class Lane:
             error.
         stopped: the rollout ended before row T.
         acts_from: row of the policy's first ``act`` in this rollout.
+        acts_until: row before which the present request ends; T unless the rollout stays open.
         cache: objects that policies, environments and groups keep per lane; the key is the owner,
             or a name.
     """
@@ -142,7 +143,9 @@ class Lane:
         tensors: dict[Key, torch.Tensor] = {}
         self.cache: dict[Any, Any] = {}
         self.mirrored = not isinstance(block, np.ndarray)
-        self.done_steps = self.acts_from = 0
+        self.done_steps = 0
+        self.acts_from = 0
+        self.acts_until = layout.T
         self.stopped = False
         for column in layout.tensor_columns:
             shape = (layout.rows(column), self.B, *column.shape)
@@ -177,6 +180,7 @@ class Lane:
         """Begin a rollout at row 0: no row is complete."""
         self.done_steps = 0
         self.acts_from = 0
+        self.acts_until = self.T
         self.stopped = False
 
     def begin_at(self, row: int) -> None:
@@ -187,6 +191,10 @@ class Lane:
     def act_from(self, row: int) -> None:
         """Let the policy's first ``act`` be for ``row``; rows before it have their actions."""
         self.acts_from = row
+
+    def act_until(self, row: int) -> None:
+        """Let the present request end before ``row``."""
+        self.acts_until = row
 
     def complete(self, rows: int) -> None:
         """Set the number of complete rows."""

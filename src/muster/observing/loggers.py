@@ -356,6 +356,10 @@ class CollectionLog:
         self._log, self._prefix = as_logger(logger), prefix
         self._lags: Mapping[int, int] = {}
 
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log metrics of the user's under their own names. Raises ``HookError``."""
+        self._log(metrics, step)
+
     def wrote(self, stats: CollectorStats, episodes: Episodes) -> None:
         """Log a batch that ``stats`` include, and in which ``episodes`` ended.
 

@@ -1,4 +1,8 @@
-"""The web page of ``muster watch``: a server that reads the files of a run, and never writes."""
+"""The web page of ``muster watch``: a server that reads the files of one or several runs.
+
+It writes nothing, with one exception: the page of a collection is served by a child of its process,
+and if this process was killed, the child appends how to the file of the run.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -14,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -23,7 +28,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from muster.errors import BadOption
-from muster.observing.snapshots import EPISODES, WHICH, SnapshotReader
+from muster.observing.run_process import ProcessState, RunProcess
+from muster.observing.snapshots import EPISODES, WHICH, RunHistory, SnapshotReader, append_exit
 from muster.utils.addresses import host_and_port, is_loopback, listening
 from muster.utils.strangers import Strangers
 
@@ -35,7 +41,8 @@ _ADMISSION_S = 10.0  # for a whole request, with its token
 _TIMEOUT_S = 30.0  # of a viewer that does not read
 _MOST_VIEWERS = 64
 _GOODBYE_S = 3.0  # for viewers to get the last entries
-_AT_ONCE = 500  # entries of a message
+_AT_ONCE = 100  # entries of a message, for which a slow viewer has _TIMEOUT_S
+_UNSENT_BYTES = 128 << 10  # for a viewer; beyond that it is waited for
 _FILM_S = 330.0  # for a process that makes a film, which has a limit of 300 s itself
 _MOST_FILMS = 6  # that are kept
 _OWN_HEADER = "X-Muster-Watch"  # pages elsewhere cannot send it
@@ -49,10 +56,10 @@ _FILES = {
     "/uPlot.css": ("uPlot.min.css", _STYLE),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-_FILM, _RANGE = (
-    re.compile(r"/films/([0-9]{1,9})\.mp4"),
-    re.compile(r"bytes=([0-9]{1,12})-([0-9]{1,12})?"),
-)
+_MOST_RUNS = 16  # on a page
+_FILM = re.compile(r"/films/([0-9]{1,9})\.mp4")
+_EPISODE = re.compile(rf"/films/([0-9]{{1,2}})/({'|'.join(WHICH)})")
+_RANGE = re.compile(r"bytes=([0-9]{1,12})-([0-9]{1,12})?")
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -97,20 +104,18 @@ class PageAddress:
 class Films:
     """Films of episodes in memory, by number, each made by a process of its own.
 
-    ``command`` makes a film of the file in ``folder`` whose path is appended, see
-    ``muster.restore.film.main``.
+    ``command`` makes a film of the file whose path is appended, see ``muster.restore.film.main``.
     """
 
-    def __init__(self, command: Sequence[str] | None, folder: Path) -> None:
+    def __init__(self, command: Sequence[str] | None) -> None:
         self._command = command
-        self._folder = folder
         self._free = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._films: dict[int, bytes] = {}
         self._closed = False
 
-    def make(self, which: str) -> dict[str, Any]:
-        """Make a film of an episode.
+    def make(self, episode: Path) -> dict[str, Any]:
+        """Make a film of the file of an episode.
 
         Returns its numbers, and ``film``, that of the film; or ``error``, a sentence.
         """
@@ -119,7 +124,7 @@ class Films:
         if not self._free.acquire(blocking=False):
             return {"error": "Another film is being made. Try again when it is ready."}
         try:
-            answer, content = self._made([*self._command, str(self._folder / f"{which}.episode")])
+            answer, content = self._made([*self._command, str(episode)])
             if content:
                 answer["film"] = max(self._films, default=0) + 1
                 self._films[answer["film"]] = content
@@ -180,19 +185,30 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def _names(directories: Sequence[Path]) -> list[str]:
+    """Return short names of directories that differ."""
+    resolved = [directory.resolve() for directory in directories]
+    names = [directory.name for directory in resolved]
+    return [
+        name if names.count(name) == 1 else str(directory)
+        for name, directory in zip(names, resolved, strict=True)
+    ]
+
+
 class _ToldToEnd(BaseException):
     """A signal has arrived; raised between two requests."""
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves the page of a run, to at most 64 viewers at the same time.
+    """Serves the page of one or several runs, to at most 64 viewers at the same time.
 
-    Raises ``BadOption`` without snapshots.
+    Raises ``BadOption`` without snapshots, and for more than 16 runs.
 
     A connection becomes that of a viewer when its request is complete and admitted. Until then it
     is a stranger, which no viewer waits for.
 
     Args:
+        runs: directories, or their files.
         listening: listening socket; owned by the server.
         token: token that viewers need; empty: none.
         parent: process id of the parent, whose exit ends ``serve_forever``; None: no parent.
@@ -204,19 +220,22 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(
         self,
-        run: Path,
+        runs: Path | Sequence[Path],
         listening: socket.socket,
         token: str = "",
         *,
         parent: int | None = None,
         film: Sequence[str] | None = None,
     ) -> None:
-        SnapshotReader(run).close()
+        self.runs = [runs] if isinstance(runs, Path) else list(runs)
+        if len(self.runs) > _MOST_RUNS:
+            raise BadOption(f"{len(self.runs)} runs: expected at most {_MOST_RUNS} on a page")
+        self.names = _names([run if run.is_dir() else run.parent for run in self.runs])
+        self._processes = [RunProcess(RunHistory.read(run).about) for run in self.runs]
         host, port = listening.getsockname()[:2]
         super().__init__((host, port), _Handler, bind_and_activate=False)
         self.socket.close()  # the base class has made one
         self.socket = listening
-        self.run = run
         self.token = token
         self.cookie = f"muster_watch_{port}"
         self.local = is_loopback(host)
@@ -227,10 +246,22 @@ class PageServer(ThreadingHTTPServer):
         self._strangers, self._places = Strangers(), threading.BoundedSemaphore(_MOST_VIEWERS)
         self._parent = parent
         # the last event of viewers
-        self.goodbye = {"of": "watch" if parent is None else "run", "run": str(run)}
+        self.goodbye = {
+            "of": "watch" if parent is None else "run",
+            "command": shlex.join(["muster", "watch", *map(str, self.runs)]),
+        }
         self.ending = threading.Event()
         self._told_to_end: int | None = None  # the signal
-        self.films = Films(film, (run if run.is_dir() else run.parent) / EPISODES)
+        self.films = Films(film)
+
+    def process_state(self, run: int) -> ProcessState:
+        """Return the state of the process of a run."""
+        return self._processes[run].state()
+
+    def episode(self, run: int, which: str) -> Path:
+        """Return the path of the file that repeats an episode of a run."""
+        given = self.runs[run]
+        return (given if given.is_dir() else given.parent) / EPISODES / f"{which}.episode"
 
     def process_request(self, request: Any, client_address: Any) -> None:
         self._strangers.add(request)
@@ -283,6 +314,8 @@ class PageServer(ThreadingHTTPServer):
         self._strangers.end_late(_ADMISSION_S)
         if self._parent is not None and os.getppid() != self._parent:
             self.say_goodbye()
+            for number, run in enumerate(self.runs):
+                append_exit(run, self.process_state(number).entries())
             os._exit(0)
 
     def say_goodbye(self) -> None:
@@ -302,6 +335,8 @@ class PageServer(ThreadingHTTPServer):
     def server_close(self) -> None:
         self.say_goodbye()
         super().server_close()
+        for process in self._processes:
+            process.close()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -311,6 +346,11 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _TIMEOUT_S
     server_version = "muster"
     sys_version = ""
+
+    def setup(self) -> None:
+        super().setup()
+        # otherwise the kernel keeps megabytes for a viewer that reads nothing
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNSENT_BYTES)
 
     def do_GET(self) -> None:
         with self._admitted() as path:
@@ -337,13 +377,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _make_film(self, path: str) -> None:
         """Make a film of the episode that the path names."""
-        which = path.removeprefix("/films/")
+        named = _EPISODE.fullmatch(path)
         if _OWN_HEADER not in self.headers:
             self._reply(403, b"This is for the page of muster watch only.\n")
-        elif which not in WHICH:
+        elif named is None or int(named[1]) >= len(self.server.runs):
             self._reply(404, b"There is no such episode.\n")
         else:
-            answer = self.server.films.make(which)
+            answer = self.server.films.make(self.server.episode(int(named[1]), named[2]))
             self._reply(200, json.dumps(answer).encode(), **{"Content-Type": "application/json"})
 
     def log_message(self, *_: Any) -> None:
@@ -434,28 +474,40 @@ class _Handler(BaseHTTPRequestHandler):
         """Send all entries, then new ones as they appear in the file, until the viewer leaves or
         the server ends.
         """
-        try:
-            reader = SnapshotReader(self.server.run)
-        except BadOption:
-            self._reply(404, b"There are no snapshots any more.\n")
-            return
-        self._start(200, {"Content-Type": "text/event-stream; charset=utf-8"})
-        try:
-            self._send("restart", None)
+        server = self.server
+        with ExitStack() as opened:
+            try:
+                readers = [SnapshotReader(run) for run in server.runs]
+            except BadOption:
+                self._reply(404, b"There are no snapshots any more.\n")
+                return
+            for reader in readers:
+                opened.callback(reader.close)
+            self._start(200, {"Content-Type": "text/event-stream; charset=utf-8"})
+            known: list[ProcessState | None] = [None] * len(readers)
+            for number in range(len(readers)):
+                self._send("restart", {"run": number, "name": server.names[number]})
             is_last = False
             while not is_last:
                 # first: the entries before it have been written
-                is_last = self.server.ending.is_set()
-                restarted, entries = reader.read()
-                if restarted:
-                    self._send("restart", None)
-                for begin in range(0, len(entries), _AT_ONCE):
-                    self._send("entries", entries[begin : begin + _AT_ONCE])
+                is_last = server.ending.is_set()
+                for number, reader in enumerate(readers):
+                    state = server.process_state(number)  # before the file, too
+                    self._send_new(number, reader)
+                    if state != known[number]:
+                        self._send("process", {"run": number, **state._asdict()})
+                    known[number] = state
                 self._send("clock", time.time())  # also detects a viewer that has left
-                self.server.ending.wait(_POLL_S)
-            self._send("goodbye", self.server.goodbye)
-        finally:
-            reader.close()
+                server.ending.wait(_POLL_S)
+            self._send("goodbye", server.goodbye)
+
+    def _send_new(self, number: int, reader: SnapshotReader) -> None:
+        """Send what was appended to the file of a run."""
+        restarted, entries = reader.read()
+        if restarted:
+            self._send("restart", {"run": number, "name": self.server.names[number]})
+        for begin in range(0, len(entries), _AT_ONCE):
+            self._send("entries", {"run": number, "entries": entries[begin : begin + _AT_ONCE]})
 
     def _send(self, event: str, content: Any) -> None:
         self.wfile.write(f"event: {event}\ndata: {json.dumps(content)}\n\n".encode())

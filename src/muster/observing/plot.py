@@ -13,11 +13,11 @@ import numpy as np
 from muster.episodes.curve import EpisodeTotals, Quantity, running_means
 from muster.errors import BadOption
 from muster.memory.specs import Array
-from muster.observing.progress import clock, short
 from muster.observing.snapshots import RunHistory, snapshot
 from muster.observing.spans import TimeSpan
 from muster.observing.stats import CollectorStats
 from muster.utils.attributes import optional
+from muster.utils.texts import clock, short
 
 # Okabe and Ito's palette
 BLUE = "#0072b2"
@@ -53,7 +53,7 @@ def plot_run(history: RunHistory) -> Any:
         figure.suptitle("  ".join([*about, "no snapshots"]), parse_math=False)
         return figure
     newest, points = history.snapshots[-1], history.points()
-    state = "running" if history.end is None else "failed" if history.end.get("error") else "ended"
+    state = _state(history.end)
     progress = (
         f"{newest['frames']:,} frames in {clock(newest['time'] - history.snapshots[0]['time'])}"
     )
@@ -71,6 +71,19 @@ def plot_run(history: RunHistory) -> Any:
     axes[7].set_ylabel("MiB")
     _draw_means(axes[8], points, "success")
     return figure
+
+
+def _state(end: Mapping[str, Any] | None) -> str:
+    """Return what the last line of a run says."""
+    if end is None:
+        return "running"
+    if end.get("error"):
+        return "failed"
+    if signal := end.get("signal"):
+        return f"ended by {signal}"
+    if (code := end.get("code")) is not None:
+        return f"exited with code {code}"
+    return "ended"
 
 
 def plot_returns(

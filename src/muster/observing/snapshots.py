@@ -9,8 +9,12 @@ times::
     {"kind": "episode", "time": ..., "which": "best", "episode_return": 200.0, "length": 200, ...}  replaces its which
     {"kind": "end", "time": ..., "error": ""}                                                      the last line
 
+The last line has ``signal`` or ``code`` if the process was killed or has called ``os._exit``: the
+process of its page has appended it.
+
 All counts of a snapshot are totals since the start, so that snapshots can be removed: that is how
-the file stays small.
+the file stays small. Only ``metrics``, the user's own, are means since the snapshot before; those
+of a removed one become part of the next.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +31,7 @@ from typing import Any
 from muster.episodes.curve import EpisodeTotals
 from muster.errors import BadOption
 from muster.observing.loggers import plain
+from muster.observing.own_metrics import joined
 from muster.observing.stats import CollectorStats
 from muster.utils.whole_files import append_whole, explained, make_folder, open_regular, write_whole
 
@@ -155,6 +161,11 @@ class SnapshotFile:
         ]
         for entry in of["snapshot"][:-1]:
             entry["workers"] = []
+        for later, removed in zip(of["snapshot"][::-2], of["snapshot"][-2::-2], strict=False):
+            before, after = removed.get("metrics", {}), later.get("metrics", {})
+            if names := {**before, **after}:
+                later["metrics"] = {n: joined(before.get(n), after.get(n)) for n in names}
+                later.setdefault("metrics_at", removed.get("metrics_at"))
         place = {id(entry): n for n, entry in enumerate(entries)}
         kept.sort(key=lambda entry: place[id(entry)])
         write_whole(self.path, [json.dumps(entry).encode() + b"\n" for entry in kept])
@@ -194,6 +205,16 @@ def _are_numbers(values: Any) -> bool:
     return isinstance(values, dict) and all(map(_is_number, values.values()))
 
 
+def _are_metrics(metrics: Any) -> bool:
+    return isinstance(metrics, dict) and all(
+        isinstance(one, list)
+        and len(one) == 3
+        and all(_is_number(count) and count >= 0 for count in one[1:])
+        and (one[0] is None or (_is_number(one[0]) and one[1] > 0))
+        for one in metrics.values()
+    )
+
+
 def _has(entry: Any, numbers: Sequence[str], texts: Sequence[str] = ()) -> bool:
     """Whether ``entry`` is a dict with these numbers and texts."""
     return (
@@ -214,6 +235,8 @@ def _is_snapshot(entry: dict[str, Any]) -> bool:
         and _are_numbers({name: value for name, value in totals.items() if value is not None})
         and isinstance(workers, list)
         and all(_has(worker, *_OF_WORKER) for worker in workers)
+        and _are_metrics(entry.get("metrics", {}))
+        and ("metrics" not in entry or _is_number(entry.get("metrics_at")))
     )
 
 
@@ -227,11 +250,10 @@ class SnapshotReader:
     """
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
-        given = Path(run)
-        self.path = given / NAME if given.is_dir() else given
+        self.path = _file_of(run)
         if not self.path.is_file():
             raise BadOption(
-                f"{given} has no snapshots ({NAME}). Give the directory that a collection with"
+                f"{run} has no snapshots ({NAME}). Give the directory that a collection with"
                 " watch=True or --watch has printed at its start."
             )
         self._file = open_regular(self.path)
@@ -258,6 +280,28 @@ class SnapshotReader:
         except OSError:  # removed: what was read stays
             return False
         return not os.path.samestat(there, here) or there.st_size < self._file.tell()
+
+
+def append_exit(run: str | os.PathLike[str], exited: Mapping[str, Any]) -> None:
+    """Append the last line of a run whose process could not do so, with how it has ``exited``.
+
+    Does nothing if there is one, or if it is not known how.
+    """
+    if not exited:
+        return
+    path = _file_of(run)
+    line = json.dumps({"kind": "end", "time": time.time(), "error": "", **exited}).encode()
+    with suppress(OSError, BadOption):  # removed, or the disk is full
+        if RunHistory.read(run).end is not None:
+            return
+        with open(path, "ab", buffering=0) as file:
+            # the last line of a process that was killed may be incomplete
+            append_whole(file, b"\n" + line + b"\n", file.seek(0, os.SEEK_END), path)
+
+
+def _file_of(run: str | os.PathLike[str]) -> Path:
+    given = Path(run)
+    return given / NAME if given.is_dir() else given
 
 
 @dataclass

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,9 @@ from typing import Any
 
 from muster.episodes.curve import EpisodeTotals
 from muster.errors import BadOption, MusterError, described
+from muster.observing.own_metrics import MetricMeans
 from muster.observing.page_server import PageAddress
+from muster.observing.run_process import identity
 from muster.observing.snapshots import MOST_TEXT, SnapshotFile, snapshot
 from muster.observing.stats import CollectorStats, WorkerStats
 from muster.utils.forks import Owner
@@ -94,6 +97,7 @@ class WatchedRun:
         self._save_episodes = save_episodes
         self._stats, self._totals = stats, EpisodeTotals()
         self._began = time.monotonic()
+        self._metrics = MetricMeans()
         self._known: Sequence[WorkerStats] = ()
         self._lanes: dict[int, str] = {}
         self._restarts: dict[int, int] = {}
@@ -108,9 +112,7 @@ class WatchedRun:
         page = None if address is None else PageAddress(address)
         try:
             self.directory = Path(os.path.realpath(directory))
-            self._file = SnapshotFile(
-                self.directory, {**about, "every_s": every_s, "pid": os.getpid()}
-            )
+            self._file = SnapshotFile(self.directory, {**about, "every_s": every_s, **identity()})
             with ExitStack() as made:
                 made.callback(self._file.close)
                 if page is not None:
@@ -128,6 +130,19 @@ class WatchedRun:
         self._stats = stats
         self._totals = totals
         self.due = False
+
+    def log(self, metrics: Mapping[str, float], frames: int) -> None:
+        """Take metrics of the user's for the next snapshot, after so many delivered frames."""
+        self._metrics.add(metrics, frames)
+
+    def close_unattended(self) -> None:
+        """Close at the end of the program, or after the collector was garbage-collected.
+
+        An error that has ended the program is that of the collection.
+        """
+        error = getattr(sys, "last_value", None)
+        is_a_program = not (hasattr(sys, "ps1") or "ipykernel" in sys.modules)
+        self.close(described(error) if is_a_program and error is not None else "")
 
     def close(self, error: str = "") -> None:
         """Write the last snapshot and the ``error`` of the collection, and end thread and page.
@@ -190,13 +205,10 @@ class WatchedRun:
     def _write(self, *, at_end: bool = False) -> None:
         rows = [self._row(worker) for worker in self._present()]
         self._lanes.clear()
-        elapsed = time.monotonic() - self._began
-        self._append(
-            "snapshot",
-            **snapshot(
-                self._stats, self._totals, rows, elapsed=elapsed, memory=_memory(os.getpid())
-            ),
-        )
+        others = self._metrics.take()
+        others["elapsed"] = time.monotonic() - self._began
+        others["memory"] = _memory(os.getpid())
+        self._append("snapshot", **snapshot(self._stats, self._totals, rows, **others))
         self._tell_errors(at_end=at_end)
         try:
             for numbers in self._save_episodes(self.directory):

@@ -113,10 +113,8 @@ def called_first(
 ) -> Result:
     """Return the result of a policy's first call.
 
-    Without batch dimensions, an error says so (``PolicyError``).
+    An error (``PolicyError``) has the shapes of the observations.
     """
-    if lead:
-        return call()
     try:
         return call()
     except MusterError:
@@ -128,8 +126,9 @@ def called_first(
             dotted(key): tuple(value.shape) for key, value in obs.items() if torch.is_tensor(value)
         }
         shown = str(shapes).strip("{}").replace("'", "")
+        begins = f"The first dimension ({lead[0]}) counts environments." if lead else NO_BATCH
         raise PolicyError(
             f"policy {policy} raised {described(error, ' at row 0 of the batch')}. It got tensors"
-            f" of these shapes: {shown}. {NO_BATCH} No environment was stepped since; the next call"
+            f" of these shapes: {shown}. {begins} No environment was stepped since; the next call"
             " tries again from there."
         ) from error

@@ -215,10 +215,7 @@ def _in_special_mode() -> bool:
     )
 
 
-def _trace(
-    leaves: list[nn.Module],
-    example: torch.Tensor,
-) -> list[Any]:
+def _trace(leaves: list[nn.Module], example: torch.Tensor) -> list[Any]:
     """The input and the output of every layer, computed by the layers themselves."""
     trace: list[Any] = [example.clone()]
     for layer in leaves:
@@ -291,11 +288,7 @@ _TORCH_IN_PLACE: dict[type[nn.Module], Call] = {
 }
 
 
-def _torch_step(
-    layer: Any,
-    x: torch.Tensor,
-    y: Any,
-) -> Call:
+def _torch_step(layer: Any, x: torch.Tensor, y: Any) -> Call:
     """The function of a layer, without a lookup of its parameters in every call."""
     kind: type[nn.Module] = type(layer)
     if kind is nn.Linear and x.ndim <= 2:

@@ -49,11 +49,7 @@ def _hook(module: torch.nn.Module, undo: ExitStack) -> None:
     def before(*_: Any) -> None:
         torch.set_grad_enabled(True)
 
-    def after(
-        module: torch.nn.Module,
-        args: Any,
-        out: Any,
-    ) -> Any:
+    def after(module: torch.nn.Module, args: Any, out: Any) -> Any:
         torch.set_grad_enabled(False)
         return _detached(out)
 

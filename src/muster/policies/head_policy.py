@@ -105,7 +105,7 @@ class HeadPolicy:
         inputs, tensors, arrays, rows = lane.cache[self]
         if self._program is not None and not self._program.current():
             self._plan(self._input([leaf[lane.acts_from] for leaf in tensors]))
-        emit = self._emitter(rows, lane.acts_from, rng)
+        emit = self._emitter_of(lane, rows, rng)
         program = self._program
         B = lane.B
         if program is not None and program.kind == "numpy":
@@ -163,6 +163,17 @@ class HeadPolicy:
         extras = {} if log_prob is None else {LOG_PROB: log_prob.reshape(lead)}
         return Outputs({self._action_key: action}, extras)
 
+    def _emitter_of(self, lane: Lane, rows: ActionRows, rng: GroupRng) -> Emit:
+        """Return the function that completes the rows of the present request."""
+        first = lane.acts_from
+        until = lane.acts_until
+        if until == lane.T:
+            return self._emitter(rows, first, rng)
+        if first >= until:
+            return _emit_nothing
+        emit = self._emitter(rows.part(first, until), 0, rng)
+        return lambda t, out: emit(t - first, out)
+
     def _emitter(
         self,
         rows: ActionRows,
@@ -212,6 +223,10 @@ class HeadPolicy:
                 f" {(*lead, self._width)}: {self.head.needs(self._spec)}."
                 f" {self.head.remedy(self._width, returned)}"
             )
+
+
+def _emit_nothing(t: int, out: Array) -> None:
+    """Do nothing: the rows of the request have their actions."""
 
 
 def _act_numpy(

@@ -160,11 +160,7 @@ class InputRows:
         return f" at row {t} of the batch{kept}"
 
 
-def changed_text(
-    policy: str,
-    key: Key,
-    where: str = "",
-) -> str:
+def changed_text(policy: str, key: Key, where: str = "") -> str:
     """Return the message about a policy that has changed an input."""
     return (
         f"policy {policy} changed its input {dotted(key)} in place{where}. That memory is the batch"

@@ -113,21 +113,23 @@ class RandomPolicy:
     def start(self, lane: Lane, rng: GroupRng) -> Act:
         """Fill all remaining rows; the returned ``act`` only draws actions with a mask."""
         begin = lane.acts_from
+        until = lane.acts_until
         draws = [
             self._masked(mask, lane, rng.stream(FIRST_MASKED + place))
             for place, mask in enumerate(self._masks)
         ]
-        for key, drawn in self._sample(rng, (lane.T - begin, lane.B)).items():
-            lane.data[key][begin:] = drawn
+        if begin < until:
+            for key, drawn in self._sample(rng, (until - begin, lane.B)).items():
+                lane.data[key][begin:until] = drawn
         for column in self._columns:
             rows = lane.data[column.key]
             begin = lane.done_steps
             if column.ragged:
-                rows[begin:] = self._emptied(self._cells[column.key].flat[0])
+                rows[begin:until] = self._emptied(self._cells[column.key].flat[0])
             elif not column.carry:
-                rows[begin:] = self._empty(column)
+                rows[begin:until] = self._empty(column)
             elif column.key != IS_INIT:  # the loop writes IS_INIT
-                rows[begin + 1 :] = 0
+                rows[begin + 1 : until + 1] = 0
         if not draws:
             return _nothing
 
@@ -146,7 +148,8 @@ class RandomPolicy:
         first = lane.acts_from
         rows = lane.data[mask.key]
         actions = lane.data[mask.action]
-        uniform = stream.random((lane.T - first, lane.B, len(mask.drawn)))
+        most = max(0, lane.acts_until - first)
+        uniform = stream.random((most, lane.B, len(mask.drawn)))
         if lane.mirrored:
             numbers = torch.from_numpy(uniform).to(rows.device)
 

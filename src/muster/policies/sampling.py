@@ -260,6 +260,14 @@ class ActionRows:
     def log_prob(self) -> list[Array]:
         return list(self.log_prob_array)
 
+    def part(self, begin: int, end: int) -> ActionRows:
+        """Return the rows from ``begin`` to ``end``."""
+        masked = None
+        if self._masked is not None:
+            mask, rows = self._masked
+            masked = mask, rows[begin:end]
+        return ActionRows(self.name, self.action[begin:end], self.log_prob_array[begin:end], masked)
+
     @property
     def joint_mask(self) -> ActionMask | None:
         """The action mask, if it is one of combinations of choices."""

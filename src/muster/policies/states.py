@@ -174,12 +174,7 @@ def _said_dim(
     return dim
 
 
-def _unclear(
-    name: str,
-    key: Key,
-    value: torch.Tensor,
-    B: int,
-) -> str:
+def _unclear(name: str, key: Key, value: torch.Tensor, B: int) -> str:
     return (
         f"policy {name} returned {dotted(key)} with shape {tuple(value.shape)} for {B}"
         " environments: the sizes do not tell whether its first or its second dimension (as in"
@@ -204,11 +199,7 @@ def _with_one_more(
             return None
 
 
-def _grown_dim(
-    value: torch.Tensor,
-    grown: Any,
-    B: int,
-) -> int | None:
+def _grown_dim(value: torch.Tensor, grown: Any, B: int) -> int | None:
     """Return the one dimension that has an entry more."""
     if not torch.is_tensor(grown) or grown.ndim != value.ndim:
         return None

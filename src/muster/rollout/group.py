@@ -59,6 +59,17 @@ class OpenRollout(Protocol):
     def is_paused(self) -> bool:
         """Whether it goes on after its last row as if nothing had happened."""
 
+    @property
+    def stays_open(self) -> bool:
+        """Whether it waits for a request for its next row."""
+
+    @property
+    def has_unsettled(self) -> bool:
+        """Whether a row is complete that no request has returned."""
+
+    def leave(self) -> None:
+        """End a rollout that stays open."""
+
 
 class RandomStart:
     """The random steps before the first batch (``max_decorrelation_steps``), and their number.
@@ -219,9 +230,14 @@ class Group:
         absent = () if self.open is None else self.open.absent
         return [i for i in self.due.which if i not in absent]
 
-    def reset(self, which: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> None:
+    def reset(
+        self,
+        which: Sequence[int] | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> None:
         """Schedule a reset of the environments ``which`` (default all) before the next step."""
-        self.due.add(range(self.B) if which is None else sorted(set(which)), seeds)
+        chosen = range(self.B) if which is None else sorted(set(which))
+        self.due.add(chosen, seeds)
 
     def lose(self) -> None:
         """Schedule a reset of all environments, whose states are unknown."""
@@ -229,7 +245,12 @@ class Group:
         self.due.lose()
         self.reset()
 
-    def begin_episodes(self, *, early: bool = False, reports: Reports | None = None) -> list[int]:
+    def begin_episodes(
+        self,
+        *,
+        early: bool = False,
+        reports: Reports | None = None,
+    ) -> list[int]:
         """Execute the resets that are due, and return these environments.
 
         Call it in the group's context.
@@ -286,7 +307,9 @@ class Group:
     def call_of(self, policy: Policy) -> FirstCall | None:
         """Return the kept call, if it is this policy's."""
         call = self.first_call
-        return call if call is not None and call.policy is policy else None
+        if call is None or call.policy is not policy:
+            return None
+        return call
 
     def keep_call(self, call: FirstCall) -> None:
         """Keep a call whose outputs become row 0 of the next rollout."""
@@ -308,6 +331,39 @@ class Group:
     def opened(self, rollout: OpenRollout) -> None:
         """Note the rollout that begins; an earlier one is given up."""
         self.open = rollout
+
+    def leave(self) -> None:
+        """End the open rollout if it ``stays_open``: from here on, the group is as between two
+        rollouts.
+        """
+        if self.open is not None and self.open.stays_open:
+            self.open.leave()
+
+    @property
+    def has_unsettled(self) -> bool:
+        """Whether an error has left a complete row of a rollout that stays open: the next request
+        returns it.
+        """
+        return self.open is not None and self.open.stays_open and self.open.has_unsettled
+
+    @property
+    def can_stay_open(self) -> bool:
+        """Whether rollouts of one row may stay open, since nothing is done only at their ends."""
+        options = self.options
+        return (
+            self.env.spec.device is None
+            and self.agent_clock is None
+            and self.agent_returns is None
+            and self.can.holding is None
+            and self.can.starting.keeps_first_call
+            and not self.seeding.is_chosen
+            and not self.progress.watched
+            and options.reset_when_done
+            and options.on_step is None
+            and options.interruptor is None
+            and not options.reset_at_each_iter
+            and not options.set_truncated
+        )
 
     def closed(self) -> None:
         """Note that the open rollout is complete."""

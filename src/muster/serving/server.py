@@ -42,6 +42,7 @@ PASSED_ON = (
     ),
     *(
         "replay_buffer",
+        "replay_write_mode",
         "pre_collect_hook",
         "post_collect_hook",
         "on_step",

@@ -263,12 +263,7 @@ def _paths(batch: TensorDict) -> set[Key]:
     return {key if isinstance(key, tuple) else (key,) for key in keys}
 
 
-def _without(
-    batch: TensorDict,
-    key: Key,
-    *,
-    last: bool,
-) -> Any:
+def _without(batch: TensorDict, key: Key, *, last: bool) -> Any:
     """Return a column of tensors or objects without its last (or first) row in time."""
     rows = slice(None, -1) if last else slice(1, None)
     leading = (slice(None),) * (batch.ndim - 1)

@@ -150,10 +150,7 @@ class OracleEnv(gymnasium.Env[Any, Any]):
         return fault.do(honest)
 
 
-def follow(
-    obs: Any,
-    action: Any,
-) -> tuple[Any, Any, Any, Any]:
+def follow(obs: Any, action: Any) -> tuple[Any, Any, Any, Any]:
     """Compute the results of ``action`` in an ``OracleEnv``; ``obs`` is six numbers, or six arrays
     for many at once.
 

@@ -55,11 +55,11 @@ class Details(Checked):
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        given = [
-            f"{f.name}={getattr(self, f.name)!r}"
-            for f in fields
-            if getattr(self, f.name) != f.default
-        ]
+        given = []
+        for field in fields:
+            value = getattr(self, field.name)
+            if value != field.default:
+                given.append(f"{field.name}={value!r}")
         return f"{type(self).__name__}({', '.join(given)})"
 
 
@@ -136,7 +136,11 @@ def check_bool(name: str, value: Any) -> bool:
     return value
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+def check_choice(
+    name: str,
+    value: Any,
+    choices: tuple[str, ...],
+) -> str:
     """Return the value. Raise ``BadOption`` unless it is one of the choices."""
     if value not in choices:
         raise BadOption(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
@@ -179,7 +183,10 @@ def _check_of(kind: Any) -> Check | None:
     return checked
 
 
-def _check_of_members(texts: tuple[str, ...], others: list[Any]) -> Check | None:
+def _check_of_members(
+    texts: tuple[str, ...],
+    others: list[Any],
+) -> Check | None:
     """Return the check of a union of texts and other types."""
     for member in others:
         if get_origin(member) is Annotated:

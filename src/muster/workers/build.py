@@ -248,7 +248,7 @@ def _compiled(policy: Any, options: WorkerOptions) -> Any:
 
 
 def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def _check_env(env: EnvBatch, options: RolloutOptions) -> None:

@@ -113,6 +113,11 @@ class Worker:
         """
         self._newest = newest
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether rollouts are logged or profiled, one by one."""
+        return self._log is not None or self._profiler is not None
+
     def log_rollouts(self, log: Callable[[RolloutResult, Lane, int], None]) -> None:
         """Call ``log`` with the result of each rollout, its lane, and the first row of this request."""
         self._log = log
@@ -220,6 +225,8 @@ class Worker:
         group = self.groups[request.group - self.groups[0].number]
         policy = self.policies[request.policy]
         tally = Tally(spans=request.spans)
+        if not request.stays_open:
+            group.leave()
         begin = lane.done_steps
         progress = group.reports.progress
         if progress.watched:

@@ -37,6 +37,13 @@ from muster.compat.torchrl.node_collectors import (
     stats_of_nodes,
 )
 from muster.compat.torchrl.policies import ActedOn, CopiedEnv, check_graph
+from muster.compat.torchrl.services import (
+    ServedModule,
+    connect_learner,
+    is_service,
+    served_options,
+    update_service,
+)
 from muster.compat.torchrl.updaters import DistributedWeightUpdater, RPCWeightUpdater
 from muster.compat.torchrl.weight_names import flattened
 from muster.episodes.segment import MASK
@@ -102,7 +109,9 @@ class _OverNodes:
             CopiedEnv(make) if isinstance(make, EnvBase) else make
             for make in (create_env_fn if several else [create_env_fn])
         ]
-        envs = [ActedOn(make, make_policy) if callable(make) else make for make in given]
+        # a service has no policy here that would show the form of actions
+        shown = not isinstance(policy, ServedModule)
+        envs = [ActedOn(make, make_policy) if shown and callable(make) else make for make in given]
         super().__init__(  # type: ignore[call-arg]
             envs if several else envs[0], None if made_by_nodes else policy, **told
         )
@@ -348,6 +357,9 @@ class RayCollector(_OverNodes, clusters.RayCollector):  # type: ignore[misc]
             actors.
     """
 
+    _service: Any = None  # the InferenceServer that has the policy
+    _learner_scheme: Any = None  # over which a learner sends weights to it
+
     @passes_on(clusters.RayOptions, WithoutEffect)
     def __init__(
         self,
@@ -362,7 +374,51 @@ class RayCollector(_OverNodes, clusters.RayCollector):  # type: ignore[misc]
         counts = [len(given) for given in lists if isinstance(given, list)]
         if options.get("num_collectors") is None and counts and not isinstance(create_env_fn, list):
             options["num_collectors"] = max(counts)
+        self._service = policy if is_service(policy) else None
+        if self._service is not None:
+            options = served_options(self._service, options)
+            policy = ServedModule(policy)
         self._init_as_torchrl(create_env_fn, policy, frames_per_batch, options)
+
+    def update_policy_weights_(self, policy_or_weights: Any = None, **options: Any) -> None:
+        """Publish weights as ``muster.Collector.update_policy_weights_``.
+
+        If the policy is an ``InferenceServer``, it gets the weights.
+
+        Raises:
+            BadOption: the learner of ``learner_backend="ray"`` publishes the weights.
+        """
+        if self._learner_scheme is not None:
+            raise BadOption(
+                "update_policy_weights_: the learner of learner_backend='ray' publishes the weights"
+                " of this policy. Leave the call out"
+            )
+        if self._service is None:
+            super().update_policy_weights_(policy_or_weights, **options)
+            return
+        self._check_open()
+        by_model = options.get("weights_dict") or {}
+        given = [policy_or_weights, options.get("weights"), options.get("policy")]
+        given.append(by_model.get(options.get("model_id") or "policy"))
+        update_service(self._service, next((one for one in given if one is not None), None))
+
+    def _learner_weight_sync(self, *, new_generation: bool = False) -> Any:
+        """Return the scheme over which the learner of ``learner_backend="ray"`` sends weights.
+
+        TorchRL's trainers call this.
+
+        Raises:
+            BadOption: the policy is not an ``InferenceServer`` on Ray.
+        """
+        if self._service is None:
+            raise BadOption(
+                "learner_backend='ray' needs a policy that is an InferenceServer with"
+                " service_backend='ray': the actors of this collector have no receiver of a"
+                " learner's weights"
+            )
+        if self._learner_scheme is None or new_generation:
+            self._learner_scheme = connect_learner(self._service)
+        return self._learner_scheme
 
     def _settable(self, options: Mapping[str, Any]) -> set[str]:
         kinds = {cls.__name__ for cls in type(options.get("replay_buffer")).__mro__}
@@ -386,7 +442,8 @@ class RayCollector(_OverNodes, clusters.RayCollector):  # type: ignore[misc]
 
     def local_policy(self) -> Any:
         """Return the policy of this process."""
-        return self.policy if self._kept_policy is None else self._kept_policy
+        kept = self._kept_policy if self._service is None else self._service
+        return self.policy if kept is None else kept
 
     def stop_remote_collectors(self) -> None:
         """Shut down, without raising errors of actors."""
