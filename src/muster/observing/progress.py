@@ -128,11 +128,12 @@ class _Cell:
     """
 
     def __init__(self, render: Callable[[], Any]) -> None:
-        from IPython.display import display
+        from IPython import display as shown
 
+        display: Any = shown.display
         self._render = render
         self._next = 0.0
-        self._place: Any = display(self._text(), raw=True, display_id=True)
+        self._place = display(self._text(), raw=True, display_id=True)
 
     def refresh(self) -> None:
         """Draw, unless that was just now."""
