@@ -47,6 +47,7 @@ GROUPS = {
         "RayBuffer",
     ],
     "Collected data": [
+        "ReplayMemory",
         "Collected",
         "CollectStats",
         "CollectorStats",
