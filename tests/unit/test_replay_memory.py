@@ -735,6 +735,12 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr("muster.memory.replay_files.BLOCK_BYTES", 700)
 
 
+ONE = ("write", 0, 1)
+CHECK = ("check", 0, 0)
+SEAMS = [ONE, CHECK, ("jump", 0, [0]), ONE, CHECK]  # the newest row gets an end after it was saved
+
+
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     sizes=st.sampled_from([[1], [3], [2, 3]]),
@@ -749,6 +755,8 @@ def small_blocks(monkeypatch):
 )
 @example([1], 4, 1, 0.0, None, True, 300, 0, [("write", 0, 9), ("check", 0, 0)] * 10)
 @example([2, 3], 40, 3, 0.3, 0.7, True, 900, 0, [("write", 0, 9), ("check", 0, 0)] * 10)
+@example([1], 11, 1, 0.0, None, True, 300, 0, [("write", 0, 1), ("check", 0, 0)] * 60)
+@example([1], 9, 1, 0.0, None, False, 1, 0, SEAMS * 5)
 def test_what_was_saved_is_loaded_exactly(
     tmp_path_factory, sizes, extra, margin, gaps, alpha, loads, block, seed, todo
 ):
@@ -966,8 +974,11 @@ def test_a_full_disk(tmp_path, small_blocks):
     assert_alike(old, other)
 
 
+@pytest.mark.parametrize("rows", [17, 40])
 @pytest.mark.parametrize("number", range(1, 8))
-def test_rows_are_written_while_a_memory_is_saved(tmp_path, small_blocks, monkeypatch, number):
+def test_rows_are_written_while_a_memory_is_saved(
+    tmp_path, small_blocks, monkeypatch, number, rows
+):
     """Blocks that were overwritten before they were saved are left out, with all that is older."""
     from muster.memory import replay_files
 
@@ -979,7 +990,7 @@ def test_rows_are_written_while_a_memory_is_saved(tmp_path, small_blocks, monkey
         nonlocal count
         count += 1
         if count == number:
-            written.write(0, 17)
+            written.write(0, rows)
         whole(path, parts)
 
     with monkeypatch.context() as patch:
