@@ -60,7 +60,9 @@ def recurrent(policy: P, *, batch_dim: Any = None, initial_state: Any = None) ->
             policy takes no attributes.
     """
     if batch_dim is None and initial_state is None:
-        raise BadOption("policies.recurrent: give batch_dim, initial_state, or both")
+        raise BadOption(
+            "policies.recurrent(batch_dim=None): expected an integer of at least 0, or initial_state"
+        )
     if initial_state is not None:
         _check_initial(policy, initial_state)
         batch_dim = 0 if batch_dim is None else batch_dim

@@ -122,7 +122,10 @@ def test_a_saved_collection_continues(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: policies.recurrent(Counts()), "give batch_dim, initial_state, or both"),
+        (
+            lambda: policies.recurrent(Counts()),
+            "expected an integer of at least 0, or initial_state",
+        ),
         (
             lambda: policies.recurrent(Counts(), initial_state="h1"),
             "initial_state='h1', and Counts has none",
