@@ -175,7 +175,6 @@ class PerAgent(nn.Module):
             out = self._draw(leaves)
         elif isinstance(policy, Head) and self._deterministic:
             action = policy.mode(obs)
-            action = policy.mode(obs)
             log_prob = {}
             if policy.has_log_prob:
                 log_prob[LOG_PROB[0]] = policy.distribution(obs).log_prob(action)

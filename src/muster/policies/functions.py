@@ -18,14 +18,24 @@ import numpy as np
 import torch
 
 from muster.errors import BadOption, BadPolicyOutput
-from muster.keys import ACTION, OBSERVATION, POLICY_VERSION, RESERVED, STATE, Key, dotted, nested
+from muster.keys import (
+    ACTION,
+    IS_INIT,
+    OBSERVATION,
+    POLICY_VERSION,
+    RESERVED,
+    STATE,
+    Key,
+    dotted,
+    nested,
+)
 from muster.memory.objects import copied_cells
 from muster.memory.slots import Lane, as_tensor
 from muster.memory.specs import Column
 from muster.policies.checks import PolicySetting, action_problem, called_first, column_of
 from muster.policies.executor import Program, plan
 from muster.policies.inputs import InputRows, unchanged_inputs
-from muster.policies.states import StateDims, state_dims
+from muster.policies.states import StateDims, initial_of, said_dim, state_dims
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
 from muster.utils.attributes import name_of
@@ -76,12 +86,23 @@ class FunctionPolicy:
         self._program: Program | None = None
         self._state_shape: Any = None  # the state's nesting, with keys in place of tensors
         self._state_dims: StateDims = {}  # dimensions of environments that are not the first one
+        self._initial = initial_of(fn) if self.takes_state else None
+
+    @property
+    def sets_initial_state(self) -> bool:
+        """Whether it writes the state with which episodes start."""
+        return self._initial is not None
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         obs = {key: obs[key] for key in self._obs_specs}
         given, check_unchanged = unchanged_inputs(obs, self.name)
+        begun = self._begun()
+        start = {
+            key: value.movedim(0, said_dim(self.fn, key, self.name)) if self._lead else value
+            for key, value in begun.items()
+        }
         action, extras, state = called_first(
-            lambda: self._call(given, None), obs, self._lead, self.name
+            lambda: self._call(given, start or None), obs, self._lead, self.name
         )
         check_unchanged()
         tensors = {key: self._tensor(key, value) for key, value in state.items()}
@@ -93,12 +114,17 @@ class FunctionPolicy:
             action={key: self._action(key, action[key]) for key in self._action_specs},
             extras={key: self._tensor(key, value) for key, value in extras.items()},
             state={key: each.movedim(dims.get(key, 0), 0) for key, each in tensors.items()},
+            begun=begun,
         )
+        if begun:
+            self._check_begun(begun, outputs.state)
         self._columns = []
         for key, value in outputs.extras.items():
             self._columns.append(column_of(key, value, self._lead, self.name))
         for key, value in outputs.state.items():
             self._columns.append(column_of(key, value, self._lead, self.name, carry=True))
+        if begun:
+            self._columns.append(Column(IS_INIT, (), np.dtype(bool), carry=True, trailing=True))
         if self._plain:
             self._plan(obs[OBSERVATION])
         return outputs
@@ -140,15 +166,32 @@ class FunctionPolicy:
         action_rows = {key: lane.rows(key) for key in self._action_specs}
         extra_rows = []
         state_rows = []
+        begins = lane.rows(IS_INIT) if self._initial is not None else []
         for column in self._columns:
             key = column.key
+            if key == IS_INIT:
+                continue
             if column.carry:
                 state_rows.append((key, lane.rows(key), self._state_dims.get(key, 0)))
             else:
                 extra_rows.append((key, lane.rows(key)))
-        keys = {column.key for column in self._columns}
+        keys = {column.key for column in self._columns} - {IS_INIT}
+        on_host = not self._on_device
+
+        def begin_episodes(t: int) -> None:
+            begin = begins[t]
+            if on_host and not begin.any():
+                return
+            leaves, _ = self._initial_leaves()
+            for key, row, _ in state_rows:
+                old = row[t]
+                new = leaves[key].to(old.device, old.dtype).expand(old.shape)
+                where = begin.reshape(*self._lead, *(1,) * (old.ndim - len(self._lead)))
+                old.copy_(torch.where(where, new, old))
 
         def act(t: int) -> None:
+            if begins:
+                begin_episodes(t)
             state: Leaves = {  # clones, since fn may change them; contiguous, for cuDNN
                 key: _as_returned(row[t], dim).clone(memory_format=torch.contiguous_format)
                 for key, row, dim in state_rows
@@ -220,6 +263,38 @@ class FunctionPolicy:
 
         # a program writes into no input
         return act if self._program is not None else inputs.watched(act)
+
+    def _initial_leaves(self) -> tuple[Leaves, Any]:
+        """Return the state with which an environment starts an episode, and its nesting."""
+        assert self._initial is not None
+        leaves: Leaves = {}
+        shape = _take_apart(self._initial(), STATE, leaves)
+        return {key: self._tensor(key, value) for key, value in leaves.items()}, shape
+
+    def _begun(self) -> Leaves:
+        """Return the state with which all environments start an episode, ``[*lead, *shape]``;
+        empty: zeros.
+        """
+        if self._initial is None:
+            return {}
+        leaves, self._state_shape = self._initial_leaves()
+        return {key: value.expand(*self._lead, *value.shape) for key, value in leaves.items()}
+
+    def _check_begun(self, begun: Leaves, state: Leaves) -> None:
+        """Raise ``BadPolicyOutput`` unless the first state is like the one that it returned."""
+        for key in begun.keys() | state.keys():
+            kinds = [
+                None if each is None else (tuple(each.shape), each.is_floating_point())
+                for each in (begun.get(key), state.get(key))
+            ]
+            if kinds[0] != kinds[1]:
+                shapes = [None if kind is None else kind[0] for kind in kinds]
+                raise BadPolicyOutput(
+                    f"policy {self.name}: initial_state has {dotted(key)} with shape {shapes[0]}"
+                    f" for all environments, and the policy returned shape {shapes[1]} (None: it"
+                    " has none). Let initial_state return a state as the policy does, without the"
+                    " dimension of environments"
+                )
 
     def _call(
         self,
