@@ -46,6 +46,7 @@ GROUPS = {
         "RayBuffer",
     ],
     "Collected data": [
+        "ReplayMemory",
         "Collected",
         "CollectStats",
         "CollectorStats",

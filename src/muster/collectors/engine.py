@@ -239,8 +239,12 @@ class Engine:
 
     @property
     def groups(self) -> list[Group]:
-        """The groups in this process."""
-        return self.local.groups if self.local is not None else []
+        """The groups in this process, as they are between two rollouts: one that stays open ends."""
+        if self.local is None:
+            return []
+        for group in self.local.groups:
+            group.leave()
+        return self.local.groups
 
     @property
     def policy(self) -> Policy:
@@ -352,6 +356,8 @@ class Engine:
         )
         self.in_batch = not closes
         memory = self.memory if remembered else None
+        if self.memory is not None and not remembered:
+            self.memory.forget()
         if memory is not None and not memory.is_open:
             memory.open(self.layout())
         filled, batch = self.next_batch.make(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ INDEX: Key = ("index",)
 WEIGHT: Key = ("weight",)
 GAMMA: Key = ("gamma",)
 STEPS: Key = ("steps_to_next_obs",)
+ITERATED = 1024  # transitions that an iterator reads at once
 DRAWS = 8  # draws of cells that have to fulfil a condition, before all cells are looked at
 
 Relabel = Callable[["TensorDict", "TensorDict"], "TensorDict | None"]
@@ -173,7 +175,7 @@ class ReplayMemory:
         ring = self._rings[number]
         priorities = self._priorities[number]
         priorities.forget(ring.places_of(np.arange(lo * ring.B, ring.lo * ring.B)))
-        added = ring.places_of(np.arange(hi * ring.B, ring.hi * ring.B))
+        added = ring.places_of(np.arange(max(hi, ring.lo) * ring.B, ring.hi * ring.B))
         priorities.add(added[ring.is_transition(added)])
 
     def write(
@@ -248,25 +250,19 @@ class ReplayMemory:
                     " in collector`, or `init_random_frames` with a first batch"
                 )
             condition = None
-            if sequence is not None and sequence > 1:
+            make = partial(self._transitions, n_step=n_step, gamma=gamma)
+            if sequence is not None:
                 condition = _InSequence(sequence, across_episodes)
-            parts = self._draw(n, condition)
-            batches = []
-            for ring, cells in parts:
-                if sequence is None:
-                    made = self._transitions(ring, cells, n_step, gamma)
-                else:
-                    made = self._sequences(ring, cells, sequence)
-                if relabel is not None:
-                    made = self._relabelled(ring, cells, made, relabel)
-                batches.append(made)
-            batch = batches[0]
-            if len(batches) > 1:  # in random order
-                order = torch.from_numpy(self._rng.permutation(n))
-                joined: TensorDict = torch.cat(batches)
-                batch = joined[order.to(joined["index"].device)]
+                make = partial(self._sequences, length=sequence)
+            numbers, cells = self._draw(n, condition)
+            batch = self._gathered(numbers, cells, make)
+            if relabel is not None:
+                batch = self._relabelled(numbers, cells, batch, relabel)
             if self._priorities:
-                batch.set(WEIGHT, self._weights(batch["index"], beta))
+                weights = self._weights(numbers, cells, beta).to(batch["index"].device)
+                if sequence is not None:
+                    weights = weights.unsqueeze(-1).repeat(1, sequence)
+                batch.set(WEIGHT, weights)
         return self._placed(batch)
 
     def newest(self, n: int) -> TensorDict:
@@ -275,7 +271,10 @@ class ReplayMemory:
 
         With several environments, those of a row follow each other.
         """
+        _check_count("newest", "n", n)
         with self.lock:
+            if not len(self):
+                raise NothingToSample("ReplayMemory.newest: there are no transitions yet")
             return self[max(0, len(self) - n) :] if len(self._rings) == 1 else self._newest(n)
 
     def __getitem__(self, index: int | slice | Sequence[int] | Array | torch.Tensor) -> TensorDict:
@@ -288,22 +287,30 @@ class ReplayMemory:
             IndexError: there is no such transition.
         """
         with self.lock:
-            size = len(self)
-            if isinstance(index, slice):
-                chosen = np.arange(*index.indices(size))
-            else:
-                chosen = np.atleast_1d(np.asarray(index))
-                if chosen.dtype == bool:
-                    chosen = np.flatnonzero(chosen)
-            if len(chosen) and not (-size <= chosen.min() and chosen.max() < size):
-                raise IndexError(f"ReplayMemory has {size} transitions, and no number {index}")
-            chosen = chosen % max(size, 1)
+            chosen = _numbers(index, len(self))
+            if not self._rings:
+                raise IndexError("ReplayMemory: there are no transitions yet")
             batch = self._placed(self._in_order(chosen))
-        return batch[0] if isinstance(index, (int, np.integer)) else batch
+        is_one = not isinstance(index, slice) and _host(index).ndim == 0
+        return batch[0] if is_one else batch
 
     def __iter__(self) -> Iterator[TensorDict]:
-        """Return an iterator over all transitions that are there now, oldest first, one by one."""
-        yield from self[:].unbind(0)
+        """Return an iterator over all transitions that are there now, oldest first, one by one.
+
+        Those that are overwritten before the iterator comes to them are left out.
+        """
+        with self.lock:
+            every = [(number, ring.lo, ring.hi) for number, ring in enumerate(self._rings)]
+        for number, lo, hi in every:
+            ring = self._rings[number]
+            step = max(1, ITERATED // ring.B)
+            for first in range(lo, hi, step):
+                with self.lock:
+                    begin = max(first, ring.lo) * ring.B
+                    cells = np.arange(begin, min(first + step, hi) * ring.B)
+                    cells = cells[_fulfils(ring, cells, None)]
+                    batch = self._placed(self._transitions(ring, cells))
+                yield from batch.unbind(0)
 
     # --- priorities -------------------------------------------------------------------------------
 
@@ -324,7 +331,13 @@ class ReplayMemory:
                 " ReplayMemory(..., alpha=0.6)"
             )
         numbers = _host(index).reshape(-1).astype(np.int64)
-        values = np.broadcast_to(_host(priority).reshape(-1).astype(np.float64), numbers.shape)
+        values = _host(priority).reshape(-1).astype(np.float64)
+        if len(values) not in (1, len(numbers)):
+            raise BadOption(
+                f"update_priority: {len(numbers)} transitions and {len(values)} priorities; give one"
+                " for each, or one for all"
+            )
+        values = np.broadcast_to(values, numbers.shape)
         if not np.isfinite(values).all() or (values < 0).any():
             raise BadOption(
                 "update_priority: priorities have to be finite and at least 0; these are between"
@@ -343,10 +356,10 @@ class ReplayMemory:
     def _check_sample(
         self, n: int, n_step: int, sequence: int | None, relabel: Relabel | None
     ) -> None:
-        _check_count("n", n)
-        _check_count("n_step", n_step)
+        _check_count("sample", "n", n)
+        _check_count("sample", "n_step", n_step)
         if sequence is not None:
-            _check_count("sequence", sequence)
+            _check_count("sample", "sequence", sequence)
         if sequence is not None and n_step > 1:
             raise BadOption(
                 f"sample(sequence={sequence}, n_step={n_step}): the steps of a sequence are there"
@@ -355,52 +368,44 @@ class ReplayMemory:
         if sequence is not None and relabel is not None:
             raise BadOption("sample: relabel is for single transitions; leave sequence out")
 
-    def _draw(self, n: int, condition: _InSequence | None) -> list[tuple[Ring, Array]]:
-        """Draw ``n`` cells, by ring: those with a transition that fulfils the condition."""
-        if len(self._rings) == 1:
-            return [(self._rings[0], self._drawn_cells(0, n, condition))]
-        if self._priorities:
-            sizes = np.array([priorities.total for priorities in self._priorities])
-        elif condition is None:
-            sizes = np.array([ring.transitions for ring in self._rings], np.float64)
-        else:  # the number of sequences differs
-            sizes = np.array([len(_all_cells(ring, condition)) for ring in self._rings], np.float64)
-        if not sizes.sum():
-            raise _no_sequence(condition)
-        counts = self._rng.multinomial(n, sizes / sizes.sum())
-        drawn = []
-        for number, (ring, count) in enumerate(zip(self._rings, counts, strict=True)):
-            if count:
-                drawn.append((ring, self._drawn_cells(number, int(count), condition)))
-        return drawn
+    def _draw(self, n: int, condition: _InSequence | None) -> tuple[Array, Array]:
+        """Draw ``n`` cells with a transition that fulfils the condition: each has the same
+        probability, or that of its priority.
 
-    def _drawn_cells(self, number: int, n: int, condition: _InSequence | None) -> Array:
-        """Draw ``n`` cells of a ring with a transition that fulfils the condition: each has the
-        same probability, or that of its priority.
+        Returns:
+            numbers of rings, and cells.
         """
-        ring = self._rings[number]
-        if condition is None and not ring.num_masked:
-            return self._proposed(number, n)
-        found = np.empty(0, np.int64)
+        if condition is None and not any(ring.num_masked for ring in self._rings):
+            return self._proposed(n)
+        numbers = np.empty(0, np.int64)
+        cells = np.empty(0, np.int64)
         for _ in range(DRAWS):
-            cells = self._proposed(number, n)
-            fine = ring.is_transition(ring.places_of(cells))
-            if condition is not None:
-                fine &= condition.holds(ring, cells)
-            found = np.concatenate([found, cells[fine]])
-            if len(found) >= n:
-                return found[:n]
-        every = _all_cells(ring, condition)
-        if not len(every):
-            raise _no_sequence(condition)
-        if not self._priorities:
-            rest = every[self._rng.integers(len(every), size=n - len(found))]
-        else:
-            share = self._priorities[number].of(ring.places_of(every))
-            rest = self._rng.choice(every, n - len(found), p=share / share.sum())
-        return np.concatenate([found, rest])
+            some, proposed = self._proposed(n)
+            fine = self._fulfils(some, proposed, condition)
+            numbers = np.concatenate([numbers, some[fine]])
+            cells = np.concatenate([cells, proposed[fine]])
+            if len(cells) >= n:
+                return numbers[:n], cells[:n]
+        rest, others = self._chosen_of_all(n - len(cells), condition)
+        return np.concatenate([numbers, rest]), np.concatenate([cells, others])
 
-    def _proposed(self, number: int, n: int) -> Array:
+    def _proposed(self, n: int) -> tuple[Array, Array]:
+        """Draw ``n`` readable cells."""
+        if len(self._rings) == 1:
+            return np.zeros(n, np.int64), self._proposed_of(0, n)
+        sizes = [float(ring.cells) for ring in self._rings]
+        if self._priorities:
+            sizes = [priorities.total for priorities in self._priorities]
+        ends = np.cumsum(sizes)
+        numbers = np.searchsorted(ends, self._rng.random(n) * ends[-1], side="right")
+        cells = np.empty(n, np.int64)
+        for number in range(len(self._rings)):
+            mine = np.flatnonzero(numbers == number)
+            if len(mine):
+                cells[mine] = self._proposed_of(number, len(mine))
+        return numbers, cells
+
+    def _proposed_of(self, number: int, n: int) -> Array:
         """Draw ``n`` readable cells of a ring."""
         ring = self._rings[number]
         if not self._priorities:
@@ -412,7 +417,59 @@ class ReplayMemory:
         cells: Array = first + (places - first) % (ring.places * ring.B)
         return cells
 
-    def _transitions(self, ring: Ring, cells: Array, n_step: int, gamma: float) -> TensorDict:
+    def _fulfils(self, numbers: Array, cells: Array, condition: _InSequence | None) -> Array:
+        """Return which cells are transitions that fulfil the condition."""
+        if len(self._rings) == 1:
+            return _fulfils(self._rings[0], cells, condition)
+        fine = np.zeros(len(cells), bool)
+        for number, ring in enumerate(self._rings):
+            mine = np.flatnonzero(numbers == number)
+            fine[mine] = _fulfils(ring, cells[mine], condition)
+        return fine
+
+    def _chosen_of_all(self, n: int, condition: _InSequence | None) -> tuple[Array, Array]:
+        """Draw from a list of all cells that fulfil a condition, which few do."""
+        every = [_all_cells(ring, condition) for ring in self._rings]
+        sizes = [len(cells) for cells in every]
+        if not sum(sizes):
+            raise _no_sequence(condition)
+        numbers = np.repeat(np.arange(len(sizes)), sizes)
+        cells = np.concatenate(every)
+        share = None
+        if self._priorities:
+            powers = [
+                priorities.of(ring.places_of(mine))
+                for priorities, ring, mine in zip(self._priorities, self._rings, every, strict=True)
+            ]
+            share = np.concatenate(powers)
+            share /= share.sum()
+        chosen = self._rng.choice(len(cells), n, p=share)
+        return numbers[chosen], cells[chosen]
+
+    def _gathered(
+        self, numbers: Array, cells: Array, make: Callable[[Ring, Array], TensorDict]
+    ) -> TensorDict:
+        """Return what ``make`` returns for the cells of each ring, in the order of ``cells``."""
+        if len(self._rings) == 1:
+            return make(self._rings[0], cells)
+        parts = []
+        places = []
+        for number, ring in enumerate(self._rings):
+            mine = np.flatnonzero(numbers == number)
+            if len(mine):
+                parts.append(make(ring, cells[mine]))
+                places.append(mine)
+        if not parts:
+            return make(self._rings[0], cells)
+        if len(parts) == 1:
+            return parts[0]
+        joined: TensorDict = torch.cat(parts)
+        order = torch.from_numpy(np.argsort(np.concatenate(places)))
+        return joined[order.to(joined["index"].device)]
+
+    def _transitions(
+        self, ring: Ring, cells: Array, n_step: int = 1, gamma: float = 1.0
+    ) -> TensorDict:
         places = ring.places_of(cells)
         index = _on(ring, places)
         entries = self._entries(ring, cells, places, index)
@@ -463,9 +520,12 @@ class ReplayMemory:
         entries: dict[Key, torch.Tensor] = {}
         for key in self._shown:
             entries[key] = ring.of(key, index)
-        number = self._rings.index(ring) if len(self._rings) > 1 else 0
-        entries[INDEX] = _on(ring, cells * len(self._rings) + number)
+        entries[INDEX] = self._index_of(ring, cells)
         return entries
+
+    def _index_of(self, ring: Ring, cells: Array) -> torch.Tensor:
+        number = self._rings.index(ring) if len(self._rings) > 1 else 0
+        return _on(ring, cells * len(self._rings) + number)
 
     def _add_next(
         self, entries: dict[Key, torch.Tensor], ring: Ring, places: Array, index: torch.Tensor
@@ -479,55 +539,45 @@ class ReplayMemory:
             entries[key] = ring.of(key, index)
 
     def _relabelled(
-        self, ring: Ring, cells: Array, batch: TensorDict, relabel: Relabel
+        self, numbers: Array, cells: Array, batch: TensorDict, relabel: Relabel
     ) -> TensorDict:
+        made = relabel(batch, self._gathered(numbers, cells, self._later))
+        return batch if made is None else made
+
+    def _later(self, ring: Ring, cells: Array) -> TensorDict:
+        """Return the observations after a later transition of each one's episode."""
         left = (ring.last_of_episode(cells) - cells) // ring.B
         steps = (self._rng.random(len(cells)) * (left + 1)).astype(np.int64)
         places = ring.places_of(cells + steps * ring.B)
         later: dict[Key, torch.Tensor] = dict(ring.next_observations(places, _on(ring, places)))
         later[("steps",)] = _on(ring, steps).unsqueeze(-1)
-        made = relabel(batch, _tensordict(later, [len(cells)]))
-        return batch if made is None else made
+        later[INDEX] = self._index_of(ring, cells + steps * ring.B)
+        return _tensordict(later, [len(cells)])
 
-    def _weights(self, index: torch.Tensor, beta: float) -> torch.Tensor:
+    def _weights(self, numbers: Array, cells: Array, beta: float) -> torch.Tensor:
         """Return importance weights, at most 1 (Schaul et al., 2016)."""
-        numbers = _host(index)
-        first = numbers.reshape(len(numbers), -1)[:, 0]
-        count = len(self._rings)
-        share = np.empty(len(first))
-        for number, (ring, priorities) in enumerate(
-            zip(self._rings, self._priorities, strict=True)
-        ):
-            mine = first % count == number
-            share[mine] = priorities.of(ring.places_of(first[mine] // count))
+        share = np.empty(len(cells))
+        for number, priorities in enumerate(self._priorities):
+            mine = np.flatnonzero(numbers == number)
+            share[mine] = priorities.of(self._rings[number].places_of(cells[mine]))
         share /= sum(priorities.total for priorities in self._priorities)
         weights = (len(self) * share) ** -beta
         weights /= weights.max()
-        return torch.from_numpy(weights.astype(np.float32)).to(index.device)
+        return torch.from_numpy(weights.astype(np.float32))
 
     def _in_order(self, chosen: Array) -> TensorDict:
         """Return the transitions of these numbers in order of time."""
         ends = np.cumsum([ring.transitions for ring in self._rings])
-        parts = []
-        places = []
+        numbers = np.searchsorted(ends, chosen, side="right")
+        cells = np.empty(len(chosen), np.int64)
         for number, ring in enumerate(self._rings):
-            begin = ends[number] - ring.transitions
-            mine = np.flatnonzero((chosen >= begin) & (chosen < ends[number]))
-            if not len(mine) and number + 1 < len(self._rings):
-                continue
-            nth = chosen[mine] - begin
-            cells = nth + ring.lo * ring.B
+            mine = np.flatnonzero(numbers == number)
+            nth = chosen[mine] - (ends[number] - ring.transitions)
             if ring.num_masked:
-                cells = _all_cells(ring, None)[nth]
-            parts.append(self._transitions(ring, cells, 1, 1.0))
-            places.append(mine)
-        if not parts:
-            raise IndexError("ReplayMemory: there are no transitions yet")
-        if len(parts) == 1:
-            return parts[0]
-        joined: TensorDict = torch.cat(parts)
-        order = torch.from_numpy(np.argsort(np.concatenate(places)))
-        return joined[order.to(joined["index"].device)]
+                cells[mine] = _all_cells(ring, None)[nth]
+            else:
+                cells[mine] = nth + ring.lo * ring.B
+        return self._gathered(numbers, cells, self._transitions)
 
     def _newest(self, n: int) -> TensorDict:
         """Return the newest transitions of several rings: those of the newest rows of each."""
@@ -609,13 +659,18 @@ class _InSequence:
         return fine
 
 
+def _fulfils(ring: Ring, cells: Array, condition: _InSequence | None) -> Array:
+    """Return which of the readable cells are transitions that fulfil a condition."""
+    fine = ring.is_transition(ring.places_of(cells))
+    if condition is not None:
+        fine &= condition.holds(ring, cells)
+    return fine
+
+
 def _all_cells(ring: Ring, condition: _InSequence | None) -> Array:
     """Return all readable cells of transitions that fulfil a condition."""
     cells = np.arange(ring.lo * ring.B, ring.hi * ring.B)
-    cells = cells[ring.is_transition(ring.places_of(cells))]
-    if condition is not None:
-        cells = cells[condition.holds(ring, cells)]
-    return cells
+    return cells[_fulfils(ring, cells, condition)]
 
 
 def _no_sequence(condition: _InSequence | None) -> NothingToSample:
@@ -627,9 +682,29 @@ def _no_sequence(condition: _InSequence | None) -> NothingToSample:
     )
 
 
-def _check_count(name: str, value: Any) -> None:
+def _check_count(call: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise BadOption(f"sample({name}={value!r}): expected a number of at least 1")
+        raise BadOption(f"{call}({name}={value!r}): expected a number of at least 1")
+
+
+def _numbers(index: Any, size: int) -> Array:
+    """Return the numbers, from 0 on, of what ``index`` means in a sequence of this size."""
+    if isinstance(index, slice):
+        return np.arange(*index.indices(size))
+    chosen = np.atleast_1d(_host(index))
+    if chosen.dtype == bool:
+        if len(chosen) != size:
+            raise IndexError(
+                f"a mask of {len(chosen)} entries, and ReplayMemory has {size} transitions"
+            )
+        return np.flatnonzero(chosen)
+    if not len(chosen):
+        return np.empty(0, np.int64)
+    if chosen.dtype.kind not in "iu":
+        raise IndexError(f"ReplayMemory[{index}]: expected integers, a slice or a mask")
+    if not (-size <= chosen.min() and chosen.max() < size):
+        raise IndexError(f"ReplayMemory has {size} transitions, and no number {index}")
+    return chosen.astype(np.int64) % size
 
 
 def _is_reward(key: Key) -> bool:

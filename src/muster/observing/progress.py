@@ -4,6 +4,7 @@ every few seconds.
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from muster.observing.stats import CollectorStats, WorkerStats
 
 LINE_EVERY_S = 5.0
+CELL_EVERY_S = 0.2
+CELL_WIDTH = 120
 MOST_LINES = 16  # of workers
 
 
@@ -83,7 +86,8 @@ def progress(
         yield lambda done, text, rate=None: None
         return
     stream = sys.stdout if stream is None else stream
-    if not (stream.isatty() or "ipykernel" in sys.modules):
+    notebook = in_notebook()
+    if not (stream.isatty() or notebook):
         yield _lines(name, total, every_s, stream)
         return
     from rich.console import Console
@@ -94,16 +98,61 @@ def progress(
     bar = Progress(TextColumn(name), BarColumn(bar_width=24), TaskProgressColumn(), *texts)
     task = bar.add_task(name, total=None if total < 0 else total, text="", eta="")
     began = time.monotonic()
+    cell = _Cell(below(bar, lines)) if notebook else None
 
     def show(done: int, text: str, rate: float | None = None) -> None:
         bar.update(
             task, completed=done, text=text, eta=_eta(done, total, rate, time.monotonic() - began)
         )
+        if cell is not None:
+            cell.refresh()
 
+    if cell is not None:
+        yield show
+        cell.draw()
+        return
     with Live(
         get_renderable=below(bar, lines), refresh_per_second=10, console=Console(file=stream)
     ):
         yield show
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None
+
+
+class _Cell:
+    """Draws below the cell of a notebook, always in the same place.
+
+    rich's own display needs ipywidgets there, and shows nothing without.
+    """
+
+    def __init__(self, render: Callable[[], Any]) -> None:
+        from IPython import display as shown
+
+        display: Any = shown.display
+        self._render = render
+        self._next = 0.0
+        self._place = display(self._text(), raw=True, display_id=True)
+
+    def refresh(self) -> None:
+        """Draw, unless that was just now."""
+        if time.monotonic() >= self._next:
+            self.draw()
+
+    def draw(self) -> None:
+        """Draw what is there now."""
+        self._next = time.monotonic() + CELL_EVERY_S
+        self._place.update(self._text(), raw=True)
+
+    def _text(self) -> dict[str, str]:
+        from rich.console import Console
+
+        page = io.StringIO()
+        Console(file=page, width=CELL_WIDTH, force_jupyter=False).print(self._render())
+        return {"text/plain": page.getvalue().rstrip()}
 
 
 def _lines(name: str, total: int, every_s: float, stream: TextIO) -> Show:

@@ -19,6 +19,7 @@ from muster.episodes.curve import EpisodeTotals
 from muster.errors import BadOption, MusterError, described
 from muster.observing.own_metrics import MetricMeans
 from muster.observing.page_server import PageAddress
+from muster.observing.progress import in_notebook
 from muster.observing.run_process import identity
 from muster.observing.snapshots import MOST_TEXT, SnapshotFile, snapshot
 from muster.observing.stats import CollectorStats, WorkerStats
@@ -141,7 +142,7 @@ class WatchedRun:
         An error that has ended the program is that of the collection.
         """
         error = getattr(sys, "last_value", None)
-        is_a_program = not (hasattr(sys, "ps1") or "ipykernel" in sys.modules)
+        is_a_program = not (hasattr(sys, "ps1") or in_notebook())
         self.close(described(error) if is_a_program and error is not None else "")
 
     def close(self, error: str = "") -> None:

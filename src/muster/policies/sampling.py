@@ -562,6 +562,56 @@ def gaussian_by_state(
     return emit
 
 
+def clipped(
+    rows: ActionRows,
+    emit: Emit,
+    low: Array,
+    high: Array,
+    *,
+    log_std: Array | None,
+    log_std_bounds: tuple[float, float],
+) -> Emit:
+    """Clip the actions of ``gaussian`` or ``gaussian_by_state`` to ``[low, high]``, ``[n]`` each.
+
+    The log-probability of a bound is that of all values beyond it. ``log_std`` is that of
+    ``gaussian``; None: the parameters have it.
+    """
+    n = len(low)
+    actions = rows.matrix
+    log_probs = rows.log_prob
+
+    def emit_clipped(t: int, params: Array) -> None:
+        emit(t, params)
+        action = actions[t]
+        below = action <= low
+        above = action >= high
+        outside = below | above
+        if not outside.any():
+            return
+        np.clip(action, low, high, out=action)
+        mean = params[:, :n].astype(np.float64)
+        of_rows = params[:, n:].clip(*log_std_bounds) if log_std is None else log_std
+        std = np.exp(np.broadcast_to(of_rows, mean.shape).astype(np.float64))
+        density = -0.5 * ((action - mean) / std) ** 2 - np.log(std) - 0.5 * math.log(2 * math.pi)
+        for b, i in np.argwhere(outside).tolist():
+            beyond = low[i] - mean[b, i] if below[b, i] else mean[b, i] - high[i]
+            density[b, i] = log_normal_cdf(beyond / std[b, i])
+        some = outside.any(1)
+        log_probs[t][some] = density[some].sum(1)
+
+    return emit_clipped
+
+
+def log_normal_cdf(x: float) -> float:
+    """Return the logarithm of the probability that a standard normal variable is at most ``x``."""
+    if x > -20:
+        return math.log(0.5 * math.erfc(-x / math.sqrt(2)))
+    # the asymptotic series, since ``erfc`` would soon be 0
+    squared = x * x
+    series = -1 / squared + 3 / squared**2 - 15 / squared**3
+    return -0.5 * squared - math.log(-x) - 0.5 * math.log(2 * math.pi) + math.log1p(series)
+
+
 def greedy(rows: ActionRows, *, low: Array) -> Emit:
     """Choose the action with the highest value; ``params``: values ``[B, n]``."""
     actions = rows.flat

@@ -233,8 +233,14 @@ class _OverNodes:
                 ``"worker_0/frames"``. "both": both.
             timeout: no effect: nodes send their numbers with their results.
         """
-        shared: dict[str, Any] = {"requested_frames_per_batch": self.requested_frames_per_batch}
         known = self.muster_stats()
+        shared: dict[str, Any] = {
+            "requested_frames_per_batch": self.requested_frames_per_batch,
+            "stepped_frames": known.executed,
+            "completed_frames": known.completed,
+            "pending_frames": known.in_flight,
+            "written_frames": known.written,
+        }
         if self.total_frames is not None and self.total_frames >= 0:
             shared["total_frames"] = self.total_frames
             shared["completed"] = known.frames >= self.total_frames
@@ -567,6 +573,8 @@ def _translated(
     shape: dict[str, Any] = {}
     if acting.get("trajs_per_batch") is not None:
         shape = _padded(acting)
+    elif acting.get("replay_write_mode") == "trajectory":
+        pass  # flat, as TorchRL's
     elif told.get("sync") and not acting.get("split_trajs") and acting.get("extend_buffer", True):
         shape = _joined(acting, nodes, joins=joins)
     told |= shape
