@@ -74,6 +74,7 @@ SHOWN_ORDER = (
     "record",
     "track_policy_version",
     "track_traj_ids",
+    "track_seeds",
     "weight_updater",
     "weight_sync_schemes",
     "weight_recv_schemes",

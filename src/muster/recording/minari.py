@@ -32,7 +32,14 @@ from muster.keys import (
 )
 from muster.memory.specs import Array
 from muster.recording.episodes import Episode, Piece, Recorded
-from muster.recording.export import CompleteEpisodes, Export, array_of, column_of, observation_keys
+from muster.recording.export import (
+    CompleteEpisodes,
+    Export,
+    array_of,
+    column_of,
+    observation_keys,
+    seed_of,
+)
 from muster.utils.attributes import optional
 from muster.utils.texts import counted
 
@@ -67,6 +74,7 @@ def write_minari(
     def buffer(data: TensorDict) -> Any:
         observations = {key: _with_last(data, key) for key in observed}
         return EpisodeBuffer(
+            seed=seed_of(data),
             observations=_as_space(observations, OBSERVATION),
             actions=actions_of(data),
             rewards=array_of(data, REWARD),

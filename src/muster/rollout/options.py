@@ -101,6 +101,9 @@ class RolloutOptions(Checked):
             start of an agent's episode. Modules and heads then get a dict of all observations.
         track_traj_ids: False: batches have no ``collector/traj_ids``. Episodes, their records and
             ``split_trajs`` are the same.
+        track_seeds: add ``collector/seed``, the seed with which the environment was reset at the
+            start of the row's episode; -1: without a seed. Exports of recordings have the seeds of
+            episodes then. Only for environments that Muster resets.
         episode_seeds: seeds chosen by hand, such as ``range(10)`` for scenarios 0 to 9: every
             episode is reset with a seed from this list. Episode k of environment i (both from 0)
             has entry ``i + k * (number of environments)``; the list starts over at its end. The
@@ -123,4 +126,5 @@ class RolloutOptions(Checked):
     traj_done_key: Annotated[str, _entry_of_info] | None = None
     prev_action_reward: bool = False
     track_traj_ids: bool = True
+    track_seeds: bool = False
     episode_seeds: Annotated[Sequence[int], list_of_seeds] | None = None
