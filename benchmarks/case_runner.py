@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 
 from benchmarks import report, runner, workers_targets
 from benchmarks.systems import SYSTEMS
-from benchmarks.workers_targets import Speed
+from benchmarks.workers_targets import Figure, Speed
 from benchmarks.workloads import Workload
 
 Case = TypeVar("Case", bound=Workload)  # with ``systems``, the names of those that are measured
+More = Callable[[runner.Homes, Sequence[str]], tuple[list[Figure], Mapping[str, Any]]]
 
 
 def run_cases(
@@ -31,6 +32,7 @@ def run_cases(
     *,
     seconds: float,
     clock: runner.Clock,
+    more: More | None = None,
 ) -> None:
     """``python -m benchmarks.NAME``: measure, print a table for each case and the targets, write
     the results.
@@ -42,7 +44,8 @@ def run_cases(
         targets: those of cases that are not measured are left out.
         bases: systems of a case to which all others are compared in its table.
         seconds: default length of a slice.
-        clock: default.
+        clock: default; a case with a ``clock`` of its own keeps to it.
+        more: called last, with the processes of systems; returns further figures and results.
     """
     options = _parse(name, description, cases, seconds, clock)
     signal.signal(
@@ -66,18 +69,23 @@ def run_cases(
                 seconds=options.seconds,
             )
             for one in measured.values():
-                one.clock = options.clock
+                one.clock = getattr(case, "clock", options.clock)
             results[case.name] = measured
             print(
                 f"\n{_table(measured, case, bases(case))}\n({time.perf_counter() - since:.0f} s)",
                 flush=True,
             )
-    figures = [target.figure(results) for target in targets if target.workload in results]
+        figures = [target.figure(results) for target in targets if target.workload in results]
+        found: Mapping[str, Any] = {}
+        if more is not None:
+            further, found = more(homes, [*results])
+            figures += further
     if figures:
         print("\n" + workers_targets.table(figures))
     extra = {
         "targets": [figure.summary() for figure in figures],
         "versions_by_interpreter": runner.peer_versions({*interpreters.values()}),
+        **found,
     }
     how = {key: getattr(options, key) for key in ("rounds", "seconds", "clock")} | {
         "cases": [*results]

@@ -58,7 +58,7 @@ class Curve:
     )
 
 
-_MUJOCO = "--env-id HalfCheetah-v5 --learning-starts 1024 --batch-size 256"
+_MUJOCO = "--env-id HalfCheetah-v5 --batch-size 256"
 CURVES = {
     "ppo_cartpole": Curve(
         "PPO, CartPole-v1",
@@ -81,20 +81,20 @@ CURVES = {
     "self_play": Curve("PPO against itself, tic-tac-toe (PettingZoo)", 160_000, options=""),
     "sac": Curve(
         "SAC, HalfCheetah-v5 (MuJoCo)",
-        20_480,
+        102_400,
         "gym",
         "sac_continuous_action.py",
-        _MUJOCO + " --policy-frequency 1",
+        _MUJOCO + " --learning-starts 5000 --policy-frequency 2",
         "--eval-episodes 1 --env HalfCheetah-v5",
         window=4,
         gymnasium=True,
     ),
     "td3": Curve(
         "TD3, HalfCheetah-v5 (MuJoCo)",
-        20_480,
+        102_400,
         "gym",
         "td3_continuous_action.py",
-        _MUJOCO + " --learning-rate 1e-3",
+        _MUJOCO + " --learning-starts 25000 --learning-rate 3e-4",
         "--eval-episodes 1 --env HalfCheetah-v5",
         window=4,
         gymnasium=True,

@@ -40,8 +40,8 @@ class Greedy(nn.Module):
 class Ring:
     """A replay buffer as people write it in NumPy; rows are time steps of all environments."""
 
-    def __init__(self, case: Workload, obs: Any) -> None:
-        rows = BUFFER_SIZE // case.B
+    def __init__(self, case: Workload, obs: Any, capacity: int = BUFFER_SIZE) -> None:
+        rows = capacity // case.B
         self.rows, self.at = rows, 0
         self.obs, self.next_obs = (np.zeros((rows, *obs.shape), obs.dtype) for _ in range(2))
         self.action, self.reward = (
@@ -164,7 +164,7 @@ class Muster:
 class SB3:
     """DQN's ``collect_rollouts``, which fills its own replay buffer."""
 
-    def __init__(self, case: Workload) -> None:
+    def __init__(self, case: Workload, capacity: int = BUFFER_SIZE) -> None:
         from stable_baselines3 import DQN
         from stable_baselines3.common.vec_env import DummyVecEnv
 
@@ -175,7 +175,7 @@ class SB3:
             "MlpPolicy",
             DummyVecEnv(case.factories()),
             policy_kwargs={"net_arch": [64, 64], "activation_fn": nn.Tanh},
-            buffer_size=BUFFER_SIZE,
+            buffer_size=capacity,
             train_freq=(case.T, "step"),
             exploration_initial_eps=0.0,
             exploration_final_eps=0.0,

@@ -1,4 +1,5 @@
-"""An environment that waits, known to Gymnasium as ``SLEEP``, and one that does nothing.
+"""An environment that waits, known to Gymnasium as ``SLEEP``, and one that does nothing, known with
+17 floats as ``SEVENTEEN`` and with a step that waits as ``WAIT``.
 
 Workers import this module, so it imports nothing large: that would be counted as the workers' cost.
 """
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 
 FLOATS = 4  # in an observation
 SLEEP = f"{__name__}:MusterBench/Sleep-v0"
+SEVENTEEN = f"{__name__}:MusterBench/Seventeen-v0"
+WAIT = f"{__name__}:MusterBench/Wait-v0"
 
 
 class SleepEnv(gymnasium.Env[NDArray[np.float32], Any]):
@@ -72,4 +75,16 @@ class PlainEnv(gymnasium.Env[Any, Any]):
 
 gymnasium.register(
     SLEEP.partition(":")[2], entry_point=f"{__name__}:SleepEnv", max_episode_steps=200
+)
+gymnasium.register(
+    SEVENTEEN.partition(":")[2],
+    entry_point=f"{__name__}:PlainEnv",
+    max_episode_steps=1000,
+    kwargs={"floats": 17},
+)
+gymnasium.register(
+    WAIT.partition(":")[2],
+    entry_point=f"{__name__}:PlainEnv",
+    max_episode_steps=1000,
+    kwargs={"sleep_s": 0.5e-3},
 )

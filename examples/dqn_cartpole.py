@@ -1,6 +1,7 @@
-"""DQN on CartPole-v1 in one file; Muster collects into TorchRL's replay buffer. ``python examples/dqn_cartpole.py``.
+"""DQN on CartPole-v1 in one file; Muster collects into a ``ReplayMemory``. ``python examples/dqn_cartpole.py``.
 
-Mnih et al., "Human-level control through deep reinforcement learning" (2015), algorithm 1. Epsilon is a buffer of the
+Mnih et al., "Human-level control through deep reinforcement learning" (2015), algorithm 1. The schedule is that of
+CleanRL's ``dqn.py``: one environment, and one gradient step for every second step of it. Epsilon is a buffer of the
 policy, so it is published with the weights. A time limit is not an end: ``terminated`` alone stops the bootstrap.
 """
 
@@ -14,12 +15,11 @@ from statistics import fmean
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torchrl.data import LazyTensorStorage, ReplayBuffer
 
-from muster import Collector, Evaluator, policies
+from muster import Collector, Evaluator, ReplayMemory, policies
 
-NUM_ENVS, T = 8, 32  # after each batch of 256 frames the target network is replaced
 FRAMES_PER_UPDATE = 2
+TARGET_EVERY = 256  # frames, after which the target network is replaced
 LEARNING_RATE, BATCH_SIZE, BUFFER_SIZE, GAMMA = 2.3e-3, 64, 100_000, 0.99
 LEARNING_STARTS, EPSILON_END, EXPLORATION = 1000, 0.04, 0.16  # epsilon falls during this part of the run
 
@@ -57,26 +57,19 @@ def train(seed: int, total_frames: int, *, log_every: int = 2048) -> nn.Module:
     q = nn.Sequential(nn.Linear(4, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 2))
     target, policy = copy.deepcopy(q), EpsilonGreedy(q)
     optimizer = torch.optim.Adam(q.parameters(), lr=LEARNING_RATE, fused=True)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(BUFFER_SIZE), batch_size=BATCH_SIZE)
+    memory = ReplayMemory(BUFFER_SIZE, seed=seed)
     returns: list[float] = []
     started = time.perf_counter()
     with Collector(
-        "CartPole-v1",
-        policy,
-        num_envs=NUM_ENVS,
-        frames_per_batch=NUM_ENVS * T,
-        total_frames=total_frames // (NUM_ENVS * T) * NUM_ENVS * T,
-        replay_buffer=buffer,
-        seed=seed,
+        "CartPole-v1", policy, frames_per_batch=1, total_frames=total_frames, replay_buffer=memory, seed=seed
     ) as collector:
-        for number, _ in enumerate(collector, 1):  # batches go into the buffer
-            frames = number * NUM_ENVS * T
-            if frames >= LEARNING_STARTS:
-                for _ in range(NUM_ENVS * T // FRAMES_PER_UPDATE):
-                    update(q, target, optimizer, buffer.sample())
-            target.load_state_dict(q.state_dict())
+        for frames, _ in enumerate(collector, 1):  # each step goes into the memory
+            if frames > LEARNING_STARTS and frames % FRAMES_PER_UPDATE == 0:
+                update(q, target, optimizer, memory.sample(BATCH_SIZE))
+                collector.update_policy_weights_()
+            if frames % TARGET_EVERY == 0:
+                target.load_state_dict(q.state_dict())
             policy.epsilon.fill_(max(EPSILON_END, 1 - (1 - EPSILON_END) * frames / (EXPLORATION * total_frames)))
-            collector.update_policy_weights_()
             returns += [episode.episode_return for episode in collector.episodes]
             if frames % log_every == 0 and returns:
                 print(

@@ -1,7 +1,8 @@
-"""SAC in one file; Muster collects into TorchRL's replay buffer. ``python examples/sac.py``.
+"""SAC in one file; Muster collects into a ``ReplayMemory``. ``python examples/sac.py``.
 
 Haarnoja et al., "Soft Actor-Critic Algorithms and Applications" (2018): targets of eq. 3 with two critics, the policy's
-objective of eq. 9, the temperature's of eq. 18. A time limit is not an end: ``terminated`` alone stops the bootstrap.
+objective of eq. 9, the temperature's of eq. 18. Networks, hyperparameters and schedule are those of CleanRL: one
+environment, a gradient step for each step of it. A time limit is not an end: ``terminated`` alone stops the bootstrap.
 MuJoCo: ``--env HalfCheetah-v5 --total-frames 1000000``.
 """
 
@@ -16,17 +17,25 @@ import gymnasium
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torchrl.data import LazyTensorStorage, ReplayBuffer
 
-from muster import Collector, Evaluator, policies
+from muster import Collector, Evaluator, ReplayMemory, policies
 
-NUM_ENVS, T = 4, 8  # frames per batch; as many gradient steps
-LEARNING_STARTS, BUFFER_SIZE, BATCH_SIZE = 1024, 1_000_000, 256
-ACTOR_RATE, CRITIC_RATE, GAMMA, TAU = 3e-4, 1e-3, 0.99, 0.005
+LEARNING_STARTS, BUFFER_SIZE, BATCH_SIZE = 5_000, 1_000_000, 256
+ACTOR_RATE, CRITIC_RATE, GAMMA, TAU, POLICY_EVERY = 3e-4, 1e-3, 0.99, 0.005, 2
+LOG_STD_BOUNDS = -5.0, 2.0
 
 
 def mlp(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, outputs))
+
+
+class MeanAndLogStd(nn.Sequential):
+    """Parameters of the policy's distribution; the standard deviation is 0.22 at first."""
+
+    def forward(self, obs: Tensor) -> Tensor:
+        mean, raw = super().forward(obs).chunk(2, -1)
+        low, high = LOG_STD_BOUNDS
+        return torch.cat([mean, low + 0.5 * (high - low) * (torch.tanh(raw) + 1)], -1)
 
 
 class Critics(nn.Module):
@@ -46,7 +55,8 @@ class Learner:
     """The networks, and a gradient step."""
 
     def __init__(self, obs_size: int, action_size: int) -> None:
-        self.actor = policies.tanh_gaussian(mlp(obs_size, 2 * action_size), log_std_bounds=(-5.0, 2.0))
+        net = MeanAndLogStd(*mlp(obs_size, 2 * action_size))
+        self.actor = policies.tanh_gaussian(net, log_std_bounds=LOG_STD_BOUNDS)
         self.critics = Critics(obs_size + action_size)
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_alpha = torch.zeros((), requires_grad=True)
@@ -54,6 +64,7 @@ class Learner:
         self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=ACTOR_RATE, fused=True)
         self.critic_optimizer = torch.optim.Adam(self.critics.parameters(), lr=CRITIC_RATE, fused=True)
         self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=CRITIC_RATE)
+        self.updates = 0
 
     def sample(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Return actions with gradients, ``[B, n]``, and their log-probabilities, ``[B]``."""
@@ -72,22 +83,29 @@ class Learner:
         self.critic_optimizer.zero_grad()
         loss.backward()
         self.critic_optimizer.step()
+        self.updates += 1
+        if self.updates % POLICY_EVERY == 0:
+            for _ in range(POLICY_EVERY):  # makes up for the delay
+                self.update_policy(obs)
+        with torch.no_grad():
+            for target, source in zip(self.targets.parameters(), self.critics.parameters(), strict=True):
+                target.lerp_(source, TAU)
 
+    def update_policy(self, obs: Tensor) -> None:
+        """Make a gradient step of the policy, and one of the temperature."""
         self.critics.requires_grad_(False)
         action, log_prob = self.sample(obs)
-        actor_loss = (alpha * log_prob - self.critics(obs, action).amin(0)).mean()
+        actor_loss = (self.log_alpha.detach().exp() * log_prob - self.critics(obs, action).amin(0)).mean()
         self.actor_optimizer.zero_grad()
         actor_loss.backward()
         self.actor_optimizer.step()
         self.critics.requires_grad_(True)
-
-        alpha_loss = -self.log_alpha.exp() * (log_prob.detach().mean() + self.entropy)
+        with torch.no_grad():
+            entropy = -self.sample(obs)[1].mean()
+        alpha_loss = self.log_alpha.exp() * (entropy - self.entropy)
         self.alpha_optimizer.zero_grad()
         alpha_loss.backward()
         self.alpha_optimizer.step()
-        with torch.no_grad():
-            for target, source in zip(self.targets.parameters(), self.critics.parameters(), strict=True):
-                target.lerp_(source, TAU)
 
 
 def main(argv: list[str] | None = None) -> float:
@@ -96,37 +114,32 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--env", default="Pendulum-v1")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--total-frames", type=int, default=10_240)
+    parser.add_argument("--learning-starts", type=int, default=LEARNING_STARTS, help="frames with random actions")
     parser.add_argument("--eval-episodes", type=int, default=10)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(args.seed)
     with gymnasium.make(args.env) as env:
         learner = Learner(env.observation_space.shape[0], env.action_space.shape[0])
-    buffer = ReplayBuffer(storage=LazyTensorStorage(min(BUFFER_SIZE, args.total_frames)), batch_size=BATCH_SIZE)
-    frames, returns, started = 0, list[float](), time.perf_counter()
+    memory = ReplayMemory(BUFFER_SIZE, seed=args.seed)
+    returns, started = list[float](), time.perf_counter()
     with Collector(
         args.env,
         learner.actor,
-        num_envs=NUM_ENVS,
-        frames_per_batch=NUM_ENVS * T,
-        total_frames=args.total_frames // (NUM_ENVS * T) * NUM_ENVS * T,
-        init_random_frames=LEARNING_STARTS,
-        replay_buffer=buffer,
+        frames_per_batch=1,
+        total_frames=args.total_frames,
+        init_random_frames=args.learning_starts,
+        replay_buffer=memory,
         seed=args.seed,
     ) as collector:
-        for _ in collector:  # batches go into the buffer
-            frames += NUM_ENVS * T
-            if frames > LEARNING_STARTS:
-                for _ in range(NUM_ENVS * T):
-                    learner.update(buffer.sample())
+        for frames, _ in enumerate(collector, 1):  # each step goes into the memory
+            if frames > args.learning_starts:
+                learner.update(memory.sample(BATCH_SIZE))
                 collector.update_policy_weights_()
             returns += [episode.episode_return for episode in collector.episodes]
             if frames % 1024 == 0 and returns:
-                print(
-                    f"{frames:8,} frames  {len(returns):5} episodes  mean return {fmean(returns[-NUM_ENVS:]):8.1f}  "
-                    f"{time.perf_counter() - started:6.1f} s",
-                    flush=True,
-                )
+                row = f"{frames:8,} frames  {len(returns):5} episodes  mean return {fmean(returns[-4:]):8.1f}"
+                print(f"{row}  {time.perf_counter() - started:6.1f} s", flush=True)
     with Evaluator(args.env, learner.actor, episodes=args.eval_episodes, num_envs=5) as evaluator:
         score = evaluator.evaluate().mean
     print(f"evaluation: mean return {score:.1f} over {args.eval_episodes} episodes")

@@ -1,8 +1,9 @@
-"""TD3 in one file; Muster collects into TorchRL's replay buffer. ``python examples/td3.py``.
+"""TD3 in one file; Muster collects into a ``ReplayMemory``. ``python examples/td3.py``.
 
 Fujimoto et al., "Addressing Function Approximation Error in Actor-Critic Methods" (2018), algorithm 1: the smaller of
 two critics, noise on the target's actions, and a policy that is trained half as often. ``Explorer`` adds the noise of
-exploration where actions are collected. A time limit is not an end: ``terminated`` alone stops the bootstrap.
+exploration where actions are collected. Networks, hyperparameters and schedule are those of CleanRL: one environment,
+a gradient step for each step of it. A time limit is not an end: ``terminated`` alone stops the bootstrap.
 MuJoCo: ``--env HalfCheetah-v5 --total-frames 1000000``.
 """
 
@@ -17,13 +18,11 @@ import gymnasium
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torchrl.data import LazyTensorStorage, ReplayBuffer
 
-from muster import Collector, Evaluator
+from muster import Collector, Evaluator, ReplayMemory
 
-NUM_ENVS, T = 4, 8  # frames per batch; as many gradient steps
-LEARNING_STARTS, BUFFER_SIZE, BATCH_SIZE = 1024, 1_000_000, 256
-LEARNING_RATE, GAMMA, TAU, POLICY_EVERY = 1e-3, 0.99, 0.005, 2
+LEARNING_STARTS, BUFFER_SIZE, BATCH_SIZE = 25_000, 1_000_000, 256
+LEARNING_RATE, GAMMA, TAU, POLICY_EVERY = 3e-4, 0.99, 0.005, 2
 EXPLORATION, SMOOTHING, SMOOTHING_CLIP = 0.1, 0.2, 0.5  # standard deviations, in units of the largest action
 
 
@@ -93,7 +92,7 @@ class Learner:
         self.updates += 1
         if self.updates % POLICY_EVERY:
             return
-        actor_loss = -self.critics(obs, self.actor(obs))[0].mean()
+        actor_loss = -self.critics.nets[0](torch.cat([obs, self.actor(obs)], -1)).mean()
         self.actor_optimizer.zero_grad()
         actor_loss.backward()
         self.actor_optimizer.step()
@@ -107,38 +106,33 @@ def main(argv: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env", default="Pendulum-v1")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--total-frames", type=int, default=10_240)
+    parser.add_argument("--total-frames", type=int, default=32_768)
+    parser.add_argument("--learning-starts", type=int, default=LEARNING_STARTS, help="frames with random actions")
     parser.add_argument("--eval-episodes", type=int, default=10)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(args.seed)
     with gymnasium.make(args.env) as env:
         learner = Learner(env.observation_space.shape[0], torch.as_tensor(env.action_space.high))
-    buffer = ReplayBuffer(storage=LazyTensorStorage(min(BUFFER_SIZE, args.total_frames)), batch_size=BATCH_SIZE)
-    frames, returns, started = 0, list[float](), time.perf_counter()
+    memory = ReplayMemory(BUFFER_SIZE, seed=args.seed)
+    returns, started = list[float](), time.perf_counter()
     with Collector(
         args.env,
         Explorer(learner.actor),
-        num_envs=NUM_ENVS,
-        frames_per_batch=NUM_ENVS * T,
-        total_frames=args.total_frames // (NUM_ENVS * T) * NUM_ENVS * T,
-        init_random_frames=LEARNING_STARTS,
-        replay_buffer=buffer,
+        frames_per_batch=1,
+        total_frames=args.total_frames,
+        init_random_frames=args.learning_starts,
+        replay_buffer=memory,
         seed=args.seed,
     ) as collector:
-        for _ in collector:  # batches go into the buffer
-            frames += NUM_ENVS * T
-            if frames > LEARNING_STARTS:
-                for _ in range(NUM_ENVS * T):
-                    learner.update(buffer.sample())
+        for frames, _ in enumerate(collector, 1):  # each step goes into the memory
+            if frames > args.learning_starts:
+                learner.update(memory.sample(BATCH_SIZE))
                 collector.update_policy_weights_()
             returns += [episode.episode_return for episode in collector.episodes]
             if frames % 1024 == 0 and returns:
-                print(
-                    f"{frames:8,} frames  {len(returns):5} episodes  mean return {fmean(returns[-NUM_ENVS:]):8.1f}  "
-                    f"{time.perf_counter() - started:6.1f} s",
-                    flush=True,
-                )
+                row = f"{frames:8,} frames  {len(returns):5} episodes  mean return {fmean(returns[-4:]):8.1f}"
+                print(f"{row}  {time.perf_counter() - started:6.1f} s", flush=True)
     with Evaluator(args.env, learner.actor, episodes=args.eval_episodes, num_envs=5) as evaluator:
         score = evaluator.evaluate().mean
     print(f"evaluation: mean return {score:.1f} over {args.eval_episodes} episodes")

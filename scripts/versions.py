@@ -50,7 +50,7 @@ CORE = (
         "tests/unit/test_processes.py",
     ),
     *(
-        "tests/unit/test_public_ways.py",
+        "tests/unit/test_without_private_names.py",
         "tests/unit/test_recording.py",
         "tests/unit/test_resume.py",
     ),

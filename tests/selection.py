@@ -28,8 +28,8 @@ OF_NODES = re.compile(
 
 SUITES = re.compile(
     r"tests/(contract|docs|faults|parity)/"
-    r"|/test_(crash_report|cli_\w+|device_lanes|elastic|evaluator|inference_server|joining|multi_collectors|resume|rollout"
-    r"|sync_schemes|submitit|seed_\w+|torchrl_\w+|whole_episodes)\.py"
+    r"|/test_(crash_report|cli_\w+|device_lanes|elastic|evaluator|inference_server|joined_batches"
+    r"|multi_collectors|resume|rollout|sync_schemes|submitit|torchrl_\w+|whole_episodes)\.py"
 )
 SHARE = (
     2  # variants of a test in `make test`; of one that only nodes run, or that starts a program: 1

@@ -47,6 +47,7 @@ _NAMES = {  # by module
     "muster.episodes.segment": ("split_trajectories",),
     "muster.episodes.summary": ("CollectStats",),
     "muster.evaluation": ("Evaluation", "Evaluator", "EvaluatorStats"),
+    "muster.memory.replay": ("ReplayMemory",),
     "muster.observing.loggers": ("JsonlLogger", "TensorBoardLogger"),
     "muster.observing.stats": ("CollectorStats",),
     "muster.observing.timeline": ("Timeline",),
@@ -107,6 +108,7 @@ if TYPE_CHECKING:
     from muster.evaluation import Evaluation as Evaluation
     from muster.evaluation import Evaluator as Evaluator
     from muster.evaluation import EvaluatorStats as EvaluatorStats
+    from muster.memory.replay import ReplayMemory as ReplayMemory
     from muster.observing.loggers import JsonlLogger as JsonlLogger
     from muster.observing.loggers import TensorBoardLogger as TensorBoardLogger
     from muster.observing.stats import CollectorStats as CollectorStats

@@ -50,6 +50,8 @@ class EnvSpec:
         reward_key: column of the reward that episode records sum up, ``[B]``. ``TEAM_REWARD`` is
             hidden from the user, for environments whose own rewards are ``step_specs``.
         reward_dtype: dtype of that column.
+        agent_rewards: names of the agents by the column of their rewards, ``[agents, 1]``, below
+            ``next``, for the returns of agents in episode records.
         final_obs_certain: False: next/observation may be unknown at the end of an episode.
         device: device of the rows; None is the host. On a device ``reset`` and ``step`` get and
             write tensors (``lane.data``), and ``step`` must not synchronize: see ``WritesNext``.
@@ -60,6 +62,7 @@ class EnvSpec:
         single: made of single environments: one of them, requested without ``num_envs``, gets the
             ``batch_shape`` ``()``.
         replays_alone: each environment can be replayed without the others.
+        seeds_episodes: a reset of a single environment can have a seed.
     """
 
     name: str
@@ -77,12 +80,14 @@ class EnvSpec:
     flags: tuple[Key, ...] = FLAGS
     reward_key: Key = REWARD
     reward_dtype: np.dtype[Any] = FLOAT
+    agent_rewards: Mapping[Key, tuple[str, ...]] = field(default_factory=dict)
     final_obs_certain: bool = True
     device: torch.device | None = None
     agents: tuple[str, ...] = ()
     ready: int | None = None
     single: bool = False
     replays_alone: bool = False
+    seeds_episodes: bool = False
 
     @property
     def carried_specs(self) -> Specs:

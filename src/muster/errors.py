@@ -149,6 +149,10 @@ class SlotsExhausted(MusterError, MemoryError):
     """Too many batches are still referenced for another one to fit in the memory limit."""
 
 
+class NothingToSample(MusterError, RuntimeError):
+    """A ``ReplayMemory`` has no transition, or no sequence, that could be drawn."""
+
+
 class BadRecording(MusterError, ValueError):
     """A recording directory is missing, damaged, or of another format."""
 

@@ -59,7 +59,7 @@ class GroupRng:
 
     def __init__(
         self,
-        seed: int | None,
+        seed: int | Sequence[int] | None,
         group: int = 0,
         device: torch.device | None = None,
         generation: int = 0,
@@ -361,12 +361,23 @@ def _word(sequence: np.random.SeedSequence) -> int:
 # --- seeds of environments ----------------------------------------------------------------------
 
 
-def seeds_of(seed: int, env_ids: Sequence[int], generation: int) -> list[int]:
-    """Return seeds for environments.
+def entries(seeds: Sequence[int], places: Sequence[int]) -> list[int]:
+    """Return the entries at these places of a list that starts over at its end."""
+    return [seeds[place % len(seeds)] for place in places]
+
+
+def seeds_of(seed: int | Sequence[int], env_ids: Sequence[int], generation: int) -> list[int]:
+    """Return seeds for environments: ``seed + env_id``, or its entry of a list.
 
     Those of a restarted worker get others, so that episodes are not repeated.
     """
+    if isinstance(seed, int):
+        own = [seed + i for i in env_ids]
+        parts = [[seed, i, generation] for i in env_ids]
+    else:
+        own = [seed[i] for i in env_ids]
+        parts = [[seed[i], i, generation] for i in env_ids]
     if not generation:
-        return [seed + i for i in env_ids]
-    roots = (np.random.SeedSequence([seed, i, generation]) for i in env_ids)
+        return own
+    roots = map(np.random.SeedSequence, parts)
     return [int(root.generate_state(1)[0] >> 1) for root in roots]

@@ -47,6 +47,8 @@ from muster.weights import NoSync, SharedMemory, VanillaWeightUpdater, WeightUpd
 from tests.fakes import on_nodes
 from tests.fakes.actors import Actor, Moody, Two
 from tests.fakes.buffers import Extends
+from tests.fakes.seeded import SeededEnv
+from tests.fakes.telling import telling
 from tests.tools import assert_accounted, assert_chain, assert_same, column, counting
 
 B, T = 2, 4
@@ -409,6 +411,22 @@ def test_whole_episodes(kind):
             assert_accounted(c)
 
 
+def test_complete_episodes_are_written_into_a_replay_buffer(kind):
+    buffer = Extends()
+    told = {"replay_buffer": buffer, "replay_write_mode": "trajectory"}
+    with make(kind, counting(3), batches=3, **told) as c:
+        assert list(c) == [None] * 3
+        stats = c.stats()
+        assert stats.executed == 3 * kind.frames
+        assert stats.written == stats.frames == sum(len(batch) for batch in buffer.batches)
+        assert stats.written + stats.in_flight == stats.executed
+        assert stats.written == 3 * stats.episodes == stats.completed
+        assert_accounted(c)
+    for batch in buffer.batches:
+        assert column(batch, "next", "reward") == [1, 2, 3] * (len(batch) // 3)
+        assert (batch[IDS].reshape(-1, 3) == batch[IDS][::3, None]).all(), "none is in two pieces"
+
+
 # --- how many -------------------------------------------------------------------------------------
 
 
@@ -510,6 +528,80 @@ def test_set_seed_repeats_the_data_and_returns_the_last_seed(kind, shared, stati
 
 
 # --- hooks, buffers, background -------------------------------------------------------------------
+
+
+def test_a_function_is_called_for_every_environment(kind):
+    total = kind.groups * B
+    with serial(kind, SeededEnv, seed=5) as c:
+        numbers = c.map_envs(lambda env, by, *, factor: factor * env.seeds[0] + by, 1, factor=10)
+        assert numbers == [10 * (5 + i) + 1 for i in range(total)]
+        c.map_envs(setattr, "t", -5)
+        assert c.map_envs(getattr, "t") == [-5] * total
+        with pytest.raises(BadOption, match="expected a function of an environment"):
+            c.map_envs("reset")
+        with pytest.raises(Exception, match="has no attribute 'nothing'"):
+            c.map_envs(getattr, "nothing")
+        c.reset()
+        assert whole(kind, c)["observation"][..., 0, 1].unique().tolist() == [0]
+
+
+def test_the_hook_after_each_batch_can_be_replaced(kind):
+    first: list[Any] = []
+    second: list[Any] = []
+    with make(kind, batches=4, post_collect_hook=first.append) as c:
+        batches = iter(c)
+        next(batches)
+        c.set_post_collect_hook(second.append)
+        assert c.options.post_collect_hook == second.append
+        next(batches)
+        with pytest.raises(BadOption, match="post_collect_hook='print': expected a function"):
+            c.set_post_collect_hook("print")
+        c.set_post_collect_hook(None)
+        next(batches)
+        c.set_post_collect_hook(first.append)
+        last = next(batches)
+    assert (len(first), len(second)) == (2, 1)
+    assert_same(first[1], last)
+
+
+def test_trajectory_ids_can_be_left_out(kind):
+    with make(kind, track_traj_ids=False) as c, make(kind) as plain:
+        batch = c.next()
+        assert set(plain.next().keys(True, True)) - set(batch.keys(True, True)) == {IDS}
+        assert batch.shape == kind.shape
+        assert {record.traj_id for record in c.episodes} <= set(range(4 * kind.groups * B))
+        assert len(c.episodes)
+
+
+def test_every_environment_can_have_a_seed_of_its_own(kind):
+    seeds = [17, 4, 23, 8, 15, 42][: kind.groups * B]
+    with serial(kind, SeededEnv, seed=seeds) as c:
+        with pytest.raises(BadOption, match=f"set_seed has 7 seeds for {len(seeds)} environments"):
+            c.set_seed(range(7))
+        with pytest.raises(BadOption, match="static_seed gives all environments one seed"):
+            c.set_seed(seeds, static_seed=True)
+        assert c.set_seed(seeds) == seeds[-1]
+        first = whole(kind, c)
+        assert first["observation"][..., 0, 0].flatten().tolist() == seeds
+        assert c.set_seed(seeds[::-1]) == seeds[0]
+        assert whole(kind, c)["observation"][..., 0, 0].flatten().tolist() == seeds[::-1]
+        c.set_seed(seeds)
+        assert_same(whole(kind, c), first, ignore=(IDS,))
+
+
+def test_every_episode_can_have_a_seed_of_a_list(kind):
+    """Episode k of environment i has entry ``i + k * environments``."""
+    seeds = [5, 3, 11, 7, 2]
+    total = kind.groups * B
+    with make(kind, SeededEnv, episode_seeds=seeds) as c:
+        for part in (part for parts in streams(kind, c, 3) for part in parts):
+            expected = torch.tensor(seeds)[part[IDS] % len(seeds)]
+            assert torch.equal(part["observation"][..., 0].long(), expected)
+            assert part[IDS].max() < 3 * T * total
+    with serial(kind, SeededEnv, episode_seeds=seeds) as c:
+        c.set_seed(1)
+        again = whole(kind, c)["observation"][..., 0]
+        assert again[..., 0].flatten().long().tolist() == [seeds[i % 5] for i in range(total)]
 
 
 def test_hooks_are_called_around_every_batch(kind):
@@ -795,6 +887,22 @@ def test_weight_sync_schemes(kind, scheme):
         c.update_policy_weights_(Actor(3.0))
         weights = c.rollout()["weight"].unique().tolist()
         assert weights == [1.0 if scheme == "none" or isinstance(scheme, NoSync) else 3.0]
+
+
+def test_each_worker_can_make_its_own_policy(kind):
+    if kind.cls is Collector or "inference" in kind.options:
+        pytest.skip("there is one policy")
+    workers = kind.options.get("num_workers", kind.groups)
+    factories = [telling(10 + worker) for worker in range(workers)]
+    with make(kind, policy_factory=factories, policy_device=["cpu"] * workers) as c:
+        assert c.policy.number == 10
+        with torch.no_grad():
+            c.policy.weight.fill_(2.0)
+        c.update_policy_weights_(worker_ids=[torch.device("cpu")])
+        for group, (part,) in enumerate(streams(kind, c, 1)):
+            assert part["number"].unique().tolist() == [10 + group * workers // kind.groups]
+    with pytest.raises(BadOption, match=f"policy_factory has {workers + 1} entries"):
+        make(kind, policy_factory=[*factories, telling(1)])
 
 
 def test_only_collectors_with_workers_send_weights(kind):

@@ -27,6 +27,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+REPOSITORY = "https://github.com/muster-rl/muster/"
+RAW = "https://raw.githubusercontent.com/muster-rl/muster/main/"
+SITE = "https://muster-rl.github.io/muster/"  # also in pyproject.toml
 SHELL = {"sh", "bash", "shell", "console"}
 
 # A fenced block, a table, or one of the two other comments. Fences may be indented (lists).
@@ -142,6 +145,46 @@ def test_shell_commands_are_run_by_ci(block: Block, words: list[str], tmp_path: 
             pytest.fail(
                 f"{block}: nothing runs `{shlex.join(words)}`; mark the block with <!-- not-run: reason -->"
             )
+
+
+def test_the_readmes_addresses_are_absolute_and_lead_to_files_of_the_repository() -> None:
+    """PyPI shows the same page, where an address without a host leads nowhere."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / "README.md").read_text("utf-8"), flags=re.S | re.M)
+    targets = re.findall(r"\]\(([^)]+)|(?:src|srcset)=\"([^\"]+)", text)
+    addresses = [link or source for link, source in targets]
+    assert len(addresses) > 20
+    lost = []
+    for address in addresses:
+        path, _, anchor = address.partition("#")
+        if not path:
+            continue
+        file = _file_behind(path)
+        if file is None or not file.is_file():
+            lost.append(address)
+        elif anchor and file.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", file.read_text("utf-8"), re.M)
+            if anchor not in {re.sub(r"[^\w-]", "", h.lower().replace(" ", "-")) for h in headings}:
+                lost.append(address)
+    assert lost == []
+
+
+def _file_behind(address: str) -> Path | None:
+    for start in (REPOSITORY + "blob/main/", RAW):
+        if address.startswith(start):
+            return ROOT / address.removeprefix(start)
+    if address.startswith(SITE):
+        page = address.removeprefix(SITE).removesuffix(".html") or "index"
+        return ROOT / "docs" / f"{page}.md"
+    return None
+
+
+def test_the_home_page_shows_the_readmes_program() -> None:
+    def first_program(page: Path) -> str:
+        found = re.search(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.S | re.M)
+        assert found is not None
+        return found[1]
+
+    assert first_program(ROOT / "docs" / "index.md") == first_program(ROOT / "README.md")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -38,10 +38,10 @@ from muster.cli.request import prepared
 from muster.episodes.curve import EpisodeTotals
 from muster.episodes.record import Episodes
 from muster.errors import EnvError
-from muster.observing.progress import below, clock, in_one_line, progress, short, worker_lines
+from muster.observing.progress import below, in_one_line, progress, worker_lines
 from muster.recording import Recorder, load
 from muster.recording.export import Export
-from muster.utils.texts import counted
+from muster.utils.texts import clock, counted, short
 from tests.command_line import refused, run
 from tests.fakes.stats import stats, worker
 from tests.tools import files_limited_to
@@ -87,7 +87,7 @@ def test_a_full_disk_ends_the_recording_and_says_so(tmp_path, capsys):
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1", "MountainCarContinuous-v0"])
 def test_mlp_fits_discrete_and_continuous_actions(env, tmp_path, capsys):
     _, recording = recorded(
-        capsys, tmp_path / "a", env, "--frames", "160", "--envs", "4", "--policy", "mlp"
+        capsys, tmp_path / "a", env, "--frames", "160", "--num-envs", "4", "--policy", "mlp"
     )
     batch = recording.batch(0)
     assert batch["action_log_prob"].isfinite().all()
@@ -106,7 +106,7 @@ def test_mlp_fits_discrete_and_continuous_actions(env, tmp_path, capsys):
 def test_mujoco_is_recorded_in_the_dtype_of_the_network(
     policy, obs_dtype, stored, tmp_path, capsys
 ):
-    argv = ["HalfCheetah-v5", "--frames", "40", "--envs", "2", "--policy", policy]
+    argv = ["HalfCheetah-v5", "--frames", "40", "--num-envs", "2", "--policy", policy]
     _, recording = recorded(
         capsys, tmp_path / "a", *argv, *([] if obs_dtype is None else ["--obs-dtype", obs_dtype])
     )
@@ -145,7 +145,7 @@ def test_workers_record_the_data_of_as_many_groups(tmp_path, capsys):
         5,
         "--workers",
         2,
-        "--envs",
+        "--num-envs",
         4,
     ]
     out, recording = recorded(capsys, tmp_path / "a", *argv)
@@ -182,7 +182,7 @@ def test_batches_of_single_workers_come_as_they_are_ready(where, tmp_path, capsy
         1200,
         "--frames-per-batch",
         200,
-        "--envs",
+        "--num-envs",
         4,
         "--workers",
         2,
@@ -205,7 +205,7 @@ def test_a_server_acts_for_workers(tmp_path, capsys):
         800,
         "--frames-per-batch",
         400,
-        "--envs",
+        "--num-envs",
         4,
         "--policy",
         "mlp",
@@ -258,7 +258,7 @@ def failing(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of crash reports
     yield [
         *("collect", "failing_env:Failing-v0", "--allow-import", "--frames", 80),
-        *("--envs", 1, "--workers", 2),
+        *("--num-envs", 1, "--workers", 2),
     ]
     sys.modules.pop("failing_env", None)
     gymnasium.registry.pop("Failing-v0", None)
@@ -440,7 +440,7 @@ def test_an_error_in_allowed_code_shows_where(evil, capsys):
             ["CartPole-v1", "--frames-per-batch", "96"],
             "multiple of --frames-per-batch 96; the nearest are 768 or 864",
         ),
-        (["CartPole-v1", "--envs", "0"], "--num-envs 0: expected at least 1"),
+        (["CartPole-v1", "--num-envs", "0"], "--num-envs 0: expected at least 1"),
         (["CartPole-v1", "--seed", "-1"], "--seed -1: expected at least 0"),
         (["FrozenLake-v1", "--policy", "mlp"], "Box observations"),
         (["FrozenLake-v1", "--policy", "mlp"], "--policy random"),
@@ -911,8 +911,8 @@ def test_doctor_counts_the_descriptors_of_a_worker_right():
 # ------------------------------------------------------------------------- what newcomers stumbled upon
 
 
-@pytest.mark.parametrize("name", ["--num-envs", "--envs"])
-def test_the_number_of_environments_has_one_name_in_all_commands(name, capsys, tmp_path):
+def test_the_number_of_environments_has_one_name_in_all_commands(capsys, tmp_path):
+    name = "--num-envs"
     for argv in (
         ("collect", "CartPole-v1", "--frames", "12", "--out", tmp_path / "a"),
         ("eval", "CartPole-v1", "--episodes", "3"),
@@ -927,6 +927,24 @@ def test_the_number_of_environments_has_one_name_in_all_commands(name, capsys, t
     assert "--num-envs 5; the nearest are 10 or 15" in refused(
         capsys, "collect", "CartPole-v1", "--frames", "12", name, "5"
     )
+    with pytest.raises(SystemExit):
+        run(capsys, "collect", "CartPole-v1", "--frames", "12", "--envs", "5")
+    assert "Unrecognized options: --envs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "frames"),
+    [
+        (("--num-envs", "5"), 15),
+        (("--num-envs", "5", "--frames-per-batch", "10"), 20),
+        (("--num-envs", "4"), 12),
+    ],
+)
+def test_frames_are_rounded_up_on_request(options, frames, capsys, tmp_path):
+    argv = ("collect", "CartPole-v1", "--frames", "12", "--round-up", "--out", tmp_path / "a")
+    code, _, _ = run(capsys, *argv, *options)
+    assert code == 0
+    assert len(load(tmp_path / "a")) == frames
 
 
 @pytest.mark.parametrize("on_a_terminal", [False, True])

@@ -23,7 +23,7 @@ from tests.command_line import refused, run
 from tests.fakes.ray_cluster import cluster, environment, needs_ray
 from tests.waits import free_port, without_delays
 
-COLLECT = ("collect", "CartPole-v1", "--frames", "1600", "--envs", "4", "--seed", "5")
+COLLECT = ("collect", "CartPole-v1", "--frames", "1600", "--num-envs", "4", "--seed", "5")
 BIN = Path(sys.executable).parent
 LIMIT_S = 110
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from collections import UserDict, UserList
 from typing import Any
 
 import pytest
@@ -119,6 +120,56 @@ def test_total_frames_is_exact_or_refused(total, near):
         BadOption, match=f"total_frames={total} is not a multiple.*nearest possible are {near}"
     ):
         options(total_frames=total)
+
+
+@pytest.mark.parametrize(("total", "kept"), [(20, 24), (16, 16), (7, 8), (-1, -1)])
+def test_total_frames_are_rounded_up_on_request(total, kept):
+    chosen = options(total_frames=total, round_up_total_frames=True)
+    assert chosen.total_frames == kept
+
+
+def test_rounded_up_total_frames_are_collected():
+    collector = Collector(
+        CountingEnv, None, frames_per_batch=8, total_frames=20, round_up_total_frames=True
+    )
+    with collector:
+        assert len(collector) == 3
+        assert sum(batch.numel() for batch in collector) == 24
+
+
+def test_rounding_up_needs_a_size_of_batches():
+    with pytest.raises(BadOption, match="total_frames ends an iteration"):
+        Collector(CountingEnv, None, total_frames=10, round_up_total_frames=True)
+
+
+# --- lists and dicts of other libraries -----------------------------------------------------------
+
+
+def counting(length: int) -> CountingEnv:
+    return CountingEnv(length)
+
+
+def lengths_of(batch) -> list[int]:
+    ends = batch["next", "done"].squeeze(-1)
+    return [int(row.nonzero()[0]) + 1 for row in ends]
+
+
+def test_sequences_and_mappings_are_lists_and_dicts():
+    """``UserList`` and ``UserDict``: as OmegaConf's, no subclasses of list and dict."""
+    kwargs = UserList([UserDict(length=2), UserDict(length=3)])
+    made = UserList([counting, counting])
+    with Collector(made, None, frames_per_batch=8, create_env_kwargs=kwargs) as collector:
+        assert lengths_of(collector.next()) == [2, 3]
+    with MultiSyncCollector(
+        made, None, frames_per_batch=8, create_env_kwargs=kwargs, backend="threads"
+    ) as collector:
+        assert lengths_of(collector.next()) == [2, 3]
+    with Collector(
+        counting, None, frames_per_batch=4, create_env_kwargs=UserDict(length=2)
+    ) as collector:
+        assert int(collector.next()["next", "done"].sum()) == 2
+    with Evaluator(made, None, episodes=2, create_env_kwargs=kwargs) as evaluator:
+        assert sorted(evaluator.evaluate().lengths.tolist()) == [2, 3]
 
 
 # --- names ----------------------------------------------------------------------------------------

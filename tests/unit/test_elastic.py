@@ -431,8 +431,8 @@ class TestOptions:
             ({"min_nodes": True}, "expected an integer of at least 1"),
             ({"min_nodes": 3}, "min_nodes=3, but there are 2 nodes"),
             (
-                {"collector_kwargs": [{"num_envs": 1}, {"num_envs": 2}]},
-                r"collector_kwargs\[1\] .* in num_envs",
+                {"collector_kwargs": [{"validate": "off"}, {"validate": "full"}]},
+                r"collector_kwargs\[1\] .* in validate",
             ),
             ({"create_env_kwargs": [{}] * 3}, "create_env_kwargs has 3 entries for 2 nodes"),
         ],

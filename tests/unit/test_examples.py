@@ -94,11 +94,50 @@ def last_row(said: str) -> tuple[int, float]:
     [(dqn_cartpole, 2048), (ppo_lstm, 1024), (sac, 1056), (td3, 1056), (appo_vtrace, 1024)],
 )
 def test_algorithms_run_and_print_the_rows_of_a_curve(example, frames, capsys):
-    score = example.main(["--total-frames", str(frames), "--eval-episodes", "1"])
+    options = ["--learning-starts", "1000"] if example in (sac, td3) else []
+    score = example.main(["--total-frames", str(frames), "--eval-episodes", "1", *options])
 
     found, mean = last_row(capsys.readouterr().out)
     assert found == frames // 1024 * 1024
     assert (score < 0) == (mean < 0) == (example in (sac, td3))  # Pendulum's rewards are negative
+
+
+def test_sac_begins_with_cleanrls_distribution_and_stays_within_its_bounds():
+    torch.manual_seed(0)
+    net = sac.Learner(17, 6).actor.net
+
+    mean, log_std = net(torch.randn(256, 17)).detach().chunk(2, -1)
+    _, extreme = net(1e4 * torch.randn(256, 17)).detach().chunk(2, -1)
+
+    assert mean.shape == (256, 6)
+    assert log_std.exp().mean() == pytest.approx(0.22, abs=0.05)
+    assert extreme.min() == pytest.approx(-5)
+    assert extreme.max() == pytest.approx(2)
+
+
+def test_sac_delays_the_policy_and_makes_up_for_it():
+    torch.manual_seed(0)
+    learner = sac.Learner(3, 1)
+    rows = TensorDict(
+        {
+            "observation": torch.randn(8, 3),
+            "action": torch.rand(8, 1),
+            "next": {
+                "observation": torch.randn(8, 3),
+                "reward": torch.ones(8, 1),
+                "terminated": torch.zeros(8, 1, dtype=torch.bool),
+            },
+        },
+        (8,),
+    )
+    with Collector("Pendulum-v1", learner.actor, frames_per_batch=1):  # gives the bounds of actions
+        steps = []
+        for _ in range(4):
+            learner.update(rows)
+            found = learner.actor_optimizer.state.get(learner.actor.net[0].weight, {})
+            steps.append(int(found.get("step", 0)))
+
+    assert steps == [0, 2, 2, 4]
 
 
 @pytest.mark.usefixtures("threads")

@@ -184,6 +184,26 @@ def fails_without_a_batch(kind: str) -> Any:
     return TensorDictModule(SecondOfBatch(), ["observation"], ["action"])
 
 
+@pytest.mark.parametrize("kind", ["function", "state", "module", "head", "td module"])
+def test_a_network_of_another_size_is_told_the_shape_of_the_observation(kind):
+    """CountingEnv's observation is ``[2]``."""
+    layer = nn.Linear(5, 2)
+    wrong: dict[str, Any] = {
+        "function": lambda obs: layer(obs).argmax(-1),
+        "state": lambda obs, state: (layer(obs).argmax(-1), torch.zeros(len(obs))),
+        "module": nn.Sequential(layer, nn.Softmax(-1)),
+        "head": policies.categorical(layer),
+    }
+    if kind == "td module":
+        from tensordict.nn import TensorDictModule
+
+        wrong[kind] = TensorDictModule(layer, ["observation"], ["action"])
+    with pytest.raises(PolicyError, match="shapes cannot be multiplied") as info:
+        collect(counting(), wrong[kind], num_envs=3, frames_per_batch=6, obs_dtype=torch.float32)
+    assert "observation: (3, 2). The first dimension (3) counts environments." in str(info.value)
+    assert "num_envs=1" not in str(info.value)
+
+
 @pytest.mark.parametrize(
     "kind", ["function", "state", "module", "head", "td function", "td module"]
 )

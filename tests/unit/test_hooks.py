@@ -603,3 +603,12 @@ def test_an_error_of_the_hook_after_collecting_keeps_the_batch():
         with pytest.raises(ZeroDivisionError):
             next(iter(c))
         assert [column(batch, *REWARD) for batch in c] == [[1, 2, 3, 1], [2, 3, 1, 2]]
+
+
+def test_the_hook_after_batches_is_refused_where_nodes_write_them() -> None:
+    with Collector(counting(3), None, frames_per_batch=4, replay_buffer=Extends()) as c:
+        c._engine.pipeline.leave_to_nodes()  # as RayCollector does with a RayBuffer
+        with pytest.raises(BadOption, match="nodes write batches into the replay buffer"):
+            c.set_post_collect_hook(print)
+        assert c.options.post_collect_hook is None
+        c.set_post_collect_hook(None)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from muster import Collector
-from muster.errors import BadEnvOutput, UnsupportedEnv, UnsupportedSpace
+from muster import Collector, MultiSyncCollector
+from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, UnsupportedSpace
 from muster.testing import EnvContract
 from tests.tools import assert_accounted, assert_same, collect, column, joined
 
@@ -454,3 +454,87 @@ class TestRockPaperScissors(EnvContract):
 
     def make_env(self) -> Any:
         return rps()
+
+
+# --- returns of agents ----------------------------------------------------------------------------
+
+
+def returns_by_hand(batches: list[Any]) -> dict[int, dict[str, float]]:
+    """The sums of the rewards of each agent by trajectory, from the rows of the batches."""
+    found: dict[int, dict[str, float]] = {}
+    for batch in batches:
+        ids = batch["collector", "traj_ids"].flatten().tolist()
+        cooks = batch["next", "cook", "reward"].flatten(0, -3)[..., 0].tolist()
+        waiters = batch["next", "waiter", "reward"].flatten(0, -3)[..., 0].tolist()
+        for traj, cook, waiter in zip(ids, cooks, waiters, strict=True):
+            sums = found.setdefault(traj, {"cook_0": 0.0, "cook_1": 0.0, "waiter": 0.0})
+            for name, reward in zip(sums, [*cook, *waiter], strict=True):
+                sums[name] += reward
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_frames_per_traj": 3},
+        {"reset_when_done": False},
+        {"reset_at_each_iter": True},
+        {"frames_per_batch": 4},
+        {"num_envs": None},
+        {"backend": "threads"},
+    ],
+    ids=str,
+)
+def test_records_have_the_return_of_each_agent(options: dict[str, Any]) -> None:
+    given = {"num_envs": 2, "frames_per_batch": 28, "total_frames": 84, **options}
+    cls: Any = MultiSyncCollector if "backend" in options else Collector
+    with cls([Shifts, Shifts], None, **given) as c:
+        batches = []
+        records = []
+        for batch in c:
+            batches.append(batch.clone())
+            records += list(c.episodes)
+    expected = returns_by_hand(batches)
+    assert len(records) > 3
+    for record in records:
+        assert record.info["agent_returns"] == expected[record.traj_id]
+        assert record.episode_return == sum(record.info["agent_returns"].values())
+
+
+def test_returns_of_agents_in_batches_of_whole_episodes() -> None:
+    with Collector(Shifts, None, num_envs=2, frames_per_batch=14, trajs_per_batch=3) as c:
+        for _ in range(3):
+            expected = returns_by_hand([c.next()])
+            assert {r.traj_id: r.info["agent_returns"] for r in c.episodes} == expected
+
+
+def test_returns_of_agents_go_on_after_a_load_and_an_error() -> None:
+    """An episode that an error cuts has no record; the next one begins with nothing."""
+
+    class Failing(Shifts):
+        steps = 0
+
+        def step(self, actions: Any) -> Any:
+            Failing.steps += 1
+            if Failing.steps == 23:
+                raise RuntimeError("planned")
+            return super().step(actions)
+
+    options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 12}
+    batches = []
+    with Collector(Failing, None, **options) as c:
+        batches.append(c.next().clone())
+        state = c.state_dict()
+    with Collector(Failing, None, **options) as c:
+        c.load_state_dict(state)
+        records = []
+        with pytest.raises(EnvError, match="planned"):
+            c.next()
+        for _ in range(3):
+            batches.append(c.next().clone())
+            records += list(c.episodes)
+    expected = returns_by_hand(batches)
+    assert len(records) > 5
+    for record in records:
+        assert record.info["agent_returns"] == expected[record.traj_id]

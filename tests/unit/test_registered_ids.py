@@ -936,9 +936,9 @@ def test_the_command_line_says_how_to_name_the_module_of_an_id(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    said = refused(capsys, "collect", "Arena-v0", "--frames", "8", "--envs", "1")
+    said = refused(capsys, "collect", "Arena-v0", "--frames", "8", "--num-envs", "1")
     assert "PACKAGE:Arena-v0 --allow-import" in said
-    options = ["--frames", "8", "--envs", "1", "--workers", "2", "--allow-import", "--quiet"]
+    options = ["--frames", "8", "--num-envs", "1", "--workers", "2", "--allow-import", "--quiet"]
     assert run(capsys, "collect", "my_arena:Arena-v0", *options)[0] == 0
     code, _, said = run(capsys, "collect", "my_arena:Area-v0", *options)
     assert code == 2

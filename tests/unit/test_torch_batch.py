@@ -108,6 +108,11 @@ class ByIds(Counting):
         )
 
 
+class Unseeded(Counting):
+    def reset(self, *, mask: torch.Tensor | None = None) -> Any:  # type: ignore[override]
+        return self.begin(mask)
+
+
 class AllAtOnce(Counting):
     def reset(self, *, seed: Any = None) -> Any:  # type: ignore[override]
         return self.begin(None)
@@ -118,6 +123,11 @@ class Deaf(Counting):
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         return self.begin(None)
+
+
+def test_a_reset_without_a_seed():
+    with pytest.warns(UserWarning, match="Unseeded.reset takes no seed"):
+        check(collect(lambda: Unseeded(Mode.DISABLED), frames_per_batch=42, seed=0))
 
 
 # --- expected arrays ------------------------------------------------------------------------------

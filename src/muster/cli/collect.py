@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from muster.cli import cluster
@@ -30,7 +31,8 @@ def collect(command: Collect) -> int:
     """Run the command. Returns the exit code."""
     if cluster.is_node(command):
         return cluster.serve_rank(command)
-    frames = _check(command)
+    _check(command)
+    command, frames = _sized(command)
     with ExitStack() as stack:
         policy, description = stack.enter_context(prepared(command, command.seed))
         stop = stack.enter_context(StopSignals(quiet=command.quiet))
@@ -79,8 +81,8 @@ def run(
     return stop.exit_code
 
 
-def _check(command: Collect) -> int:
-    """Check the options, and return the frames per batch."""
+def _check(command: Collect) -> None:
+    """Check options that need others, and numbers."""
     cluster.check(command)
     if command.workers is None and command.backend is None:
         of_workers = ("asynchronous", "threads", "on_failure", "inference", "alternating")
@@ -90,10 +92,17 @@ def _check(command: Collect) -> int:
     if command.alternating and command.inference != "server":
         raise BadOption("--alternating needs --inference server. Add it, or remove --alternating.")
     check_numbers(command, workers=1, num_envs=1, seed=0)
+
+
+def _sized(command: Collect) -> tuple[Collect, int]:
+    """Return the command with the frames that will be collected, and the frames per batch."""
     workers, nodes = (
         (1, 1) if command.asynchronous else (command.workers or 1, cluster.nodes_of(command) or 1)
     )
-    return frames_per_batch(
+    if command.round_up:
+        unit = command.frames_per_batch or command.num_envs * workers * nodes
+        command = replace(command, frames=-(-command.frames // unit) * unit)
+    return command, frames_per_batch(
         command.frames, command.num_envs, command.frames_per_batch, workers, nodes
     )
 

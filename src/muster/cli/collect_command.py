@@ -22,6 +22,9 @@ class Collect:
     frames: Count
     """Exact number of environment steps over all environments: 51200, 51_200, 100k, 1e6."""
 
+    round_up: bool = False
+    """Collect up to a whole number of batches more, if --frames is not a multiple of the batch size."""
+
     num_envs: Annotated[int, NUM_ENVS] = 8
     """Number of environments that are stepped together; with --workers, in each worker."""
 

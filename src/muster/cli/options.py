@@ -66,8 +66,8 @@ Policy = Annotated[
     ),
 ]
 
-NUM_ENVS = arg(metavar="B", aliases=("--envs",))
-"""``--num-envs`` has the same names in all commands."""
+NUM_ENVS = arg(metavar="B")
+"""``--num-envs`` has one name and metavar in all commands."""
 
 ObsDtype = Annotated[
     Literal["policy", "env", "float16", "float32", "float64"],

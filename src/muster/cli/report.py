@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from muster.observing.progress import MOST_LINES, short, troubles
-from muster.utils.texts import counted
+from muster.observing.progress import MOST_LINES, troubles
+from muster.utils.texts import counted, short
 
 if TYPE_CHECKING:
     from muster.episodes.curve import EpisodeTotals

@@ -22,7 +22,7 @@ from muster.cli.options import (
     check_seconds,
 )
 from muster.cli.request import obs_dtype_of, prepared
-from muster.observing.progress import short
+from muster.utils.texts import short
 
 if TYPE_CHECKING:
     from torch import nn

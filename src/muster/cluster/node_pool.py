@@ -84,7 +84,11 @@ class NodePool(SupervisedPool):
         for proxy in self.proxies:
             known |= zip(proxy.groups, proxy.infos or (), strict=False)
         first = next(iter(known.values()))
-        factories = [factory for worker in self.config.workers for factory in worker.factories]
+        factories = [
+            (factory, worker.setting)
+            for worker in self.config.workers
+            for factory in worker.factories
+        ]
         numbered = list(zip(self.config.groups, factories, strict=True))
         of_factory: dict[Any, EnvSpec] = {}
         for number, factory in numbered:

@@ -17,6 +17,7 @@ from muster.collectors.options import CollectorOptions
 from muster.collectors.setup import factories_of, keywords_of
 from muster.restore.pickling import MAKE_POLICY, dumps, loads
 from muster.rng import GroupRng
+from muster.utils.containers import is_several
 from muster.utils.cpus import read, usable_cores
 
 SECONDS = 1.0  # duration of a measurement
@@ -50,7 +51,7 @@ def auto_workers(create_env_fn: Any, policy: Any, options: PoolOptions, *, alone
     the first group.
     """
     load = measure(create_env_fn, policy, options, SECONDS)
-    groups = len(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else None
+    groups = len(create_env_fn) if is_several(create_env_fn) else None
     return choose_workers(load, options, groups, usable_cores(), alone=alone)
 
 
@@ -81,7 +82,7 @@ def measure(create_env_fn: Any, policy: Any, options: CollectorOptions, seconds:
     factories = factories_of(create_env_fn)
     end = 0.0
     over = SimpleNamespace(collection_stopped=lambda: time.perf_counter() >= end)
-    factory = options.policy_factory
+    factory = next(iter(options.factories), None)
     copied = loads(dumps(policy, "policy", MAKE_POLICY), "policy") if factory is None else factory()
     with (
         GroupRng(0).as_global(),

@@ -6,7 +6,7 @@ import inspect
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from numbers import Integral
@@ -44,7 +44,8 @@ from muster.utils.tracebacks import trimmed
 from muster.weights.names import tensors_in
 from muster.weights.publish import PolicyWeights
 from muster.weights.receive import Receivers, only_source
-from muster.workers.requests import Profile
+from muster.workers.requests import Call, Profile
+from muster.workers.worker import on_environments
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -56,6 +57,13 @@ class NoWorkerIndex(BadOption, RuntimeError):
 
 class NoReplayBuffer(BadOption, RuntimeError):
     """``start()`` was called without a replay buffer."""
+
+
+def made_updater(given: Any) -> Any:
+    """Return a weight updater: ``given``, or what ``given`` makes, a class or a function."""
+    if given is None or (hasattr(given, "push_weights") and not isinstance(given, type)):
+        return given
+    return given()
 
 
 class BaseCollector(ABC):
@@ -249,7 +257,7 @@ class BaseCollector(ABC):
         Raises:
             BadOption: matplotlib is not installed.
         """
-        return plot_stats(self.stats(), self._engine.ended.curve.points)
+        return plot_stats(BaseCollector.stats(self), self._engine.ended.curve.points)
 
     def __len__(self) -> int:
         """Return the number of batches up to ``total_frames``.
@@ -278,12 +286,16 @@ class BaseCollector(ABC):
         with self._exclusively():
             self._engine.reset(index, kwargs)
 
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+    def set_seed(self, seed: int | Sequence[int], static_seed: bool = False) -> int:
         """Seed all environments and Muster's own draws, and reset all environments before the next
         batch.
 
+        With ``episode_seeds``, environments start at the beginning of this list again, and ``seed``
+        seeds only Muster's own draws.
+
         Args:
-            seed: seed of environment 0; environment i gets ``seed + i``.
+            seed: seed of environment 0; environment i gets ``seed + i``. Or a list with the seed of
+                each environment.
             static_seed: all environments get ``seed``.
 
         Returns:
@@ -291,6 +303,16 @@ class BaseCollector(ABC):
         """
         with self._exclusively():
             return self._engine.set_seed(seed, static=static_seed)
+
+    def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
+        """Replace ``post_collect_hook`` from the next batch on; None: there is none.
+
+        Raises:
+            BadOption: it is no function, or contradicts other options. Nothing was done.
+        """
+        with self._exclusively():
+            self._engine.set_post_collect_hook(hook)
+            self.options = self._engine.options
 
     # --- in the background ------------------------------------------------------------------------
 
@@ -528,6 +550,31 @@ class BaseCollector(ABC):
         env = self.env
         return [getattr(one, attr) for one in env] if isinstance(env, list) else getattr(env, attr)
 
+    def map_envs(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``function(env, *args, **kwargs)`` for every environment, where it is: in this
+        process, in every worker, on every node.
+
+        It takes effect before the next rollout. Observations are not read again: if the function
+        changes the state, call ``reset()`` afterwards.
+
+        Args:
+            function: for processes and nodes it must be picklable, as lambdas are, and its results,
+                too.
+
+        Returns:
+            the results in the order of environment numbers. An object that steps several
+            environments together has one. Environments of dropped workers have none.
+
+        Raises:
+            BadOption: ``function`` is no function, or it or an argument cannot be pickled.
+        """
+        if not callable(function):
+            raise BadOption(f"map_envs({function!r}): expected a function of an environment")
+        with self._exclusively():
+            call = Call(on_environments, (self._sendable((function, args, kwargs), "map_envs"),))
+            found = self._engine.source.pool.call(call)
+        return [result for of_worker in found for result in of_worker]
+
     def getattr_policy(self, attr: str) -> Any:
         """Return an attribute of the policy."""
         self._raise_from_background()
@@ -690,6 +737,10 @@ class BaseCollector(ABC):
 
     # --- parts ------------------------------------------------------------------------------------
 
+    def _sendable(self, given: Any, what: str) -> Any:
+        """Return what workers get for ``given``; see ``unpickled``."""
+        return given
+
     def _set_up(self) -> None:
         options = self.options
         self._on_demand = OnDemand(self._engine)
@@ -698,9 +749,7 @@ class BaseCollector(ABC):
         self._receivers = Receivers(self._weights, self, options.worker_idx)
         if options.weight_recv_schemes:
             self._receivers.register(options.weight_recv_schemes)
-        self._updater = options.weight_updater
-        if self._updater is not None and not hasattr(self._updater, "push_weights"):
-            self._updater = self._updater()
+        self._updater = made_updater(options.weight_updater)
         if hasattr(self._updater, "register_collector"):
             self._updater.register_collector(self)
         self._autosaver = None if options.saving is None else Autosaver(options.saving)
@@ -734,18 +783,28 @@ class BaseCollector(ABC):
                 )
         return list(dict.fromkeys(numbers))
 
-    def _workers_on(self, device: torch.device) -> range:
-        """The workers whose policies are on a device: all, or none."""
-        acts_on = self.options.devices.policy
-        if acts_on is None:
-            first = next(
-                iter(tensors_in(self.policy) if isinstance(self.policy, torch.nn.Module) else ()),
-                None,
-            )
-            acts_on = torch.device("cpu") if first is None else first.device
-        if device.type != acts_on.type or device.index not in (None, acts_on.index or 0):
-            raise BadOption(f"worker_ids={device!r}: the policies of all workers are on {acts_on}")
-        return range(self._weights.workers or 0)
+    def _workers_on(self, device: torch.device) -> list[int]:
+        """The workers whose policies are on a device."""
+        acting_on = self._acting_on()
+        found = [
+            number
+            for number, acts_on in enumerate(acting_on)
+            if device.type == acts_on.type and device.index in (None, acts_on.index or 0)
+        ]
+        if not found:
+            known = ", ".join(sorted({str(acts_on) for acts_on in acting_on}))
+            raise BadOption(f"worker_ids={device!r}: the policies of all workers are on {known}")
+        return found
+
+    def _acting_on(self) -> list[torch.device]:
+        """Return the device of the policy of each worker that takes weights."""
+        return [self.options.devices.policy or self._policys_own()] * (self._weights.workers or 0)
+
+    def _policys_own(self) -> torch.device:
+        """Return the device on which the user's policy is."""
+        tensors = tensors_in(self.policy) if isinstance(self.policy, torch.nn.Module) else ()
+        first = next(iter(tensors), None)
+        return torch.device("cpu") if first is None else first.device
 
     def _part(self, model_id: str) -> torch.nn.Module | None:
         model = None if model_id == "policy" else self.get_model(model_id)

@@ -14,6 +14,7 @@ from muster.utils.checked import Checked, Details
 from muster.utils.integers import integer
 
 TrajFormat = Literal["cat", "pad"]
+WriteMode = Literal["rollout", "trajectory"]
 
 
 def _per_batch(name: str, value: Any) -> int:
@@ -60,6 +61,11 @@ class BatchOptions(Checked):
         replay_buffer: object with ``extend`` or ``add``; gets all batches, and iteration yields
             None. TorchRL's buffers get one item per frame (``[environments, T]`` for a storage with
             ``ndim=2``), others whole batches.
+        replay_write_mode: what is written into ``replay_buffer``. "rollout": each batch.
+            "trajectory": complete episodes, in the order of their ends, as soon as the batch with
+            their last step was collected; unfinished ones are kept until they end, so the rows of
+            an episode are never apart. Iteration yields None after each batch, also if no episode
+            has ended. None: batches, or the episodes of ``trajs_per_batch``.
         extend_buffer: False: add every time step separately with ``add``, as soon as it is
             collected.
         pre_collect_hook, post_collect_hook: functions called before and after (with the batch)
@@ -82,6 +88,7 @@ class BatchOptions(Checked):
     trajs_per_batch: int | Trajectories | None = None
     traj_format: TrajFormat | None = None
     replay_buffer: Any = None
+    replay_write_mode: WriteMode | None = None
     extend_buffer: bool = True
     pre_collect_hook: Callable[[], Any] | None = None
     post_collect_hook: Callable[[Any], Any] | None = None
@@ -98,6 +105,13 @@ class BatchOptions(Checked):
         if given is None or isinstance(given, Trajectories):
             return given
         return Trajectories(given)
+
+    @property
+    def joins_episodes(self) -> str:
+        """The option that joins episodes over batches; empty: none does."""
+        if self.trajs_per_batch is not None:
+            return "trajs_per_batch"
+        return "replay_write_mode='trajectory'" if self.replay_write_mode == "trajectory" else ""
 
 
 def joins_time(o: BatchOptions, cat_dim: int | None, batch_shape: Sequence[int]) -> bool:

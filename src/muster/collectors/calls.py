@@ -447,7 +447,7 @@ class ExtraBatch(UserCall):
         limit = self._engine.options.frames
         if engine.options.extend_buffer:
             if not self._parts:
-                rollout = engine.collect(limit)
+                rollout = engine.collect(limit, remembered=False)
                 self._add(rollout)
                 self._env_ids = rollout.env_ids
             if self._env_ids is not None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from muster.cluster.carrier import Carrier
 from muster.collectors.multi_options import PoolOptions
+from muster.collectors.options import PER_WORKER
 from muster.collectors.setup import factories_of
 from muster.collectors.signatures import check_names
 from muster.errors import BadOption
 from muster.utils.checked import PositiveNumber, at_least
+from muster.utils.containers import is_several
 from muster.utils.integers import integer
 
 CLASSES = ("single", "sync", "async")
@@ -41,7 +43,9 @@ class ClusterOptions(PoolOptions, ABC):
             batches. "async": each worker fills its own batches. Or the corresponding collector
             class. A value for all nodes, or a list.
         collector_kwargs: options of the workers, such as ``inference``: a dict for all nodes, or a
-            list with one dict per node. Dicts in a list may differ only in ``create_env_kwargs``.
+            list with one dict per node. Dicts in a list may differ in ``create_env_kwargs``,
+            ``num_envs``, ``policy_factory``, ``policy_device``, ``env_device``, ``device``,
+            ``exploration_type``, ``compile_policy``, ``cudagraph_policy`` and ``num_sub_threads``.
         num_workers_per_collector: number of workers of each node: a number for all nodes, or a
             list.
         update_after_each_batch: before each batch, publish the policy's weights to the nodes of the
@@ -53,6 +57,8 @@ class ClusterOptions(PoolOptions, ABC):
             used as soon as they join, and take over the rollouts of lost nodes. None: wait for all
             nodes.
     """
+
+    acts_elsewhere: ClassVar[bool] = True
 
     sync: bool = False
     collector_class: Any = "single"
@@ -87,9 +93,36 @@ class ClusterOptions(PoolOptions, ABC):
         """
 
 
-def over_nodes(options: ClusterOptions) -> tuple[ClusterOptions, list[int], list[list[int]]]:
-    """Return the options for all workers together, the node of each worker, and the workers that
-    share batches.
+# options that may differ from node to node in ``collector_kwargs``, beside ``create_env_kwargs``
+OF_NODE = (
+    *PER_WORKER,
+    "num_envs",
+    "exploration_type",
+    "compile_policy",
+    "cudagraph_policy",
+    "num_sub_threads",
+)
+
+
+@dataclass(frozen=True)
+class OverNodes:
+    """The options of a collector with nodes, for its workers.
+
+    Attributes:
+        options: of all workers together; lists have an entry for each worker.
+        others: further options of each worker, by name.
+        of_leaf: the node of each worker.
+        shared: the workers that share batches.
+    """
+
+    options: ClusterOptions
+    others: list[dict[str, Any]]
+    of_leaf: list[int]
+    shared: list[list[int]]
+
+
+def over_nodes(options: ClusterOptions) -> OverNodes:
+    """Return the options of a collector with nodes, for its workers.
 
     Raises:
         BadOption: an option is wrong.
@@ -116,10 +149,23 @@ def over_nodes(options: ClusterOptions) -> tuple[ClusterOptions, list[int], list
     for node, kind in enumerate(kinds):
         leaves = [leaf for leaf, place in enumerate(of_leaf) if place == node]
         shared += [leaves] if kind == "sync" else [[leaf] for leaf in leaves]
-    options = replace(options, **_node_keywords(options.collector_kwargs, len(factories)))
+    common, of_node = _node_keywords(options.collector_kwargs, len(factories))
+    options = replace(options, **common)
+    lists: dict[str, Any] = {}
+    for name in PER_WORKER:
+        given = getattr(options, name)
+        values = spread(name, given, len(factories))
+        values = [own.pop(name, value) for own, value in zip(of_node, values, strict=True)]
+        if isinstance(given, (list, tuple)) or any(value is not given for value in values):
+            lists[name] = [values[node] for node in of_leaf]
+    if None in lists.get("policy_factory", ()):
+        raise BadOption(
+            "collector_kwargs has a policy_factory for some nodes: give one for each node"
+        )
+    options = replace(options, **lists)
     kwargs = options.create_env_kwargs
     frames = options.frames_per_batch
-    if isinstance(kwargs, (list, tuple)):
+    if is_several(kwargs):
         by_node = spread("create_env_kwargs", kwargs, len(factories))
         kwargs = [by_node[node] for node in of_leaf]
     if options.sync and frames is not None:
@@ -128,7 +174,7 @@ def over_nodes(options: ClusterOptions) -> tuple[ClusterOptions, list[int], list
     options = replace(
         options, create_env_fn=envs, create_env_kwargs=kwargs, frames_per_batch=frames
     )
-    return options, of_leaf, shared
+    return OverNodes(options, [of_node[node] for node in of_leaf], of_leaf, shared)
 
 
 def _factories(create_env_fn: Any, num_nodes: int | None) -> list[Any]:
@@ -145,28 +191,36 @@ def _factories(create_env_fn: Any, num_nodes: int | None) -> list[Any]:
     return factories
 
 
-def _node_keywords(collector_kwargs: Any, count: int) -> dict[str, Any]:
-    """Return the options in ``collector_kwargs`` for all workers; if it is a list, so is
-    ``create_env_kwargs``.
+def _node_keywords(
+    collector_kwargs: Any, count: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the options in ``collector_kwargs`` for all workers, and those of ``OF_NODE`` that
+    differ, for each node. If it is a list, so is ``create_env_kwargs``.
     """
     every = [dict(given or {}) for given in spread("collector_kwargs", collector_kwargs, count)]
     shared = dict(every[0])
-    check_names(signature(PoolOptions), shared)
-    if isinstance(collector_kwargs, (list, tuple)) and any(
-        "create_env_kwargs" in given for given in every
-    ):
+    if is_several(collector_kwargs) and any("create_env_kwargs" in given for given in every):
         shared["create_env_kwargs"] = [given.pop("create_env_kwargs", None) for given in every]
+    for given in every:
+        check_names(signature(PoolOptions), given)
+    own: list[dict[str, Any]] = [{} for _ in every]
+    for name in OF_NODE:
+        if any(not _equal(every[0].get(name), given.get(name)) for given in every):
+            shared.pop(name, None)
+            for node, given in enumerate(every):
+                if name in given:
+                    own[node][name] = given.pop(name)
     for number, other in enumerate(every):
         if differing := sorted(
             key for key in {*every[0], *other} if not _equal(every[0].get(key), other.get(key))
         ):
             raise BadOption(
                 f"collector_kwargs[{number}] differs from collector_kwargs[0] in"
-                f" {', '.join(differing)}: all workers share their options, and only"
-                " create_env_kwargs can differ. Give the same to all nodes, or let create_env_fn"
-                " (an entry for each node) make the difference."
+                f" {', '.join(differing)}: only {', '.join(('create_env_kwargs', *OF_NODE))} can"
+                " differ. Give the same to all nodes, or let create_env_fn (an entry for each node)"
+                " make the difference."
             )
-    return shared
+    return shared, own
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -179,7 +233,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 def spread(name: str, given: Any, count: int) -> list[Any]:
     """Return a list with one value per node; ``given`` is such a list, or a value for all nodes."""
-    if not isinstance(given, (list, tuple)):
+    if not is_several(given):
         return [given] * count
     if len(given) != count:
         raise BadOption(

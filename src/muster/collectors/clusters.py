@@ -42,11 +42,21 @@ class ClusterCollector(MultiCollector):
     _lead = LEAD  # number of batches of a bundle that may be undelivered
 
     def __init__(self, options: ClusterOptions) -> None:
-        options, self._of_leaf, self._shared = over_nodes(options)
+        placed = over_nodes(options)
+        self._placed = placed
+        self._of_leaf = placed.of_leaf
         # batches since ``_before_batch`` last published, by node
         self._since = [0] * (self._of_leaf[-1] + 1)
         self._longest = 0 if options.update_after_each_batch else options.max_weight_update_interval
-        BaseCollector.__init__(self, options)
+        BaseCollector.__init__(self, placed.options)
+
+    def _acting_on(self) -> list[torch.device]:
+        first = [self._of_leaf.index(node) for node in range(len(self._since))]
+        owns = [self._owns[leaf] for leaf in first]
+        return [own.devices.policy or self._policys_own() for own in owns]
+
+    def _others(self) -> list[dict[str, Any]]:
+        return self._placed.others
 
     def _make_nodes(self, made: ExitStack) -> Nodes:
         heartbeat, join_s = (
@@ -72,7 +82,7 @@ class ClusterCollector(MultiCollector):
     def _schedule_kind(self) -> ScheduleKind:
         if self.options.sync:
             return SyncKind()
-        return FirstReadyKind(self._shared, lead=self._lead)
+        return FirstReadyKind(self._placed.shared, lead=self._lead)
 
     def _buffer_of_nodes(self) -> ReplaySink | None:
         """Return a sink through which nodes write into the replay buffer; None: batches pass
@@ -340,7 +350,8 @@ class RayOptions(ClusterOptions):
         remote_configs: options of the Ray actors: a dict for all, or a list with one dict per
             actor. None: one CPU and 2 GiB of memory, and 0.2 of a GPU if the cluster has any.
         replay_buffer: see ``muster.Collector``. Actors write directly into a ``RayBuffer`` or
-            TorchRL's ``RayReplayBuffer``. With ``trajs_per_batch``, ``split_trajs``, ``postproc``,
+            TorchRL's ``RayReplayBuffer``. With ``trajs_per_batch``,
+            ``replay_write_mode="trajectory"``, ``split_trajs``, ``postproc``,
             ``extend_buffer=False`` or a hook on batches or episodes, the batches pass through this
             process.
     """
@@ -385,7 +396,7 @@ class RayCollector(ClusterCollector):
         names = {cls.__name__ for cls in type(options.replay_buffer).__mro__}
         looks = (
             *(
-                options.trajs_per_batch,
+                options.joins_episodes,
                 options.split_trajs,
                 options.postproc,
                 options.on_batch,

@@ -15,6 +15,7 @@ from muster.collectors.signatures import takes
 from muster.policies.adapt import place
 from muster.policies.modes import ActingMode, warn_of_noise
 from muster.restore.pickling import MAKE_POLICY, dumps, loads
+from muster.utils.containers import is_several
 from muster.weights.names import acting_modules
 from muster.weights.publish import PolicyWeights
 from muster.workers.build import build_policy
@@ -55,7 +56,7 @@ class Collector(BaseCollector):
         options = self.options
         made_policy = options.policy
         if options.policy_factory is not None:
-            made_policy = options.policy_factory()
+            made_policy = options.factories[0]()
         self.policy, self._policy_device = place(made_policy, options.devices.policy)
         original = None
         if self.policy is not made_policy:
@@ -71,7 +72,7 @@ class Collector(BaseCollector):
         source, worker = in_this_thread(options, groups, self.policy, self._policy_device)
         if options.watching is not None and options.watching.films:
             log_rollouts(source.pool, worker, options.create_env_fn, options)
-        stacked = isinstance(options.create_env_fn, (list, tuple))
+        stacked = is_several(options.create_env_fn)
         return Engine(options, source, self._weights, stacked=stacked, local=worker)
 
     def _go_into_background(self) -> None:
@@ -91,7 +92,7 @@ class Collector(BaseCollector):
         """A copy of the policy: as Python copies it, as ``policy_factory`` makes it, or as workers
         get it.
         """
-        factory = self.options.policy_factory
+        factory = next(iter(self.options.factories), None)
         copied: torch.nn.Module | None = None
         with suppress(Exception):  # of the user's code
             copied = copy.deepcopy(self.policy)

@@ -13,20 +13,24 @@ import numpy as np
 from muster.collectors.batch_options import joins_time
 from muster.collectors.batch_views import BatchViews
 from muster.collectors.collecting_time import CollectingTime
+from muster.collectors.into_memory import MemoryWriter
 from muster.collectors.last_rollouts import EndedEpisodes, LastRollouts
 from muster.collectors.ledger import Ledger
-from muster.collectors.options import CollectorOptions
+from muster.collectors.options import CollectorOptions, check_seeds
 from muster.collectors.pipeline import Pipeline, PipelineItem
+from muster.collectors.row_by_row import RowByRow
 from muster.collectors.stepped import SteppedBatch
 from muster.episodes.plain import Place
 from muster.episodes.record import NO_EPISODES, Episodes
 from muster.episodes.recount import Recount
 from muster.errors import BadOption
 from muster.keys import Key
+from muster.memory.replay import ReplayMemory
 from muster.memory.slots import Layout
 from muster.memory.specs import Array
 from muster.observing.stats import CollectorStats
 from muster.protocols import Policy
+from muster.rng import seeds_of
 from muster.rollout.group import Group
 from muster.utils.interrupts import allowed, checkpoint, postponed
 from muster.utils.tracebacks import trimmed
@@ -44,7 +48,7 @@ class CollectedRollout(NamedTuple):
     """One rollout of every group, or of those that were ready first.
 
     Attributes:
-        batch: the batch.
+        batch: the batch; None: its rows are in the memory only.
         hidden: keys in it that only the pipeline uses.
         frames: number of valid steps.
         episodes: records of the episodes that ended.
@@ -52,7 +56,7 @@ class CollectedRollout(NamedTuple):
         results: results by group.
     """
 
-    batch: TensorDict
+    batch: Any
     hidden: list[Key]
     frames: int
     episodes: Episodes
@@ -68,6 +72,8 @@ class NextBatch:
        in flight, and no other counter includes them.
     3. The same request makes the batch of these slots; before another request, ``give_up`` discards
        them.
+
+    Where rollouts go to a ``ReplayMemory``, they are written before the batch is made.
     """
 
     def __init__(self, source: Schedule, weights: PolicyWeights, views: BatchViews) -> None:
@@ -78,6 +84,7 @@ class NextBatch:
         # the request of the slots, in what it has to be equal to continue
         self._like: object = None
         self._filled: FilledSlot | None = None
+        self._is_written = False
 
     @property
     def frames(self) -> int:
@@ -85,12 +92,19 @@ class NextBatch:
         return 0 if self._filled is None else self._filled.frames
 
     def make(
-        self, request: CollectRequest, discard: Callable[[int], None]
-    ) -> tuple[FilledSlot, TensorDict]:
+        self,
+        request: CollectRequest,
+        discard: Callable[[int], None],
+        *,
+        memory: MemoryWriter | None = None,
+        shown: bool = True,
+    ) -> tuple[FilledSlot, Any]:
         """Return the next full slots, and their batch.
 
         Args:
             discard: called with the number of frames that were kept for another request.
+            memory: writes the rollouts; None: they go to no memory.
+            shown: False: make no batch, but free the slots.
         """
         like = request.limit, request.rows, request.closes, request.bootstrap
         if self._filled is not None and self._like != like:
@@ -110,7 +124,16 @@ class NextBatch:
                 finally:
                     self._weights.release()
             self._filled = filled
-        batch = self._views.batch(filled)
+            self._is_written = False
+        if memory is not None and not self._is_written:
+            memory.write(filled)
+            self._is_written = True
+        batch = None
+        if shown:
+            batch = self._views.batch(filled)
+        else:
+            for ring, slot in filled.slots:
+                ring.give_back(slot)
         self._filled = None
         return filled, batch
 
@@ -134,6 +157,7 @@ class Engine:
         local: the worker, if it is in this process.
 
     Attributes:
+        memory: writes the rollouts into the user's ``ReplayMemory``; None: there is none.
         counted: number of frames in batches that count towards ``total_frames``.
         acting: policy of the last rollouts, "policy" or "random".
         in_batch: the batch of the last rollout is not complete.
@@ -161,12 +185,23 @@ class Engine:
         self.local = local
         pool = source.pool
         with_infos = options.info is not False
-        recount = Recount(pool.num_envs, pool.counters[0].info.reward_key, with_infos=with_infos)
+        first = pool.counters[0].info
+        recount = Recount(
+            pool.num_envs, first.reward_key, with_infos=with_infos, agents=first.agent_rewards
+        )
         self.pipeline = Pipeline(options, pool.num_envs, recount)
         self.views = BatchViews(
             options, stacked=stacked, cat_dim=cat_dim, hidden=self.pipeline.needs_flags
         )
-        if local is None:
+        self.memory: MemoryWriter | None = None
+        if isinstance(options.replay_buffer, ReplayMemory):
+            self.memory = MemoryWriter(options.replay_buffer, pool, options.devices.storing)
+        self._shows = self.memory is None or not self.pipeline.is_direct
+        self._row_by_row: RowByRow | None = None
+        one_row = local is not None and options.frames == pool.num_envs and len(pool.counters) == 1
+        if self.memory is not None and local is not None and one_row and not self._shows:
+            self._row_by_row = RowByRow(local, self.memory, source.layout)
+        if local is None and self._shows:
             source.prepare_ahead(self.views)
         self.next_batch = NextBatch(source, weights, self.views)
         self.stepped = SteppedBatch()
@@ -204,8 +239,12 @@ class Engine:
 
     @property
     def groups(self) -> list[Group]:
-        """The groups in this process."""
-        return self.local.groups if self.local is not None else []
+        """The groups in this process, as they are between two rollouts: one that stays open ends."""
+        if self.local is None:
+            return []
+        for group in self.local.groups:
+            group.leave()
+        return self.local.groups
 
     @property
     def policy(self) -> Policy:
@@ -262,9 +301,14 @@ class Engine:
         if not self.options.extend_buffer:
             self._put_stepped(limit)
             return
+        if self._row_by_row is not None and self._goes_on_row_by_row(limit):
+            self._put_row(self._row_by_row)
+            return
         with postponed():
             checkpoint()
-            batch, hidden, frames, episodes, *_ = self.collect(limit)
+            batch, hidden, frames, episodes, *_ = self.collect(
+                limit, shown=self._shows or self.options.post_collect_hook is not None
+            )
             self.counted += frames
             is_direct = self.pipeline.is_direct and self.options.post_collect_hook is None
             if is_direct and not hidden:
@@ -280,7 +324,14 @@ class Engine:
                 )
 
     def collect(
-        self, limit: int | None, *, closes: bool = True, acting: str | None = None, **others: Any
+        self,
+        limit: int | None,
+        *,
+        closes: bool = True,
+        acting: str | None = None,
+        shown: bool = True,
+        remembered: bool = True,
+        **others: Any,
     ) -> CollectedRollout:
         """Collect one rollout of every group. To be called within ``postponed()``.
 
@@ -288,6 +339,8 @@ class Engine:
             limit: maximum number of valid steps.
             closes: the rollout ends a batch.
             acting: "policy" or "random"; None: as the options say.
+            shown: a batch is made.
+            remembered: the rollouts go to the ``ReplayMemory``, if there is one.
             **others: see ``CollectRequest``.
         """
         began = time.perf_counter_ns()
@@ -302,7 +355,14 @@ class Engine:
             **others,
         )
         self.in_batch = not closes
-        filled, batch = self.next_batch.make(request, self._discard_unmade)
+        memory = self.memory if remembered else None
+        if self.memory is not None and not remembered:
+            self.memory.forget()
+        if memory is not None and not memory.is_open:
+            memory.open(self.layout())
+        filled, batch = self.next_batch.make(
+            request, self._discard_unmade, memory=memory, shown=shown
+        )
         hidden = self.views.hidden_keys(filled.layout) if self.views.shows_hidden else []
         frames, episodes = self.last.replace(filled.results, hidden, self.weights)
         cut_short = 0
@@ -320,6 +380,65 @@ class Engine:
         return CollectedRollout(
             batch, hidden, frames, self.ended.collected, self.last.env_ids, filled.results
         )
+
+    def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
+        """See ``Collector.set_post_collect_hook``."""
+        if hook is not None and self.pipeline.sink is not None and not self.pipeline.writes:
+            raise BadOption(
+                "post_collect_hook: nodes write batches into the replay buffer, so that none passes"
+                " through this process. Pass the hook to the constructor"
+            )
+        self.options = dataclasses.replace(self.options, post_collect_hook=hook)
+
+    def _goes_on_row_by_row(self, limit: int) -> bool:
+        """Return whether the next batch is one row, and nothing else is under way or watched."""
+        assert self._row_by_row is not None
+        return (
+            limit == self.options.frames
+            and self.options.post_collect_hook is None
+            and not self.in_batch
+            and not self.source.has_begun
+            and not self.next_batch.frames
+            and not self.time.timeline.running
+            and self._row_by_row.is_possible
+        )
+
+    @postponed()
+    def _put_row(self, rows: RowByRow) -> None:
+        """Collect a row into the memory, and put its records into the pipeline."""
+        checkpoint()
+        if self.memory is not None and not self.memory.is_open:
+            self.memory.open(self.layout())
+        acting = self._who_acts(0)
+        pool = self.source.pool
+        version = self.weights.hold()
+        try:
+            results = rows.collect(next(pool.numbers), acting, version)
+        finally:
+            self.weights.release()
+        counters = pool.counters[0]
+        error: BaseException | None = None
+        for result in results:
+            counters.add(result)
+            if result.error is not None:
+                error = result.error
+                continue
+            counters.deliver(result.frames)
+            frames, episodes = self.last.replace([result], [], self.weights)
+            self.ledger.collected(frames, closes=True)
+            if episodes or self.ended.collected is not NO_EPISODES:
+                self.ended.collect(episodes, self.ledger.frames)
+            self.counted += frames
+            self.pipeline.ready.append(PipelineItem(None, (), frames, self.ended.collected))
+            if result.warnings:
+                pool.warn_later(result)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error, results, result
+        if pool.unwarned:
+            pool.give_warnings()
 
     def layout(self) -> Layout:
         """Return the layout of rollouts of the policy.
@@ -357,14 +476,14 @@ class Engine:
             self.pipeline.episodes.flush(chosen)
 
     @postponed()
-    def set_seed(self, seed: int, *, static: bool) -> int:
+    def set_seed(self, seed: int | Sequence[int], *, static: bool) -> int:
         """See ``Collector.set_seed``."""
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise BadOption(f"set_seed({seed!r}): expected an integer of at least 0")
+        seed = check_seeds(seed, self.num_envs, static=static)
         self.source.pool.call(Seed(seed, static))
         if self.pipeline.episodes is not None:
             self.pipeline.episodes.flush()
-        return seed if static else seed + self.num_envs - 1
+        last = 0 if static else self.num_envs - 1
+        return seeds_of(seed, [last], 0)[0]
 
     def lose(
         self, batch: TensorDict, env_ids: Array, frames: int, reason: str = "interrupted"
@@ -419,6 +538,8 @@ class Engine:
             workers=workers,
             inference=server.stats() if (server := self.source.pool.server) is not None else None,
             engine=self.source.pool.engine,
+            completed=window.frames,
+            written=0 if self.pipeline.sink is None else terms.delivered,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -440,6 +561,10 @@ class Engine:
         self.in_batch = bool(state["in_batch"])
         self.acting = str(state["acting"])
         self.stepped.load_state_dict(state["stepped"], self.place)
+        if self.memory is not None:
+            self.memory.forget()
+        if self._row_by_row is not None:
+            self._row_by_row.forget()
         self.next_batch.give_up()
 
     def source_state(self) -> dict[str, Any]:

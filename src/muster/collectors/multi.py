@@ -7,7 +7,7 @@ import importlib
 import itertools
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,6 +25,7 @@ from muster.collectors.multi_options import (
     PoolOptions,
     check_cat,
     check_pool,
+    of_workers,
 )
 from muster.collectors.schedules import FirstReadyKind, ScheduleKind, SyncKind
 from muster.collectors.setup import (
@@ -44,6 +45,7 @@ from muster.policies.sampling import check_masks
 from muster.restore.pickling import MAKE_KWARGS, MAKE_OPTION, MAKE_POLICY, dumps
 from muster.restore.registered import check_id, ids_of_this_process
 from muster.utils.checked import base_part
+from muster.utils.containers import is_several
 from muster.weights.choice import one_transport
 from muster.weights.names import acting_modules
 from muster.weights.publish import PolicyWeights
@@ -65,6 +67,7 @@ class MultiCollector(BaseCollector):
     _factories: list[Any]  # of the environments of all groups
     _sent: bytes  # see ``_pickled_policy``
     _kind: ScheduleKind
+    _owns: list[PoolOptions]  # of each worker
 
     @takes(MultiOptions)
     def __init__(self, options: MultiOptions) -> None:
@@ -78,13 +81,14 @@ class MultiCollector(BaseCollector):
         envs = options.create_env_fn
         wanted = options.num_workers
         self._factories, count = count_workers(envs, None if wanted == "auto" else wanted)
-        policy = self.policy = (
-            options.policy if options.policy_factory is None else options.policy_factory()
-        )
+        policy = self.policy = options.policy
+        if options.policy_factory is not None:
+            policy = self.policy = options.factories[0]()
         if wanted == "auto":
             self._factories, count = count_workers(
                 envs, auto_workers(envs, policy, options, alone=not kind.shares_batch)
             )
+        self._owns = of_workers(options, count, self._others())
         transport = one_transport(options.weight_sync_schemes)
         acting = 1 if options.server is not None and policy is not None else count
         self._nodes = nodes = self._make_nodes(made)
@@ -163,6 +167,15 @@ class MultiCollector(BaseCollector):
         """
         return self._ask(Call(execute, (attr_path, args, kwargs)))
 
+    def _acting_on(self) -> list[torch.device]:
+        count = self._weights.workers or 0
+        if count != len(self._owns):
+            return super()._acting_on()  # one inference server
+        return [own.devices.policy or self._policys_own() for own in self._owns]
+
+    def _sendable(self, given: Any, what: str) -> Any:
+        return given if self.options.in_threads else dumps(given, what)
+
     def _ask(self, request: Request) -> Any:
         with self._exclusively():
             return self._engine.source.pool.call(request)
@@ -234,10 +247,13 @@ class MultiCollector(BaseCollector):
         threads = options.in_threads
         served = options.server is not None and self.policy is not None  # else actions are random
         served &= not self._weights.lazy
-        setting = self._setting(served=served)
         factories = self._factories
         kwargs = list(keywords_of(options.create_env_kwargs, len(factories)))
-        origins: list[Any] = list(origins_of(factories, options))
+        owns = [options] * len(factories)
+        for index, groups in enumerate(parts):
+            for number in groups:
+                owns[number] = self._owns[index]
+        origins: list[Any] = list(origins_of(factories, options, owns))
         given = dumps if not threads else lambda value, what, remedy: value
         if not threads:
             for number, factory in enumerate(factories):
@@ -247,9 +263,11 @@ class MultiCollector(BaseCollector):
             once = {id(factories[i]): dumps(factories[i], f"create_env_fn[{i}]") for i in indices}
             factories = [once[id(factory)] for factory in factories]
         turns = Turns() if threads and not self._kind.overlaps else None
-        setting_of_worker = given(
-            _without_torch(setting) if served else setting, "the options", MAKE_OPTION
-        )
+        made = {id(own): self._setting(own, served=served) for own in self._owns}
+        settings = {
+            own: given(_without_torch(setting) if served else setting, "the options", MAKE_OPTION)
+            for own, setting in made.items()
+        }
         workers = [
             WorkerConfig(
                 index,
@@ -258,10 +276,11 @@ class MultiCollector(BaseCollector):
                 given([kwargs[number] for number in groups], "create_env_kwargs", MAKE_KWARGS),
                 b"",
                 options.policy_factory is not None,
-                setting_of_worker,
+                settings[id(self._owns[index])],
                 policy_turns=turns,
                 served_by=count if served else None,
-                threads=None if threads or served else options.num_sub_threads,
+                threads=None if threads or served else self._owns[index].num_sub_threads,
+                factory=index if len(options.factories) > 1 else 0,
                 stoppable=threads or options.enough(len(factories)) is not None,
                 in_thread=threads,
             )
@@ -273,7 +292,7 @@ class MultiCollector(BaseCollector):
             ]
         server = None
         if served and options.server is not None:
-            server = self._server_config(options.server, setting)
+            server = self._server_config(options.server, made[id(self._owns[0])])
         return PoolConfig(
             workers=workers,
             policy=self._sent,
@@ -281,14 +300,18 @@ class MultiCollector(BaseCollector):
             server=server,
             origins=[origins[number] for groups in parts for number in groups],
             max_frames_per_traj=options.max_frames_per_traj,
+            episode_seeds=options.episode_seeds,
             timeouts=options.timeouts,
             supervision=base_part(SupervisionOptions, options),
             registered=None if threads else ids_of_this_process(),
         )
 
-    def _setting(self, *, served: bool) -> WorkerSetting:
-        """Return what a worker needs of the options. ``served``: a server calls the policy."""
-        options = self.options
+    def _others(self) -> Sequence[Mapping[str, Any]]:
+        """Return further options of each worker, by name; empty: there are none."""
+        return ()
+
+    def _setting(self, options: PoolOptions, *, served: bool) -> WorkerSetting:
+        """Return what a worker needs of its options. ``served``: a server calls the policy."""
         threads = options.in_threads
         setting = worker_setting(options, self.policy)
         users: frozenset[int] = frozenset()
@@ -310,7 +333,7 @@ class MultiCollector(BaseCollector):
         factory = self.options.policy_factory
         if factory is None:
             return dumps(self.policy, "policy", MAKE_POLICY)
-        return dumps(factory, "policy_factory")
+        return dumps(self.options.factories, "policy_factory")
 
     def _server_config(self, server: CentralInference, setting: WorkerSetting) -> ServerConfig:
         options = self.options
@@ -332,7 +355,7 @@ class MultiCollector(BaseCollector):
 def count_workers(create_env_fn: Any, num_workers: int | None) -> tuple[list[Any], int]:
     """Return the factories of all groups, and the number of workers for them."""
     factories = factories_of(create_env_fn)
-    if not isinstance(create_env_fn, (list, tuple)):
+    if not is_several(create_env_fn):
         factories *= num_workers or 1
     for number, factory in enumerate(factories):
         if is_environment(factory):
@@ -410,7 +433,7 @@ class AsyncCollector(MultiAsyncCollector):
 
     def _connect(self, made: ExitStack) -> Engine:
         envs = self.options.create_env_fn
-        if (isinstance(envs, (list, tuple)) and len(envs) > 1) or self.options.num_workers not in (
+        if (is_several(envs) and len(envs) > 1) or self.options.num_workers not in (
             None,
             1,
         ):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from muster.collectors.batch_options import joins_time
-from muster.collectors.options import CollectorOptions
+from muster.collectors.options import PER_WORKER, CollectorOptions
 from muster.env_spec import EnvSpec
 from muster.errors import BadOption
 from muster.utils.checked import Details, Number, PositiveNumber
@@ -166,6 +166,53 @@ class MultiOptions(PoolOptions):
         return self.backend == "threads"
 
 
+# --- options of single workers --------------------------------------------------------------------
+
+# what the policy of an inference server, which is one for all workers, cannot have several of
+OF_POLICY = frozenset(
+    (
+        *("policy_factory", "device", "policy_device"),
+        *("compile_policy", "cudagraph_policy", "exploration_type"),
+    )
+)
+
+
+def of_workers(
+    options: PoolOptions, count: int, others: Sequence[Mapping[str, Any]] = ()
+) -> list[PoolOptions]:
+    """Return the options of each worker, with its entries of lists.
+
+    Args:
+        count: number of workers.
+        others: further options of each worker, by name; empty: none.
+
+    Raises:
+        BadOption: a list has another number of entries, or the policy of an inference server would
+            differ.
+    """
+    own: list[dict[str, Any]] = [dict(given) for given in others] or [{} for _ in range(count)]
+    for name in PER_WORKER:
+        given = getattr(options, name)
+        if not isinstance(given, (list, tuple)):
+            continue
+        if len(given) != count:
+            raise BadOption(
+                f"{name} has {len(given)} entries for {count} workers: expected one for all, or one"
+                " for each"
+            )
+        for worker, value in enumerate(given):
+            own[worker][name] = value
+    if not any(own):
+        return [options] * count
+    differing = sorted(OF_POLICY.intersection(name for given in own for name in given))
+    if options.server is not None and differing:
+        raise BadOption(
+            f"inference='server' calls one policy for all workers, and {', '.join(differing)}"
+            " differs: give one value, or leave inference out"
+        )
+    return [replace(options, **given) for given in own]
+
+
 # --- options that exclude each other --------------------------------------------------------------
 
 
@@ -206,11 +253,7 @@ def check_cat(o: PoolOptions, infos: Sequence[EnvSpec]) -> None:
         sizes = [size for place, size in enumerate(info.batch_shape) if place != along]
         return sizes, info.observations, info.actions
 
-    waits = ""
-    if o.trajs_per_batch:
-        waits = "trajs_per_batch"
-    elif o.on_episode_done:
-        waits = "on_episode_done"
+    waits = o.joins_episodes or ("on_episode_done" if o.on_episode_done else "")
     if not -ndim <= dim < ndim:
         raise BadOption(
             f"cat_results={dim}: the rollouts to concatenate have {ndim} dimensions. Give one from"

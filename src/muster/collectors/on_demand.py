@@ -48,6 +48,97 @@ class WaitingResult:
         self.whole = whole
 
 
+class KeptEpisodes:
+    """The episodes that ``collect(n_episode=)`` has collected and not delivered, and the open ones.
+
+    1. ``open`` makes the store, in the first call for episodes.
+    2. A call adds rollouts, and notes each (``note_rollout``): a later call can continue the open
+       episodes if no other rollout was collected since (``goes_on``).
+    3. ``break_off``: the open episodes do not continue with the next rollout.
+
+    Attributes:
+        has_random_actions: all of them were collected with random actions.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._store: WholeEpisodes | None = None
+        self._last = -1  # number of the engine's last rollout among them
+        self.has_random_actions = False
+
+    @property
+    def frames(self) -> int:
+        """Number of their frames."""
+        return 0 if self._store is None else self._store.frames_held
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Number of frames that no call will deliver, by reason."""
+        return {} if self._store is None else self._store.dropped
+
+    def open(self) -> WholeEpisodes:
+        """Return the store."""
+        engine = self._engine
+        options = engine.options
+        if self._store is None:
+            # flags that the environment does not have mark the ends of episodes
+            engine.views.show_hidden()
+            trajectories = options.trajectories
+            self._store = WholeEpisodes(
+                num_envs=engine.num_envs,
+                layout=options.traj_format or "cat",
+                rule=None,
+                on_policy_only=trajectories is not None and trajectories.on_policy_only,
+                done_key=ENDED if options.traj_done_key is None else TRAJ_DONE,
+            )
+        return self._store
+
+    def flush(self, envs: Sequence[int] | None = None) -> None:
+        """Drop the open episodes of environments; None: of all."""
+        if self._store is not None:
+            self._store.flush(envs)
+
+    def clear(self, reason: str) -> None:
+        """Drop all of them, as discarded for a reason."""
+        if self._store is not None:
+            self._store.clear(reason)
+
+    def goes_on(self, call: UserCall | None) -> bool:
+        """Return whether no rollout was collected since the last one of theirs, or after it for the
+        same call.
+        """
+        unkept = isinstance(call, EpisodesCall) and call.has_unkept
+        return self._last == self._engine.ledger.rollouts - unkept
+
+    def note_rollout(self) -> None:
+        """Note that the engine's last rollout is one of theirs."""
+        self._last = self._engine.ledger.rollouts
+
+    def break_off(self) -> None:
+        """The open episodes do not continue with the next rollout."""
+        self._last = -1
+
+    def draw_randomly(self, *, has_random_actions: bool) -> None:
+        """Note whether the episodes that follow have random actions."""
+        self.has_random_actions = has_random_actions
+
+    def state_dict(self, call: UserCall | None) -> dict[str, Any]:
+        """Return them as plain data. ``call``: the one under way."""
+        return {
+            "kept": None if self._store is None else self._store.state_dict(),
+            "goes_on": self.goes_on(call),
+            "random": self.has_random_actions,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict()``."""
+        self._store = None
+        self._last = self._engine.ledger.rollouts if state["goes_on"] else -1
+        self.has_random_actions = state["random"]
+        if state["kept"] is not None:
+            self.open().load_state_dict(state["kept"], self._engine.place)
+
+
 class OnDemand:
     """Implements ``collect`` and ``rollout`` by means of a collector's engine.
 
@@ -73,10 +164,7 @@ class OnDemand:
         self.batch: TensorDict | None = None
         self.call: UserCall | None = None
         self.result: WaitingResult | None = None
-        # episodes of ``collect(n_episode=...)``, after its first call
-        self._kept: WholeEpisodes | None = None
-        self._random = False  # these have random actions
-        self._seen = -1  # number of the engine's last rollout among them
+        self._kept = KeptEpisodes(engine)
         engine.ledger.hold(self)
 
     # --- of the engine's counters -----------------------------------------------------------------
@@ -87,7 +175,7 @@ class OnDemand:
         frames = 0 if self.call is None else self.call.frames
         if self.result is not None:
             frames += self.result.item.frames
-        return frames if self._kept is None else frames + self._kept.frames_held
+        return frames + self._kept.frames
 
     @property
     def frames_ready(self) -> int:
@@ -97,7 +185,7 @@ class OnDemand:
     @property
     def dropped(self) -> Mapping[str, int]:
         """Number of frames that no group of episodes will contain, by reason."""
-        return {} if self._kept is None else self._kept.dropped
+        return self._kept.dropped
 
     def retire(self, envs: Sequence[int]) -> None:
         """Stop waiting for episodes of environments without further rows."""
@@ -105,8 +193,7 @@ class OnDemand:
 
     def flush(self, envs: Sequence[int]) -> None:
         """Drop the open episodes of environments."""
-        if self._kept is not None:
-            self._kept.flush(envs)
+        self._kept.flush(envs)
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -155,13 +242,10 @@ class OnDemand:
             call = self.call.state_dict()
         elif self.call is not None:
             notes.append("the call that an error has interrupted cannot be saved, and begins again")
-        kept = self._kept
         state = {
             "call": call,
             "result": None if self.result is None else self._result_state(self.result),
-            "kept": None if kept is None else kept.state_dict(),
-            "goes_on": self._goes_on,
-            "random": self._random,
+            **self._kept.state_dict(self.call),
         }
         return state, notes
 
@@ -172,11 +256,9 @@ class OnDemand:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict()``."""
-        self.call = self.result = self._kept = None
-        self._seen = self._engine.ledger.rollouts if state["goes_on"] else -1
-        self._random = state["random"]
-        if state["kept"] is not None:
-            self._store().load_state_dict(state["kept"], self._engine.place)
+        self.call = None
+        self.result = None
+        self._kept.load_state_dict(state)
         call = state["call"]
         if call is not None and "choice" in call:
             arguments = CollectArguments(**call["arguments"])
@@ -221,16 +303,16 @@ class OnDemand:
         item = engine.pipeline.begin(result.batch, result.first, result.frames, result.episodes)
         if result.whole and arguments.special:
             self._give_up_ahead()
-        if result.whole and kept is not None and not self._keeps(arguments):
+        if result.whole and not self._keeps(arguments):
             kept.clear("surplus")
-            self._seen = -1  # episodes that continue from there are not complete
+            kept.break_off()
         self.call = None
         stats = stats_of_call(
             result.episodes,
             result.frames,
             time.perf_counter() - began,
             n_discarded_steps=engine.ledger.discarded_steps - discarded_before,
-            n_kept_steps=0 if kept is None else kept.frames_held,
+            n_kept_steps=kept.frames,
             **result.native,
         )
         return WaitingResult(item, stats, whole=result.whole)
@@ -239,7 +321,7 @@ class OnDemand:
         """Return whether a call with these arguments continues the one under way."""
         if not isinstance(call, CollectCall) or not call.arguments.is_like(arguments):
             return False
-        return not isinstance(call, EpisodesCall) or call.is_complete or self._goes_on
+        return not isinstance(call, EpisodesCall) or call.is_complete or self._kept.goes_on(call)
 
     def _begin(self, arguments: CollectArguments) -> CollectCall:
         """Begin a call. Discards the remains of earlier ones, unless this one keeps them."""
@@ -255,20 +337,21 @@ class OnDemand:
             self._reset_running()
         if arguments.n_episode is None:
             return StepsCall(engine, arguments)
-        self._seen = engine.ledger.rollouts
+        self._kept.note_rollout()
         return self._episodes_call(arguments)
 
     def _prepare_store(self, arguments: CollectArguments) -> bool:
         """Drop kept episodes that this call does not use. Return whether open ones were dropped."""
-        store, keep = self._store(), self._keeps(arguments)
-        if arguments.random != self._random:
+        kept = self._kept
+        store = kept.open()
+        keep = self._keeps(arguments)
+        is_like = arguments.random == kept.has_random_actions
+        if not is_like:
             store.clear("policy_changed")
         elif arguments.special or not keep:
             store.clear("surplus")
-        goes_on = (
-            keep and self._goes_on and arguments.random == self._random and not arguments.special
-        )
-        self._random = arguments.random
+        goes_on = keep and is_like and not arguments.special and kept.goes_on(self.call)
+        kept.draw_randomly(has_random_actions=arguments.random)
         if not goes_on:
             store.flush()
             self._give_up_ahead()
@@ -278,13 +361,10 @@ class OnDemand:
         return EpisodesCall(
             self._engine,
             arguments,
-            self._store(),
+            self._kept.open(),
             keep=self._keeps(arguments),
-            stored=self._note_stored,
+            stored=self._kept.note_rollout,
         )
-
-    def _note_stored(self) -> None:
-        self._seen = self._engine.ledger.rollouts
 
     def _give_up_ahead(self) -> bool:
         """Discard rollouts that first-ready workers have started for other calls; return whether
@@ -293,7 +373,7 @@ class OnDemand:
         if not self._source.ahead_of_user:
             return False
         self._source.abandon("surplus")
-        self._seen = -1
+        self._kept.break_off()
         return True
 
     def _reset_running(self) -> None:
@@ -314,31 +394,6 @@ class OnDemand:
     def _keeps(self, arguments: CollectArguments) -> bool:
         return (arguments.surplus or ("keep" if self._source.overlaps else "discard")) == "keep"
 
-    @property
-    def _goes_on(self) -> bool:
-        """Whether no rollout was collected since the last one in the store, or after it for the
-        same call.
-        """
-        call = self.call
-        unkept = isinstance(call, EpisodesCall) and call.has_unkept
-        return self._seen == self._engine.ledger.rollouts - unkept
-
-    def _store(self) -> WholeEpisodes:
-        engine = self._engine
-        options = self._options
-        if self._kept is None:
-            # flags that the environment does not have mark the ends of episodes
-            engine.views.show_hidden()
-            self._kept = WholeEpisodes(
-                num_envs=engine.num_envs,
-                layout=options.traj_format or "cat",
-                rule=None,
-                on_policy_only=options.trajectories is not None
-                and options.trajectories.on_policy_only,
-                done_key=ENDED if options.traj_done_key is None else TRAJ_DONE,
-            )
-        return self._kept
-
     def _check(self, arguments: CollectArguments) -> None:
         options = self._options
         info = self._engine.source.pool.counters[0].info
@@ -347,9 +402,9 @@ class OnDemand:
             check_bootstrap(
                 columns, tuple(info.carried_specs), reset_when_done=options.reset_when_done
             )
-        if options.trajs_per_batch and arguments.n_step:
+        if options.joins_episodes and arguments.n_step:
             raise BadOption(
-                "trajs_per_batch makes batches of episodes, and n_step of steps: use"
+                f"{options.joins_episodes} makes batches of episodes, and n_step of steps: use"
                 " collect(n_episode=...)"
             )
         if options.compact_obs and (arguments.n_episode or arguments.bootstrap):

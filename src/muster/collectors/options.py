@@ -14,8 +14,9 @@ A field is checked by its type (``utils/checked.py``), before options that exclu
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
@@ -26,11 +27,12 @@ from muster.collectors.batch_options import BatchOptions
 from muster.collectors.replay_buffer import ReplaySink
 from muster.episodes.stored import leading_dims
 from muster.errors import BadOption
+from muster.memory.replay import ReplayMemory
 from muster.observing.loggers import as_logger
 from muster.policies.adapt import STORED
 from muster.policies.agents import per_agent
 from muster.utils.addresses import host_and_port
-from muster.utils.checked import Details, Limit, Number, PositiveNumber
+from muster.utils.checked import Details, Limit, Number, PositiveNumber, Seed, list_of_seeds
 from muster.utils.integers import integer
 from muster.utils.whole_files import check_folder
 from muster.workers.options import WorkerOptions
@@ -41,6 +43,7 @@ ObsDtype = torch.dtype | Literal["env"] | None
 SHOWN_ORDER = (
     "frames_per_batch",
     "total_frames",
+    "round_up_total_frames",
     "num_envs",
     "max_frames_per_traj",
     "init_random_frames",
@@ -60,6 +63,7 @@ SHOWN_ORDER = (
     "compact_obs",
     "obs_dtype",
     "replay_buffer",
+    "replay_write_mode",
     "extend_buffer",
     "pre_collect_hook",
     "post_collect_hook",
@@ -68,6 +72,7 @@ SHOWN_ORDER = (
     "on_batch",
     "record",
     "track_policy_version",
+    "track_traj_ids",
     "weight_updater",
     "weight_sync_schemes",
     "weight_recv_schemes",
@@ -80,6 +85,7 @@ SHOWN_ORDER = (
     "exploration_type",
     "return_same_td",
     "seed",
+    "episode_seeds",
     "layout",
     "validate",
     "execution",
@@ -94,6 +100,10 @@ SHOWN_ORDER = (
     "watch",
     "slot_memory_limit",
 )
+
+
+# options that collectors with workers also take as a list, with a value for each worker or node
+PER_WORKER = ("policy_factory", "device", "policy_device", "env_device")
 
 
 # --- values of options ----------------------------------------------------------------------------
@@ -205,7 +215,22 @@ def _policy(name: str, value: Any) -> Any:
     return per_agent(value) if isinstance(value, dict) else value
 
 
-def _device(name: str, value: Device) -> torch.device | None:
+def _factory(name: str, value: Any) -> Any:
+    if isinstance(value, (list, tuple)) and not value:
+        raise BadOption(f"{name} is an empty list: expected a function for each worker")
+    for factory in value if isinstance(value, (list, tuple)) else [value]:
+        if not callable(factory):
+            raise BadOption(f"{name}={value!r}: expected a function, or a list of functions")
+    return value
+
+
+def _device(name: str, value: Any, *, here: bool = True) -> torch.device | None:
+    """Return a device; of a list, the first one. ``here``: this machine must have it."""
+    if isinstance(value, (list, tuple)):
+        found = [_device(f"{name}[{i}]", one, here=here) for i, one in enumerate(value)]
+        if not found:
+            raise BadOption(f"{name} is an empty list: expected a device for each worker")
+        return found[0]
     if value is None:
         return None
     try:
@@ -214,6 +239,8 @@ def _device(name: str, value: Device) -> torch.device | None:
         raise BadOption(
             f"{name}={value!r}: not a torch device ({str(error).splitlines()[0]})"
         ) from None
+    if not here:
+        return device
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadOption(f"{name}={value!r}: this machine or this build of torch has no CUDA device")
     # tensors name the index, and the two are compared
@@ -246,13 +273,17 @@ class CollectorOptions(BatchOptions, WorkerOptions):
             (``muster.policies.per_agent``).
         total_frames: total number of steps to collect, a multiple of ``frames_per_batch``. -1: no
             limit.
+        round_up_total_frames: collect the next multiple of ``frames_per_batch`` if ``total_frames``
+            is not one.
         init_random_frames: number of frames with uniformly random actions at the start, rounded up
             to whole batches. In them the policy's other columns are NaN, 0 or False, and recurrent
             states are those of a new episode. The policy is called once before, to find its
             columns. None, 0 or negative: none.
         create_env_kwargs: keyword arguments for the env id or function; a dict, or a list with a
             dict for each group.
-        policy_factory: function without arguments that makes the policy; replaces ``policy``.
+        policy_factory: function without arguments that makes the policy; replaces ``policy``. With
+            workers also a list, with a function for each worker or node. All make the same weights;
+            the first one makes ``collector.policy``.
         obs_dtype: dtype of floating-point observations in batches and for the policy:
             ``torch.float16``, ``float32``, ``float64``, or "env" for the environment's. None: the
             dtype of the policy's first floating-point parameter (float32 for bfloat16, which NumPy
@@ -269,15 +300,18 @@ class CollectorOptions(BatchOptions, WorkerOptions):
         autosave: folder to which the ``state_dict`` is saved between batches;
             ``load_state_dict(path)`` restores it. ``muster.Autosave(folder, every=60.0)`` also sets
             the interval in seconds. None: no saves.
-        device: default for ``storing_device``, ``policy_device`` and ``env_device``.
+        device: default for ``storing_device``, ``policy_device`` and ``env_device``. Collectors
+            with workers take these, except ``storing_device``, also as a list with a device for
+            each worker or node. Devices of nodes are looked for on the nodes.
         storing_device: device of batches. None: no transfer (they are on the CPU, or on the
             environments' GPU).
         policy_device: device of the policy; if it is on another one, a copy of it is used. None:
             its present device.
         env_device: device of the environments' tensors. Environments that return NumPy arrays are
             on the CPU.
-        seed: seed of all environments (see ``set_seed``) and of Muster's own draws. None: from the
-            system's entropy.
+        seed: seed of all environments (see ``set_seed``) and of Muster's own draws. A list has a
+            seed for each environment, in the order of ``create_env_fn``. None: from the system's
+            entropy.
         progress: show a bar with frames, frames per second and mean return on standard error; in a
             file or pipe, a line every 5 seconds.
         logger: receives metrics after every batch. Any object that
@@ -293,25 +327,27 @@ class CollectorOptions(BatchOptions, WorkerOptions):
 
     SHOWN_ORDER: ClassVar[tuple[str, ...]] = SHOWN_ORDER
     has_workers: ClassVar[bool] = False
+    acts_elsewhere: ClassVar[bool] = False  # environments and policies are on other machines
 
     create_env_fn: Any = field(repr=False)
     policy: Annotated[Any, _policy] = field(default=None, repr=False)
     _: KW_ONLY
     total_frames: Annotated[int, _total] = -1
+    round_up_total_frames: bool = False
     init_random_frames: Limit = None
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
-    policy_factory: Callable[[], Any] | None = None
+    policy_factory: Annotated[Callable[[], Any] | Sequence[Any], _factory] | None = None
     obs_dtype: Annotated[ObsDtype, _obs_dtype] = None
     weight_updater: Any = None
     weight_sync_schemes: Any = None
     weight_recv_schemes: Mapping[str, Any] | None = None
     worker_idx: Number | None = None
     autosave: str | os.PathLike[str] | Autosave | None = None
-    device: Device = None
+    device: Device | Sequence[Device] = None
     storing_device: Device = None
-    policy_device: Device = None
-    env_device: Device = None
-    seed: Number | None = None
+    policy_device: Device | Sequence[Device] = None
+    env_device: Device | Sequence[Device] = None
+    seed: Seed | None = None
     logger: Annotated[Any, _logger] = None
     progress: bool = False
     watch: Annotated[bool | str | Watch, _watch] = False
@@ -321,23 +357,47 @@ class CollectorOptions(BatchOptions, WorkerOptions):
         super().__post_init__()
         if self.slot_memory_limit is None:
             object.__setattr__(self, "slot_memory_limit", _half_of_memory())
+        if self.round_up_total_frames and self.total_frames > 0 and self.frames:
+            batches = math.ceil(self.total_frames / self.frames)
+            object.__setattr__(self, "total_frames", batches * self.frames)
         _check_total(self)
         self.watching  # noqa: B018 (checks the address)
         self.devices  # noqa: B018 (checks the devices)
-        if self.replay_buffer is not None:
+        if self.replay_buffer is not None and not self.has_memory:
             ReplaySink(self.replay_buffer, extend=self.extend_buffer)
         _check_batches(self)
         _check_objects(self)
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether the rollouts go to a ``ReplayMemory``."""
+        return isinstance(self.replay_buffer, ReplayMemory)
+
     @cached_property
     def devices(self) -> Devices:
-        """Return the devices, which this process has."""
-        general = _device("device", self.device)
+        """Return the devices, which this process has; of lists, those of the first worker."""
+        here = not self.acts_elsewhere
+        general = _device("device", self.device, here=here)
+        storing: Any = self.storing_device
+        if isinstance(storing, (list, tuple)):
+            raise BadOption(
+                f"storing_device={storing!r}: batches of all workers are on one device. Give one"
+            )
+        if storing is None and not isinstance(self.device, (list, tuple)):
+            storing = self.device
         return Devices(
-            storing=_device("storing_device", self.storing_device) or general,
-            policy=_device("policy_device", self.policy_device) or general,
-            env=_device("env_device", self.env_device) or general,
+            storing=_device("storing_device", storing),
+            policy=_device("policy_device", self.policy_device, here=here) or general,
+            env=_device("env_device", self.env_device, here=here) or general,
         )
+
+    @property
+    def factories(self) -> tuple[Callable[[], Any], ...]:
+        """Return the functions that make policies: the only one, one for each worker, or none."""
+        given = self.policy_factory
+        if given is None:
+            return ()
+        return (given,) if callable(given) else tuple(given)
 
     @property
     def saving(self) -> Autosave | None:
@@ -371,6 +431,23 @@ class CollectorOptions(BatchOptions, WorkerOptions):
         return max(1, -(-self.frames // num_envs))
 
 
+def check_seeds(seed: int | Sequence[int], num_envs: int, *, static: bool) -> int | tuple[int, ...]:
+    """Return the argument of ``set_seed``. Raise ``BadOption`` for anything else."""
+    if isinstance(seed, Iterable) and not isinstance(seed, str):
+        seeds = list_of_seeds("set_seed", seed)
+        if len(seeds) != num_envs:
+            raise BadOption(
+                f"set_seed has {len(seeds)} seeds for {num_envs} environments: give one for each,"
+                " or one number"
+            )
+        if static:
+            raise BadOption("static_seed gives all environments one seed: pass a number, no list")
+        return seeds
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise BadOption(f"set_seed({seed!r}): expected an integer of at least 0")
+    return seed
+
+
 # --- options that exclude each other --------------------------------------------------------------
 
 
@@ -388,7 +465,7 @@ def _check_total(o: CollectorOptions) -> None:
         raise BadOption(
             f"total_frames={o.total_frames} is not a multiple of"
             f" frames_per_batch={o.frames_per_batch}; the nearest possible are"
-            f" {' and '.join(map(str, near))}"
+            f" {' and '.join(map(str, near))}. Pass one of them, or round_up_total_frames=True"
         )
 
 
@@ -396,21 +473,38 @@ def _check_batches(o: CollectorOptions) -> None:
     """Checks of the contents and destination of batches."""
     buffer = o.replay_buffer is not None
     per_step = not o.extend_buffer
-    waits = "trajs_per_batch" if o.trajs_per_batch else "on_episode_done"
+    waits = o.joins_episodes or "on_episode_done"
     if per_step and not buffer:
         raise BadOption("extend_buffer=False needs a replay_buffer")
-    whole = o.postproc, o.split_trajs, o.trajs_per_batch, o.set_truncated, o.compact_obs
+    if o.replay_write_mode is not None and not buffer:
+        raise BadOption(
+            f"replay_write_mode={o.replay_write_mode!r} says what is written into replay_buffer, and"
+            " none was given: pass replay_buffer="
+        )
+    if o.replay_write_mode == "rollout" and o.trajs_per_batch:
+        raise BadOption(
+            "replay_write_mode='rollout' writes batches, and trajs_per_batch makes episodes of"
+            " them: give one of them"
+        )
+    whole = o.postproc, o.split_trajs, o.joins_episodes, o.set_truncated, o.compact_obs
     if per_step and any((*whole, o.post_collect_hook, o.on_episode_done, o.on_batch, o.record)):
         raise BadOption(
-            "postproc, split_trajs, trajs_per_batch, set_truncated, compact_obs, post_collect_hook,"
-            " on_episode_done, on_batch and record need whole batches: use extend_buffer=True"
+            "postproc, split_trajs, trajs_per_batch, replay_write_mode='trajectory', set_truncated,"
+            " compact_obs, post_collect_hook, on_episode_done, on_batch and record need whole"
+            " batches: use extend_buffer=True"
         )
     if per_step and (not o.reset_when_done or o.interruptor is not None):
         raise BadOption(
             "extend_buffer=False adds single steps, so a batch cannot end early: leave out"
             " reset_when_done=False and interruptor, or use extend_buffer=True"
         )
-    if buffer:
+    if o.record is not None and not o.track_traj_ids:
+        raise BadOption(
+            "record: a recording finds its episodes by their ids. Leave track_traj_ids=False out"
+        )
+    if o.has_memory:
+        _check_for_memory(o)
+    elif buffer:
         _check_stored_shape(o)
     if o.return_same_td and buffer:
         raise BadOption(
@@ -421,8 +515,8 @@ def _check_batches(o: CollectorOptions) -> None:
             "split_trajs and trajs_per_batch make a new TensorDict every time: leave"
             " return_same_td out"
         )
-    if o.split_trajs and o.trajs_per_batch:
-        raise BadOption("split_trajs and trajs_per_batch: give one; traj_format='pad' pads too")
+    if o.split_trajs and o.joins_episodes:
+        raise BadOption(f"split_trajs and {o.joins_episodes}: give one; traj_format='pad' pads too")
     if o.trajectories is not None and o.trajectories.on_policy_only and not o.track_policy_version:
         raise BadOption(
             "on_policy_only looks at the versions of whole episodes: it needs track_policy_version"
@@ -432,10 +526,29 @@ def _check_batches(o: CollectorOptions) -> None:
             "max_decorrelation_steps moves environments away from the beginning of their episodes,"
             " and reset_at_each_iter takes them back before the first batch: give one of them"
         )
-    if o.set_truncated and (o.trajs_per_batch or o.on_episode_done):
+    if o.set_truncated and (o.joins_episodes or o.on_episode_done):
         raise BadOption(
             f"set_truncated marks ends that are none, and {waits} waits for real ones: give one of"
             " them"
+        )
+
+
+def _check_for_memory(o: CollectorOptions) -> None:
+    """Raise ``BadOption`` if options change batches, which a ``ReplayMemory`` does not get."""
+    changing = {
+        "postproc": o.postproc is not None,
+        "split_trajs": bool(o.split_trajs),
+        "trajs_per_batch": bool(o.trajs_per_batch),
+        "set_truncated": bool(o.set_truncated),
+        "extend_buffer=False": not o.extend_buffer,
+        "replay_write_mode='trajectory'": o.replay_write_mode == "trajectory",
+    }
+    given = [name for name, is_given in changing.items() if is_given]
+    if given:
+        raise BadOption(
+            "a ReplayMemory has the transitions as environments and policy have written them:"
+            f" leave {', '.join(given)} out, change samples instead (memory.sample), or use"
+            " TorchRL's ReplayBuffer"
         )
 
 
@@ -449,10 +562,10 @@ def _check_stored_shape(o: CollectorOptions) -> None:
     found = 0
     batches = ""
     remedy = "use ndim=1, with an item per frame"
-    if o.trajectories is not None and o.traj_format in (None, "cat"):
+    if o.joins_episodes and o.traj_format in (None, "cat"):
         found = 1
-        batches = "the episodes of trajs_per_batch follow one another in one"
-    elif o.trajectories is not None or o.split_trajs:
+        batches = f"the episodes of {o.joins_episodes} follow one another in one"
+    elif o.joins_episodes or o.split_trajs:
         found = 2
         batches = "padded trajectories have two"
         remedy = "use ndim=1, with an item per trajectory"
@@ -469,6 +582,11 @@ def _check_stored_shape(o: CollectorOptions) -> None:
 
 def _check_objects(o: CollectorOptions) -> None:
     """Checks of the user's objects, and of the devices of this machine."""
+    for name in PER_WORKER:
+        if not o.has_workers and isinstance(getattr(o, name), (list, tuple)):
+            raise BadOption(
+                f"{name} has an entry for each worker, and a Collector has none: give one value"
+            )
     if o.weight_sync_schemes is not None and not o.has_workers:
         raise BadOption(
             "weight_sync_schemes send weights to sub-collectors, and a Collector has none;"
@@ -478,7 +596,7 @@ def _check_objects(o: CollectorOptions) -> None:
         raise BadOption(
             "cudagraph_policy needs a CUDA device, and this machine or this build of torch has none"
         )
-    mode = o.compile_policy.get("mode") if isinstance(o.compile_policy, dict) else None
+    mode = o.compile_policy.get("mode") if isinstance(o.compile_policy, Mapping) else None
     if mode == "reduce-overhead" and o.cudagraph_policy not in (None, False):
         raise BadOption(
             "compile_policy with mode='reduce-overhead' makes CUDA graphs itself: leave"

@@ -17,10 +17,11 @@ from muster.episodes.plain import Place, is_tensordict, to_plain
 from muster.episodes.record import NO_EPISODES, Episodes
 from muster.episodes.recount import Recount
 from muster.episodes.segment import ENDED, split_trajectories
-from muster.episodes.whole import Envs, WholeEpisodes
+from muster.episodes.whole import Envs, EpisodeGroup, WholeEpisodes
 from muster.keys import TRAJ_DONE, Key
 from muster.recording.writer import Recorder
 from muster.rollout.hooks import call_hook
+from muster.utils.containers import is_several
 from muster.utils.interrupts import allowed, postponed
 from muster.utils.tracebacks import trimmed
 
@@ -111,7 +112,7 @@ class Pipeline:
         pad_id: trajectory id of padding.
 
     Attributes:
-        episodes: episode assembler of ``trajs_per_batch``.
+        episodes: episode assembler of ``trajs_per_batch`` and ``replay_write_mode="trajectory"``.
         episode_hook: hook of ``on_episode_done``.
         sink: writer to the replay buffer.
         recorder: writer to disk.
@@ -127,23 +128,14 @@ class Pipeline:
         self._options = options
         self._pad_id = pad_id
         done_key = ENDED if options.traj_done_key is None else TRAJ_DONE
-        self.episodes = (
-            WholeEpisodes(
-                wanted.per_batch,
-                num_envs=num_envs,
-                layout=options.traj_format or "cat",
-                rule=wanted.rule,
-                on_policy_only=wanted.on_policy_only,
-                done_key=done_key,
-            )
-            if (wanted := options.trajectories) is not None
-            else None
-        )
+        self.episodes = _assembler(options, num_envs, done_key)
         self.episode_hook: EpisodeHook | None = None
         if options.on_episode_done is not None:
             self.episode_hook = EpisodeHook(options.on_episode_done, num_envs, done_key)
         self.sink: ReplaySink | None = None
-        if options.replay_buffer is not None:
+        # rows of a ReplayMemory are written before they come here
+        has_sink = options.replay_buffer is not None and not options.has_memory
+        if has_sink:
             self.sink = ReplaySink(options.replay_buffer, extend=options.extend_buffer)
         self.writes = self.sink is not None
         self.recorder = _recorder(options)
@@ -153,13 +145,9 @@ class Pipeline:
         self._unsorted = False  # there may be complete groups of episodes
         self._hidden: Sequence[Key] = ()  # keys of the last batch
         self.needs_flags = bool(
-            options.trajs_per_batch or options.split_trajs or options.on_episode_done
+            options.joins_episodes or options.split_trajs or options.on_episode_done
         )
-        buffered = (
-            options.replay_buffer is not None
-            or options.on_batch is not None
-            or options.postproc is not None
-        )
+        buffered = has_sink or options.on_batch is not None or options.postproc is not None
         self.is_direct = not (self.needs_flags or buffered or self.recorder is not None)
 
     def leave_to_nodes(self) -> None:
@@ -237,12 +225,18 @@ class Pipeline:
             self._put.popleft()
         if self._unsorted:
             assert self.episodes is not None
-            for group in self.episodes.groups():
+            groups = _complete(self.episodes)
+            for group in groups:
                 self._make_ready(
                     group.batch, self.showing, group.frames, self.recount.of(group.batch)
                 )
+            if self.episodes.rule is None and not groups:
+                # iteration yields None for each batch: a learner goes on while episodes are long
+                self.ready.append(PipelineItem(None, (), 0, NO_EPISODES))
             self._unsorted = False
-            self.episodes.check_ends("trajs_per_batch", resets=self._options.reset_at_each_iter)
+            self.episodes.check_ends(
+                self._options.joins_episodes, resets=self._options.reset_at_each_iter
+            )
 
     def _make_ready(
         self, item: TensorDict, first: Sequence[Stage], frames: int, episodes: Episodes
@@ -256,7 +250,7 @@ class Pipeline:
         """
         item = self.ready[0].go_on()
         self.ready.pop(0)
-        return None if self.sink is not None else item
+        return None if self._options.replay_buffer is not None else item
 
     def begin(
         self, item: TensorDict, first: Sequence[Stage], frames: int, episodes: Episodes
@@ -359,6 +353,28 @@ class Pipeline:
         return stages
 
 
+def _assembler(options: CollectorOptions, num_envs: int, done_key: Key) -> WholeEpisodes | None:
+    """Return what joins episodes over batches; None: batches are not joined."""
+    if not options.joins_episodes:
+        return None
+    wanted = options.trajectories
+    return WholeEpisodes(
+        None if wanted is None else wanted.per_batch,
+        num_envs=num_envs,
+        layout=options.traj_format or "cat",
+        rule=None if wanted is None else wanted.rule,
+        on_policy_only=wanted is not None and wanted.on_policy_only,
+        done_key=done_key,
+    )
+
+
+def _complete(episodes: WholeEpisodes) -> list[EpisodeGroup]:
+    """Return the groups of episodes that are complete: without a rule, one group of all."""
+    if episodes.rule is not None:
+        return episodes.groups()
+    return [episodes.take(episodes.held)] if episodes.held else []
+
+
 def _process(postproc: Stage, item: Any) -> Any:
     with allowed():
         processed = postproc(item)
@@ -381,7 +397,7 @@ def _recorder(options: CollectorOptions) -> Recorder | None:
     if options.record is None or isinstance(options.record, Recorder):
         return options.record
     given = options.create_env_fn
-    envs = list(given) if isinstance(given, (list, tuple)) else [given]
+    envs = list(given) if is_several(given) else [given]
     known: dict[str, Any] = {
         "env": envs[0] if isinstance(envs[0], str) and envs.count(envs[0]) == len(envs) else None
     }

@@ -17,6 +17,7 @@ from muster.rng import GroupRng
 from muster.rollout.group import Group
 from muster.rollout.progress import Progress
 from muster.utils.checked import base_part
+from muster.utils.containers import is_several
 from muster.workers.build import build_envs, build_policy, make_group
 from muster.workers.local import LocalPool
 from muster.workers.options import WorkerOptions, WorkerSetting
@@ -90,19 +91,22 @@ def log_rollouts(pool: Pool, worker: Worker, create_env_fn: Any, options: Collec
     worker.log_rollouts(log.add)
 
 
-def origins_of(create_env_fn: Any, options: CollectorOptions) -> list[EnvFactory]:
-    """Return the ``EnvFactory`` of each group."""
+def origins_of(
+    create_env_fn: Any, options: CollectorOptions, owns: Sequence[CollectorOptions] = ()
+) -> list[EnvFactory]:
+    """Return the ``EnvFactory`` of each group; ``owns``: options of each, if these differ."""
     factories = factories_of(create_env_fn)
     kwargs = keywords_of(options.create_env_kwargs, len(factories))
+    owns = owns or [options] * len(factories)
     return [
-        EnvFactory(made, options.num_envs, given, options.devices.env)
-        for made, given in zip(factories, kwargs, strict=True)
+        EnvFactory(made, own.num_envs, given, own.devices.env)
+        for made, given, own in zip(factories, kwargs, owns, strict=True)
     ]
 
 
 def factories_of(create_env_fn: Any) -> list[Any]:
     """Return the factories of all groups, as a list."""
-    factories = list(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else [create_env_fn]
+    factories = list(create_env_fn) if is_several(create_env_fn) else [create_env_fn]
     if not factories:
         raise BadOption("create_env_fn is an empty list: expected at least one environment")
     return factories
@@ -124,11 +128,11 @@ def marks_valid(options: CollectorOptions, sharing: int) -> bool:
     Warns if ``sharing`` environments cannot share them equally.
     """
     surplus = options.frames % sharing
-    if surplus and options.trajs_per_batch:
+    if surplus and options.joins_episodes:
         raise BadOption(
             f"frames_per_batch={options.frames_per_batch} cannot be shared equally by {sharing}"
-            " environments, and the episodes of trajs_per_batch would have holes where batches"
-            f" end. Use a multiple of {sharing}."
+            f" environments, and the episodes of {options.joins_episodes} would have holes where"
+            f" batches end. Use a multiple of {sharing}."
         )
     if surplus and options.extend_buffer:
         rows = options.rows_per_batch(sharing)
@@ -146,7 +150,7 @@ def keywords_of(kwargs: Any, count: int) -> Sequence[Mapping[str, Any] | None]:
     """Return the keyword arguments for each of ``count`` factories."""
     if kwargs is None or isinstance(kwargs, Mapping):
         return [kwargs] * count
-    if not isinstance(kwargs, (list, tuple)) or len(kwargs) != count:
+    if not is_several(kwargs) or len(kwargs) != count:
         raise BadOption(
             f"create_env_kwargs: expected a dict, or a list of {count} dicts, one for each entry of"
             " create_env_fn"

@@ -12,7 +12,7 @@ import gymnasium
 from gymnasium.vector import VectorEnv
 
 from muster.envs import coroutines
-from muster.envs.checks import the_only
+from muster.envs.checks import takes_seed, the_only
 from muster.envs.stacked import StackedEnvs
 from muster.envs.vector import VectorEnvBatch
 from muster.errors import BadOption, EnvError, UnsupportedEnv, described
@@ -25,7 +25,8 @@ else:
     from muster.utils import lazy_torch as torch
 
 ACCEPTED = (
-    "an env id, an environment (gymnasium.Env or VectorEnv, TorchRL EnvBase, PettingZoo"
+    "an env id, an environment (gymnasium.Env or VectorEnv, an object with reset, step,"
+    " observation_space and action_space like gymnasium.Env, TorchRL EnvBase, PettingZoo"
     " ParallelEnv, dm_env.Environment, SB3 VecEnv, EnvPool, a batch of torch or JAX environments,"
     " an object whose reset and step are coroutine functions; see docs/environments.md), or a"
     " function that returns one"
@@ -49,7 +50,8 @@ def build_env(
         EnvError: the factory raised an error; that is the cause.
     """
     if isinstance(source, str):
-        return _make(lambda: gymnasium.make(source, **(kwargs or {})), num_envs, source, device)
+        given = kwargs or {}
+        return _make(lambda: gymnasium.make(source, **given), num_envs, source, device)
     if _adapter(source) is not None:
         if num_envs is not None and num_envs != _count(source):
             raise BadOption(
@@ -83,12 +85,17 @@ def is_environment(source: Any) -> bool:
 
 
 def is_single(env: Any) -> bool:
-    """Return whether ``env`` is a single Gymnasium environment without a third-party adapter."""
-    return _adapter(env) is _stacked
+    """Return whether ``env`` is a single ``gymnasium.Env`` that takes seeds, without a third-party
+    adapter.
+    """
+    return _adapter(env) is _stacked and isinstance(env, gymnasium.Env) and takes_seed(env)
 
 
 def _make(
-    factory: Callable[[], Any], num_envs: int | None, name: str, device: torch.device | None
+    factory: Callable[[], Any],
+    num_envs: int | None,
+    name: str,
+    device: torch.device | None,
 ) -> EnvBatch:
     envs: list[Any] = []
     try:
@@ -123,7 +130,10 @@ def advice_for(error: Exception) -> str:
 
 
 def _wrap(
-    envs: list[Any], num_envs: int | None, name: str, device: torch.device | None
+    envs: list[Any],
+    num_envs: int | None,
+    name: str,
+    device: torch.device | None,
 ) -> EnvBatch:
     adapters = [_adapter(env) for env in envs]
     adapt = adapters[0]
@@ -135,7 +145,8 @@ def _wrap(
     spec = env.spec
     if spec.single:
         unbatched = num_envs is None and spec.num_envs == 1
-        env.store_as(replace(spec, batch_shape=() if unbatched else (spec.num_envs,)))
+        batch_shape = () if unbatched else (spec.num_envs,)
+        env.store_as(replace(spec, batch_shape=batch_shape))
     return env
 
 
@@ -159,7 +170,10 @@ def _adapter(env: Any) -> Adapt | None:
     for package, module in _THIRD_PARTY.items():
         # First, since the classes of some are derived from gymnasium's, but behave differently. A
         # package that was not imported has no objects.
-        if package in sys.modules and (home := import_module(module)).takes(env):
+        if package not in sys.modules:
+            continue
+        home = import_module(module)
+        if home.takes(env):
             adapt: Adapt = home.adapt
             return adapt
     if EnvBatch in type(env).__mro__:
@@ -168,7 +182,18 @@ def _adapter(env: Any) -> Adapt | None:
         return _coroutines
     if isinstance(env, VectorEnv):
         return _vector
-    return _stacked if isinstance(env, gymnasium.Env) else None
+    return _stacked if isinstance(env, gymnasium.Env) or _is_like_one(env) else None
+
+
+def _is_like_one(env: Any) -> bool:
+    """Return whether an object has all that is used of a single ``gymnasium.Env``."""
+    if isinstance(env, type) or hasattr(env, "num_envs"):  # a class; a batch of environments
+        return False
+    has_spaces = all(
+        isinstance(getattr(env, name, None), gymnasium.Space)
+        for name in ("observation_space", "action_space")
+    )
+    return has_spaces and all(callable(getattr(env, name, None)) for name in ("reset", "step"))
 
 
 # Modules with takes(obj) -> bool and adapt(envs, device) -> EnvBatch, by the package that defines
@@ -200,11 +225,15 @@ class EpisodeSeeds(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: gymnasium.Env[Any, Any], stride: int) -> None:
         super().__init__(env)
-        self._stride, self._next = stride, None  # type: int, int | None
+        self._stride = stride
+        self._next: int | None = None
         self.step = env.step  # type: ignore[method-assign]  # avoids a call
 
     def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+        self,
+        *,
+        seed: int | None = None,
+        options: dict[str, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         seed = self._next if seed is None else seed
         self._next = None if seed is None else seed + self._stride
@@ -225,8 +254,11 @@ class SeedingFactory:
     stride: int
 
     def __call__(self, **kwargs: Any) -> Any:
-        make: Any = gymnasium.make
-        env = make(self.source, **kwargs) if isinstance(self.source, str) else self.source(**kwargs)
+        if isinstance(self.source, str):
+            make: Any = gymnasium.make
+            env = make(self.source, **kwargs)
+        else:
+            env = self.source(**kwargs)
         return EpisodeSeeds(env, self.stride) if is_single(env) else env
 
     @property

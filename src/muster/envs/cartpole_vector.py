@@ -31,16 +31,16 @@ class MaskedCartPole(VectorWrapper[Any, Any, Any, Any, Any]):
         mask = given.pop("reset_mask", None)
         base = self.env
         if isinstance(seed, (list, tuple, np.ndarray)):  # one generator for all environments
-            seed = next((int(each) for each in seed if each is not None), None)
+            seeds = [int(each) for each in seed if each is not None]
+            seed = seeds[0] if seeds else None
         if mask is None or base.state is None:
             return base.reset(seed=seed, options=given or None)
         if seed is not None:
             VectorEnv.reset(base, seed=seed)
         if given:
             base.low, base.high = maybe_parse_reset_bounds(given, -0.05, 0.05)
-        base.state[:, mask] = base.np_random.uniform(
-            base.low, base.high, (len(base.state), int(np.sum(mask)))
-        )
+        shape = (len(base.state), int(np.sum(mask)))
+        base.state[:, mask] = base.np_random.uniform(base.low, base.high, shape)
         base.steps[mask] = 0
         base.prev_done[mask] = False
         return base.state.T.astype(np.float32), {}
@@ -51,11 +51,12 @@ def with_masks(env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
     ``CartPoleVectorEnv`` inside.
     """
     base = env.unwrapped
-    own = isinstance(base, CartPoleVectorEnv) and all(hasattr(base, name) for name in USED)
-    if not own or (type(base).reset, type(base).step) != (
-        CartPoleVectorEnv.reset,
-        CartPoleVectorEnv.step,
-    ):
+    if not isinstance(base, CartPoleVectorEnv):
+        return env
+    if not all(hasattr(base, name) for name in USED):
+        return env
+    cls = type(base)
+    if cls.reset is not CartPoleVectorEnv.reset or cls.step is not CartPoleVectorEnv.step:
         return env
     if env is base:
         return MaskedCartPole(env)

@@ -6,8 +6,10 @@ for all adapters.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -44,15 +46,15 @@ def the_only(envs: Sequence[Any]) -> Any:
 
 def env_name(env: Any) -> str:
     """Return the name for messages: the env id, or the class."""
-    return (
-        getattr(getattr(env, "spec", None), "id", None)
-        or type(getattr(env, "unwrapped", env)).__name__
-    )
+    spec = getattr(env, "spec", None)
+    env_id = getattr(spec, "id", None)
+    return env_id or type(getattr(env, "unwrapped", env)).__name__
 
 
 def check_distinct(envs: Sequence[Any], name: str) -> None:
     """Raise ``UnsupportedEnv`` if an environment object occurs twice."""
-    if len({id(env) for env in envs}) < len(envs):
+    objects = {id(env) for env in envs}
+    if len(objects) < len(envs):
         raise UnsupportedEnv(
             f"{name}: the factory returned the same object twice; return a new env per call"
         )
@@ -62,9 +64,12 @@ def check_arrays(name: str, *specs: Specs) -> None:
     """Raise ``UnsupportedSpace`` if a leaf is not an array; for adapters that cannot store Python
     objects.
     """
-    for key, spec in (item for part in specs for item in part.items()):
-        if not spec.is_tensor:
-            raise UnsupportedSpace(f"{name}: {dotted(key)} has a space whose values are no arrays")
+    for part in specs:
+        for key, spec in part.items():
+            if not spec.is_tensor:
+                raise UnsupportedSpace(
+                    f"{name}: {dotted(key)} has a space whose values are no arrays"
+                )
 
 
 def close_all(closes: Sequence[Callable[[], Any]]) -> None:
@@ -75,7 +80,12 @@ def close_all(closes: Sequence[Callable[[], Any]]) -> None:
 
 
 def call(
-    env: Any, method: str, who: str, *args: Any, index: int | None = None, **kwargs: Any
+    env: Any,
+    method: str,
+    who: str,
+    *args: Any,
+    index: int | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Call a method of the user's environment and return its result; an error becomes an
     ``EnvError`` of ``who``.
@@ -86,6 +96,43 @@ def call(
         if is_explained(error, env):
             raise
         raise EnvError(f"{who}.{method} raised {described(error)}", env_index=index) from error
+
+
+def seed_argument(env: Any, seed: Any, name: str, casts: Casts) -> dict[str, Any]:
+    """Return the seed as an argument of ``env.reset``; none, if its ``reset`` takes no seed.
+
+    The seed then goes to the environment's method ``seed``. Without one, there is a warning.
+    """
+    if takes_seed(env):
+        return {"seed": seed}
+    if seed is None:
+        return {}
+    if callable(getattr(env, "seed", None)):
+        call(env, "seed", name, seed)
+        return {}
+    casts.warn(
+        f"{name}.reset takes no seed, and there is no method seed: the same seed does not give the"
+        " same episodes. Let reset take seed=None."
+    )
+    return {}
+
+
+def takes_seed(env: Any) -> bool:
+    """Return whether ``env.reset`` takes a seed."""
+    reset = getattr(env, "reset", None)
+    return _takes_seed(getattr(reset, "__func__", reset))
+
+
+@lru_cache(maxsize=256)
+def _takes_seed(reset: Any) -> bool:
+    try:
+        parameters = inspect.signature(reset).parameters.values()
+    except (TypeError, ValueError):  # no function of Python
+        return True
+    return any(
+        one.kind is one.VAR_KEYWORD or (one.name == "seed" and one.kind is not one.POSITIONAL_ONLY)
+        for one in parameters
+    )
 
 
 def is_explained(error: BaseException, env: Any) -> bool:
@@ -100,11 +147,13 @@ def reset_pair(got: Any, who: str) -> tuple[Any, Any]:
     """Return observation and info from the result of ``reset``; raise ``BadEnvOutput`` if it is not
     such a pair.
     """
-    if not isinstance(got, tuple) or len(got) != 2 or not isinstance(got[1], Mapping):
+    pair = isinstance(got, tuple) and len(got) == 2
+    if not pair or not isinstance(got[1], Mapping):
         raise BadEnvOutput(
             f"{who}.reset returned {type(got).__name__}, expected (observation, info). {FIX}"
         )
-    return got
+    observation, info = got
+    return observation, info
 
 
 def step_values(got: Any, who: str) -> tuple[Any, Any, Any, Any, Any]:
@@ -121,7 +170,10 @@ def step_values(got: Any, who: str) -> tuple[Any, Any, Any, Any, Any]:
 def batch_seed(seeds: Sequence[int]) -> Any:
     """Return seeds in Gymnasium's convention for batches: an int s stands for s, s + 1, ..."""
     first = int(seeds[0])
-    return first if list(seeds) == list(range(first, first + len(seeds))) else list(seeds)
+    given = list(seeds)
+    if given == list(range(first, first + len(given))):
+        return first
+    return given
 
 
 def leaf_problem(value: Any, spec: ArraySpec) -> str | None:
@@ -129,11 +181,9 @@ def leaf_problem(value: Any, spec: ArraySpec) -> str | None:
     if isinstance(value, np.ndarray):
         if value.shape != spec.shape:
             return f"an array of shape {value.shape} and dtype {value.dtype}"
-        return (
-            None
-            if value.dtype == spec.dtype
-            else f"an array of dtype {value.dtype} (shape {value.shape})"
-        )
+        if value.dtype == spec.dtype:
+            return None
+        return f"an array of dtype {value.dtype} (shape {value.shape})"
     if spec.shape == () and isinstance(value, (int, float, np.generic)):
         kind = "iub" if spec.dtype.kind in "iub" else "iubf"
         if np.asarray(value).dtype.kind in kind:
@@ -157,23 +207,21 @@ def kept_info(info: Any) -> Any:
         return {name: kept_info(value) for name, value in info.items()}
     if isinstance(info, np.ndarray):
         return info.copy()
-    return [kept_info(value) for value in info] if isinstance(info, list) else info
+    if isinstance(info, list):
+        return [kept_info(value) for value in info]
+    return info
 
 
 def as_flag(value: Any, name: str, who: str) -> bool:
     """Convert True, False, 0, 1, or a zero-dimensional array of those to a bool; else raise
     ``BadEnvOutput``.
     """
-    if isinstance(value, (bool, np.bool_)) or (
-        isinstance(value, (int, np.integer)) and value in (0, 1)
-    ):
+    if isinstance(value, (bool, np.bool_)):
         return bool(value)
-    if (
-        isinstance(value, np.ndarray)
-        and value.shape == ()
-        and value.dtype.kind in "biu"
-        and value in (0, 1)
-    ):
+    scalar = isinstance(value, (int, np.integer))
+    if isinstance(value, np.ndarray):
+        scalar = value.shape == () and value.dtype.kind in "biu"
+    if scalar and value in (0, 1):
         return bool(value)
     raise BadEnvOutput(f"{who}: {name} is {described_value(value)}, expected a bool. {FIX}")
 
@@ -183,9 +231,9 @@ def reward_problem(value: Any) -> str | None:
 
     Finiteness is checked once per rollout.
     """
-    scalar = isinstance(value, (bool, int, float, np.generic)) or (
-        isinstance(value, np.ndarray) and value.shape == ()
-    )
+    scalar = isinstance(value, (bool, int, float, np.generic))
+    if isinstance(value, np.ndarray):
+        scalar = value.shape == ()
     if scalar and np.asarray(value).dtype.kind in NUMBERS:
         return None
     return f"reward is {described_value(value)}, expected a number"
@@ -211,7 +259,12 @@ class Casts:
         """Cast nothing from now on."""
         self.refused = True
 
-    def problem(self, value: Any, spec: ArraySpec, what: str) -> str | None:
+    def problem(
+        self,
+        value: Any,
+        spec: ArraySpec,
+        what: str,
+    ) -> str | None:
         """Describe the problem of the leaf ``what``, as the end of "it is ..."; None if it can be
         assigned to a row.
         """
@@ -223,7 +276,13 @@ class Casts:
         self.note(f"{what} has dtype {np.asarray(value).dtype}, but its space says {spec.dtype}")
         return None
 
-    def check(self, value: Any, spec: ArraySpec, what: str, who: str) -> None:
+    def check(
+        self,
+        value: Any,
+        spec: ArraySpec,
+        what: str,
+        who: str,
+    ) -> None:
         """Raise ``BadEnvOutput`` if the leaf ``what``, returned by ``who``, has a ``problem``."""
         if problem := self.problem(value, spec, what):
             raise BadEnvOutput(f"{who}: {what} is {problem}, but its space says {spec}. {FIX}")
@@ -231,8 +290,10 @@ class Casts:
     def reward_problem(self, value: Any) -> str | None:
         """Describe the problem of one environment's reward; None if ``number`` can convert it."""
         problem = reward_problem(value)
-        one = isinstance(value, np.ndarray) and value.shape == (1,) and value.dtype.kind in NUMBERS
-        if problem is None or not one:
+        if problem is None:
+            return None
+        array_of_one = isinstance(value, np.ndarray) and value.shape == (1,)
+        if not array_of_one or value.dtype.kind not in NUMBERS:
             return problem
         if self.refused:
             return f"{problem}: validate='full' takes no array of one"
@@ -251,7 +312,8 @@ class Casts:
             self.pending.append(text)
 
     def take_warnings(self) -> list[str]:
-        new, self.pending = self.pending, []
+        new = self.pending
+        self.pending = []
         return new
 
 
@@ -267,11 +329,9 @@ def _keeps_values(value: Any, spec: ArraySpec) -> bool:
     if not isinstance(value, (np.ndarray, np.generic, int, float)):
         return False
     array = np.asarray(value)
-    if (
-        array.shape != spec.shape
-        or array.dtype.kind not in NUMBERS
-        or spec.dtype.kind not in NUMBERS
-    ):
+    if array.shape != spec.shape:
+        return False
+    if array.dtype.kind not in NUMBERS or spec.dtype.kind not in NUMBERS:
         return False
     if spec.dtype.kind == "f":
         try:
@@ -284,7 +344,10 @@ def _keeps_values(value: Any, spec: ArraySpec) -> bool:
         return bool((array.astype(spec.dtype) == array).all())
 
 
-def values_problem(array: Array, spec: ArraySpec) -> tuple[tuple[int, ...], str] | None:
+def values_problem(
+    array: Array,
+    spec: ArraySpec,
+) -> tuple[tuple[int, ...], str] | None:
     """Return the first index at which ``array`` (``[..., *shape]``) is out of bounds of ``spec``,
     and the reason.
     """
@@ -300,13 +363,21 @@ def values_problem(array: Array, spec: ArraySpec) -> tuple[tuple[int, ...], str]
     return None
 
 
-def _first(bad: Array, array: Array, why: str) -> tuple[tuple[int, ...], str]:
+def _first(
+    bad: Array,
+    array: Array,
+    why: str,
+) -> tuple[tuple[int, ...], str]:
     place = tuple(int(i) for i in np.argwhere(bad)[0])
     return place, f"{array[place]} is {why}"
 
 
 def _bound(bound: Array) -> str:
-    return str(bound.min()) if (bound == bound.flat[0]).all() else f"{bound.min()} to {bound.max()}"
+    low = bound.min()
+    high = bound.max()
+    if (bound == bound.flat[0]).all():
+        return str(low)
+    return f"{low} to {high}"
 
 
 def described_value(value: Any) -> str:
@@ -314,4 +385,6 @@ def described_value(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape} and dtype {value.dtype}"
     text = shown(lambda: repr(value))
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+    if len(text) > 60:
+        text = text[:57] + "..."
+    return f"{type(value).__name__} {text}"

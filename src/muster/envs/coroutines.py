@@ -56,7 +56,7 @@ class CoroutineEnvs(WrappedEnvs, AwaitsCoroutines):
             _check(env)
         checks.check_distinct(envs, checks.env_name(envs[0]))
         awaited = [AwaitedEnv(env) for env in envs]
-        stacked = StackedEnvs(awaited)  # type: ignore[arg-type]  # they have all that it uses
+        stacked = StackedEnvs(awaited)
         super().__init__(stacked, stacked.spec)
         self.awaited = awaited
         self.coroutines = CoroutineRunner()
@@ -70,12 +70,13 @@ class CoroutineEnvs(WrappedEnvs, AwaitsCoroutines):
         seeds: Sequence[int] | None,
     ) -> None:
         options = self._stacked.reset_options or {}
-        calls = [
-            self.awaited[i].begin(
-                "reset", seed=None if seeds is None else seeds[n], **checks.kept_info(options)
-            )
-            for n, i in enumerate(which)
-        ]
+        calls = []
+        for n, i in enumerate(which):
+            one = self.awaited[i]
+            seed = None if seeds is None else seeds[n]
+            given = checks.seed_argument(one.env, seed, self.spec.name, self._stacked.casts)
+            call = one.begin("reset", **given, **checks.kept_info(options))
+            calls.append(call)
         self._run(calls, "reset")
         try:
             self.inner.reset(arrays, row, which, seeds)
@@ -84,7 +85,8 @@ class CoroutineEnvs(WrappedEnvs, AwaitsCoroutines):
             raise
 
     def start(self, lane: Lane) -> Step:
-        awaited, actions = self.awaited, self._stacked.action_rows(lane)
+        awaited = self.awaited
+        actions = self._stacked.action_rows(lane)
         write = self.inner.start(lane)
 
         def step(t: int) -> Sequence[int] | None:
@@ -107,11 +109,8 @@ class CoroutineEnvs(WrappedEnvs, AwaitsCoroutines):
         return [awaited.env for awaited in self.awaited]
 
     def close(self) -> None:
-        closes = [
-            CoroutineCall(partial(_close, each.env))
-            for each in self.awaited
-            if hasattr(each.env, "close")
-        ]
+        envs = [each.env for each in self.awaited if hasattr(each.env, "close")]
+        closes = [CoroutineCall(partial(_close, env)) for env in envs]
         try:
             if closes:
                 self.coroutines.run(closes, "close")
@@ -120,7 +119,8 @@ class CoroutineEnvs(WrappedEnvs, AwaitsCoroutines):
             self.coroutines.close()
 
     def _run(self, calls: Sequence[CoroutineCall], phase: str) -> None:
-        if ready := [call for call in calls if call.error is None]:
+        ready = [call for call in calls if call.error is None]
+        if ready:
             self.coroutines.run(ready, phase)
 
 
@@ -130,11 +130,9 @@ class AwaitedEnv:
     """
 
     def __init__(self, env: Any) -> None:
-        self.env, self.unwrapped, self.spec = (
-            env,
-            getattr(env, "unwrapped", env),
-            getattr(env, "spec", None),
-        )
+        self.env = env
+        self.unwrapped = getattr(env, "unwrapped", env)
+        self.spec = getattr(env, "spec", None)
         self.observation_space = env.observation_space
         self.action_space = env.action_space
         self._call = CoroutineCall(env.reset)
@@ -144,10 +142,8 @@ class AwaitedEnv:
 
         It has an error already if the last one still runs.
         """
-        last, self._call = (
-            self._call,
-            CoroutineCall(partial(getattr(self.env, method), *args, **kwargs)),
-        )
+        last = self._call
+        self._call = CoroutineCall(partial(getattr(self.env, method), *args, **kwargs))
         if last.is_running:
             self._call.error = RuntimeError(
                 "its last call was cancelled, and still runs. Do not catch asyncio.CancelledError,"
@@ -176,9 +172,11 @@ def _check(env: Any) -> None:
             f"{name} is a batch of environments whose methods are coroutine functions. Return a"
             " single environment, and pass num_envs: Muster awaits all of them at the same time."
         )
-    if missing := [attribute for attribute in (*METHODS, *SPACES) if not hasattr(env, attribute)]:
+    required = (*METHODS, *SPACES)
+    missing = [attribute for attribute in required if not hasattr(env, attribute)]
+    if missing:
         raise UnsupportedEnv(
-            f"{name} has no {' and no '.join(missing)}, expected {', '.join((*METHODS, *SPACES))}"
+            f"{name} has no {' and no '.join(missing)}, expected {', '.join(required)}"
         )
     plain = [method for method in METHODS if not is_coroutine_function(getattr(env, method))]
     if plain and isinstance(env, gymnasium.Wrapper):
@@ -197,6 +195,7 @@ def _check(env: Any) -> None:
 
 
 def _mention_others(error: EnvError, calls: Sequence[CoroutineCall]) -> None:
-    if (others := sum(call.error is not None for call in calls) - 1) > 0:
+    others = sum(call.error is not None for call in calls) - 1
+    if others > 0:
         rest = "one other environment" if others == 1 else f"{others} other environments"
         error.args = (f"{error}; {rest} of the group failed too",)

@@ -83,7 +83,10 @@ class DmEnv(gymnasium.Env[Any, Any]):
         self._warned = False
 
     def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+        self,
+        *,
+        seed: int | None = None,
+        options: dict[str, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         if options:
             raise BadOption(
@@ -120,13 +123,9 @@ class DmEnv(gymnasium.Env[Any, Any]):
                 f"{self._name}.step() returned LAST with discount {discount!r}, expected a number"
             )
         terminated = bool(last and discount == 0)
-        return (
-            self._observe(got.observation),
-            got.reward,
-            terminated,
-            last and not terminated,
-            {"discount": discount},
-        )
+        truncated = last and not terminated
+        info = {"discount": discount}
+        return self._observe(got.observation), got.reward, terminated, truncated, info
 
     def close(self) -> None:
         self.env.close()
@@ -134,8 +133,9 @@ class DmEnv(gymnasium.Env[Any, Any]):
     def _observe(self, value: Any) -> Any:
         """Return the observation in the dtypes of its space, where that is lossless."""
         leaves = self._codec.flatten(value)
+        specs = self._codec.specs.values()
         return self._codec.build(
-            [_cast(v, s.dtype) for v, s in zip(leaves, self._codec.specs.values(), strict=True)]
+            [_cast(leaf, spec.dtype) for leaf, spec in zip(leaves, specs, strict=True)]
         )
 
 
@@ -153,13 +153,13 @@ def _space(spec: Any, where: str) -> spaces.Space[Any]:
         return spaces.Discrete(int(spec.num_values))
     if dtype.kind == "b":
         return spaces.MultiBinary(spec.shape)
-    low, high = (
-        (-np.inf, np.inf) if dtype.kind == "f" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    )
-    low, high = getattr(spec, "minimum", low), getattr(spec, "maximum", high)
-    return spaces.Box(
-        np.full(spec.shape, low, dtype), np.full(spec.shape, high, dtype), dtype=dtype.type
-    )
+    if dtype.kind == "f":
+        least, most = -np.inf, np.inf
+    else:
+        least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    low = np.full(spec.shape, getattr(spec, "minimum", least), dtype)
+    high = np.full(spec.shape, getattr(spec, "maximum", most), dtype)
+    return spaces.Box(low, high, dtype=dtype.type)
 
 
 def _as_spec(spec: Any, action: Any) -> Any:
@@ -179,11 +179,8 @@ def _cast(value: Any, dtype: np.dtype[Any]) -> Array:
     array = np.asarray(value)
     # the dtype of a Python number is arbitrary
     scalar = not isinstance(value, np.ndarray) and array.ndim == 0
-    return (
-        array.astype(dtype)
-        if np.can_cast(array.dtype, dtype, "same_kind" if scalar else "safe")
-        else array
-    )
+    casting: Any = "same_kind" if scalar else "safe"
+    return array.astype(dtype) if np.can_cast(array.dtype, dtype, casting) else array
 
 
 def _reseed(env: Any, seed: int) -> bool:

@@ -25,20 +25,16 @@ def takes(obj: Any) -> bool:
 
     Test this first: pools are also gymnasium or dm_env environments.
     """
-    return any(
-        f"{cls.__module__}.{cls.__name__}" == "envpool.python.envpool.EnvPoolMixin"
-        for cls in type(obj).__mro__
-    )
+    names = [f"{cls.__module__}.{cls.__name__}" for cls in type(obj).__mro__]
+    return "envpool.python.envpool.EnvPoolMixin" in names
 
 
 def adapt(envs: list[Any], device: Any) -> EnvBatch:
     """Return the env batch of one EnvPool; ``device`` has no effect."""
     pool = PoolInfo(the_only(envs))
-    return (
-        AsyncPoolEnvs(pool)
-        if pool.batch_size < pool.num_envs
-        else VectorEnvBatch(EnvPoolVectorEnv(pool.pool))
-    )
+    if pool.batch_size < pool.num_envs:
+        return AsyncPoolEnvs(pool)
+    return VectorEnvBatch(EnvPoolVectorEnv(pool.pool))
 
 
 class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
@@ -72,7 +68,9 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
     muster_exact = True
 
     def __init__(self, pool: Any) -> None:
-        self.pool, self._about = pool, (about := PoolInfo(pool))
+        about = PoolInfo(pool)
+        self.pool = pool
+        self._about = about
         self.num_envs = about.num_envs
         if about.batch_size != self.num_envs:
             raise UnsupportedEnv(
@@ -116,7 +114,8 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         obs, info = self.pool.reset(rows.astype(np.int32))
         (leaves,) = self._in_order(rows, info, self._about.leaves(obs))
         if not whole:
-            begun, leaves = leaves, newest
+            begun = leaves
+            leaves = newest
             for leaf, part in zip(leaves, begun, strict=True):
                 leaf[rows] = part
         self._newest = leaves
@@ -124,18 +123,27 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         obs, *columns, info = self.pool.step(actions)
-        self._newest, columns = self._in_order(self._all, info, self._about.leaves(obs), columns)
-        return self._about.codec.build(self._newest), columns[0], columns[1], columns[2], info
+        leaves = self._about.leaves(obs)
+        self._newest, columns = self._in_order(self._all, info, leaves, columns)
+        reward, terminated, truncated = columns
+        return self._about.codec.build(self._newest), reward, terminated, truncated, info
 
     def muster_infos(self, info: dict[str, Any]) -> Any:
         """Return the infos of a call with a row for each environment, in their order."""
         ids = np.asarray(info["env_id"])
-        return info if np.array_equal(ids, self._all) else _by_env(info, ids, self.num_envs)
+        if np.array_equal(ids, self._all):
+            return info
+        return _by_env(info, ids, self.num_envs)
 
     def close_extras(self, **kwargs: Any) -> None:
         self.pool.close()
 
-    def _in_order(self, rows: Array, info: Any, *groups: list[Array]) -> list[list[Array]]:
+    def _in_order(
+        self,
+        rows: Array,
+        info: Any,
+        *groups: list[Array],
+    ) -> list[list[Array]]:
         """Sort arrays with rows for ``info["env_id"]`` into the order of ``rows``."""
         ids = np.asarray(info["env_id"])
         if np.array_equal(ids, rows):
@@ -152,8 +160,9 @@ def _by_env(info: Any, ids: Array, num_envs: int) -> Any:
     """Expand arrays with rows for the environments ``ids`` to a row for each environment."""
     if isinstance(info, dict):
         return {name: _by_env(part, ids, num_envs) for name, part in info.items()}
-    if np.shape(info)[:1] != ids.shape:
+    shape = np.shape(info)
+    if shape[:1] != ids.shape:
         return info
-    rows = np.zeros((num_envs, *np.shape(info)[1:]), np.asarray(info).dtype)
+    rows = np.zeros((num_envs, *shape[1:]), np.asarray(info).dtype)
     rows[ids] = info
     return rows

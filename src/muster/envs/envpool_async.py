@@ -63,7 +63,9 @@ class PoolInfo:
     """
 
     def __init__(self, pool: Any) -> None:
-        self.pool, self.name, config = pool, type(pool).__name__, pool.config
+        self.pool = pool
+        self.name = type(pool).__name__
+        config = pool.config
         self.num_envs = int(config["num_envs"])
         self.batch_size = int(config["batch_size"] or self.num_envs)
         if not isinstance(pool, gymnasium.Env):
@@ -79,19 +81,21 @@ class PoolInfo:
         self.observation_space = _unbounded(pool.observation_space)
         self.action_space = _unbounded(pool.action_space)
         self.codec = observation_codec(self.observation_space)
-        self._seeds = list(config.get("env_seed") or ()) or [
-            config["seed"] + i for i in range(self.num_envs)
-        ]
+        self._seeds = list(config.get("env_seed") or ())
+        if not self._seeds:
+            self._seeds = [config["seed"] + i for i in range(self.num_envs)]
         self._warned = False
 
     def leaves(self, obs: Any) -> list[Array]:
         """Return the leaves of an observation, in the dtypes of their spaces where that is
         lossless.
         """
-        pairs = zip(self.codec.flatten(obs), self.codec.specs.values(), strict=True)
-        return [
-            v.astype(s.dtype, copy=False) if np.can_cast(v.dtype, s.dtype) else v for v, s in pairs
-        ]
+        leaves = []
+        specs = self.codec.specs.values()
+        for leaf, spec in zip(self.codec.flatten(obs), specs, strict=True):
+            lossless = np.can_cast(leaf.dtype, spec.dtype)
+            leaves.append(leaf.astype(spec.dtype, copy=False) if lossless else leaf)
+        return leaves
 
     def check_seed(self, seed: Any, *, running: bool) -> None:
         """Warn once if environments of this pool cannot have this seed, or list of seeds.
@@ -99,8 +103,12 @@ class PoolInfo:
         Args:
             running: the pool was reset before, so that its own seeds come too late, too.
         """
-        seeds = [seed + i for i in range(self.num_envs)] if np.ndim(seed) == 0 else list(seed)
-        if self._warned or (seeds == self._seeds and not running):
+        if np.ndim(seed) == 0:
+            seeds = [seed + i for i in range(self.num_envs)]
+        else:
+            seeds = list(seed)
+        fitting = seeds == self._seeds and not running
+        if self._warned or fitting:
             return
         self._warned = True
         warnings.warn(
@@ -121,8 +129,9 @@ def _unbounded(space: Any) -> Any:
         return space
     limits = np.finfo(space.dtype)
     free = (space.low == limits.tiny) & (space.high == limits.max)
-    low, high = np.where(free, -np.inf, space.low), np.where(free, np.inf, space.high)
-    return spaces.Box(low.astype(space.dtype), high.astype(space.dtype), dtype=space.dtype.type)
+    low = np.where(free, -np.inf, space.low).astype(space.dtype)
+    high = np.where(free, np.inf, space.high).astype(space.dtype)
+    return spaces.Box(low, high, dtype=space.dtype.type)
 
 
 class AsyncPoolEnvs(
@@ -165,14 +174,20 @@ class AsyncPoolEnvs(
         self._running = np.zeros(info.num_envs, bool)
         # environments that the last step ended, and ``reset`` has not shown yet
         self._finished: set[int] = set()
-        # the pool was reset; the next step also writes the observations before it
-        self._begun = self._shows = False
+        # ``_begun``: the pool was reset; ``_shows``: the next step also writes the observations
+        # before it
+        self._begun = False
+        self._shows = False
         self._dropped = 0
         self._ahead = 0  # number of steps that are in no row of a lane yet
 
     late = 0  # a step completes its row
 
-    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
+    def sample(
+        self,
+        rng: GroupRng,
+        shape: tuple[int, ...],
+    ) -> dict[Key, Array]:
         return self._actions.sample(rng, shape)
 
     def check_partial_reset(self) -> None:
@@ -188,12 +203,9 @@ class AsyncPoolEnvs(
         which: Sequence[int],
         seeds: Sequence[int] | None,
     ) -> None:
-        if (
-            seeds is None
-            and not self.reset_options
-            and self._finished
-            and self._finished.issuperset(which)
-        ):
+        chosen = seeds is not None or bool(self.reset_options)
+        ended = bool(self._finished) and self._finished.issuperset(which)
+        if ended and not chosen:
             self._finished.difference_update(which)
             for key in self.spec.observation_specs:
                 arrays[key][row, which] = self._rows.first(key)[which]
@@ -208,8 +220,9 @@ class AsyncPoolEnvs(
         if seeds is not None:
             self._info.check_seed(list(seeds), running=self._begun)
         self._restart()
+        ready = self.ready_envs
         for key in self.spec.observation_specs:
-            arrays[key][row, self.ready_envs] = self._rows.first(key)[self.ready_envs]
+            arrays[key][row, ready] = self._rows.first(key)[ready]
 
     def start(self, lane: Lane) -> Step:
         raise UnsupportedEnv(
@@ -219,23 +232,28 @@ class AsyncPoolEnvs(
         )
 
     def start_ready(
-        self, lane: Lane, prepare: Callable[[Lane], Act], written: Collection[Key]
+        self,
+        lane: Lane,
+        prepare: Callable[[Lane], Act],
+        written: Collection[Key],
     ) -> Step:
         arrays = lane.arrays
         rows = self._rows
-        ready: ReadyRows = lane.cache.get(self) or ReadyRows(
-            lane, len(self.ready_envs), {*self.spec.action_specs, *written}
-        )
-        lane.cache[self] = ready
+        ready: ReadyRows | None = lane.cache.get(self)
+        if ready is None:
+            columns = {*self.spec.action_specs, *written}
+            ready = lane.cache[self] = ReadyRows(lane, len(self.ready_envs), columns)
         if not rows.hold(ready.kept, self.spec.observation_specs) and self._ahead:
             raise BadOption(
                 f"{self.spec.name}: the policy writes other columns than before, and {self._ahead}"
                 " steps made ahead have no values in them. Call collector.reset() first."
             )
-        ready.begin(prepare, arrays[POLICY_VERSION][lane.done_steps, 0] if ready.stamps else None)
-        carried = [(c.key, arrays[c.key]) for c in ready.kept if c.carry]
-        others = [(c.key, arrays[c.key]) for c in ready.kept if not c.carry]
-        terminated, truncated = arrays[next_of(TERMINATED)], arrays[next_of(TRUNCATED)]
+        version = arrays[POLICY_VERSION][lane.done_steps, 0] if ready.stamps else None
+        ready.begin(prepare, version)
+        carried = [(column.key, arrays[column.key]) for column in ready.kept if column.carry]
+        others = [(column.key, arrays[column.key]) for column in ready.kept if not column.carry]
+        terminated = arrays[next_of(TERMINATED)]
+        truncated = arrays[next_of(TRUNCATED)]
         window = max(lane.T, LEAST_WINDOW)
         self._finished = set()
 
@@ -254,9 +272,8 @@ class AsyncPoolEnvs(
             self._ahead -= self.spec.num_envs
             finished: list[int] = np.flatnonzero(terminated[t] | truncated[t]).tolist()
             for i in finished:
-                for key, leaf in zip(
-                    self.spec.observation_specs, rows.last[i].popleft(), strict=True
-                ):
+                last = rows.last[i].popleft()
+                for key, leaf in zip(self.spec.observation_specs, last, strict=True):
                     arrays[key][t + 1, i] = leaf
             self._finished = set(finished)
             return finished or None
@@ -293,16 +310,18 @@ class AsyncPoolEnvs(
             near = slice(None)
         else:
             least = len(ids) - int(np.count_nonzero(self._running))
-            near = np.argsort(rows.steps[ids], kind="stable")[
-                : max(least, int(np.count_nonzero(near)))
-            ]
-        actions = ready.act(rows, ids, self.spec.action_specs) if len(ids[near]) else []
+            number = max(least, int(np.count_nonzero(near)))
+            near = np.argsort(rows.steps[ids], kind="stable")[:number]
+        acting = ids[near]
+        actions = ready.act(rows, ids, self.spec.action_specs) if len(acting) else []
         try:
             if actions:
-                self._send(self._actions.build([leaf[near] for leaf in actions]), ids[near])
+                sent = self._actions.build([leaf[near] for leaf in actions])
+                self._send(sent, acting)
             self._receive()
         except BaseException:  # also Ctrl-C
-            self.executed_in_row, self._ahead = self._ahead, 0
+            self.executed_in_row = self._ahead
+            self._ahead = 0
             raise
 
     def _send(self, actions: Any, ids: Array) -> None:
@@ -320,7 +339,8 @@ class AsyncPoolEnvs(
         stepped = ids
         if begun.any():
             over[ids] = False
-            stepped, results = ids[~begun], [column[~begun] for column in results]
+            stepped = ids[~begun]
+            results = [column[~begun] for column in results]
         if len(stepped):
             cells = rows.cells(stepped)
             for key, column in zip(RESULTS, results, strict=True):
@@ -334,14 +354,14 @@ class AsyncPoolEnvs(
         for key, state in rows.states.items():
             rows.flat[key][cells] = state[ids]
             rows.flat[key][cells[begun]] = key == IS_INIT
-        for i, cell in zip(
-            stepped[ended].tolist(), rows.cells(stepped[ended]).tolist(), strict=True
-        ):
-            rows.last[i].append(
-                [rows.flat[key][cell].copy() for key in self.spec.observation_specs]
-            )
-        if (idle := np.flatnonzero(~self._running)).size > ids.size:
-            ids = idle[np.argsort(rows.steps[idle], kind="stable")[: ids.size]]
+        over_now = stepped[ended]
+        for i, cell in zip(over_now.tolist(), rows.cells(over_now).tolist(), strict=True):
+            last = [rows.flat[key][cell].copy() for key in self.spec.observation_specs]
+            rows.last[i].append(last)
+        idle = np.flatnonzero(~self._running)
+        if idle.size > ids.size:
+            fewest_first = np.argsort(rows.steps[idle], kind="stable")
+            ids = idle[fewest_first[: ids.size]]
         self.ready_envs = ids
 
     def _results(self) -> tuple[Array, list[Array], list[Array]]:
@@ -350,11 +370,8 @@ class AsyncPoolEnvs(
             got = checks.call(self._info.pool, "recv", self.spec.name)
             obs, *columns, info = checks.step_values(got, f"{self.spec.name}.recv")
             ids = np.asarray(info["env_id"]).astype(np.int64)
-            known = (
-                len(ids) == len(self.ready_envs)
-                and ids.min() >= 0
-                and ids.max() < self.spec.num_envs
-            )
+            complete = len(ids) == len(self.ready_envs)
+            known = complete and ids.min() >= 0 and ids.max() < self.spec.num_envs
             if not known or not self._running[ids].all():
                 raise BadEnvOutput(
                     f"{self.spec.name}.recv returned the environments {ids}, expected"
@@ -368,13 +385,10 @@ class AsyncPoolEnvs(
                 f" {FIX}"
             )
         leaves = self._info.leaves(obs)
+        who = f"{self.spec.name}.recv"
         for leaf, (key, spec) in zip(leaves, self._info.codec.specs.items(), strict=True):
-            self.casts.check(
-                leaf,
-                ArraySpec((len(ids), *spec.shape), spec.dtype),
-                dotted(key),
-                f"{self.spec.name}.recv",
-            )
+            rows = ArraySpec((len(ids), *spec.shape), spec.dtype)
+            self.casts.check(leaf, rows, dotted(key), who)
         return ids, leaves, results
 
     def _restart(self) -> None:
@@ -384,10 +398,12 @@ class AsyncPoolEnvs(
         left, some environments make one more step.
         """
         while left := int(np.count_nonzero(self._running)):
-            if again := max(0, len(self.ready_envs) - left):
+            again = max(0, len(self.ready_envs) - left)
+            if again:
                 space = batch_space(self._info.action_space, again)
                 space.seed(0)
-                self._send(space.sample(), np.flatnonzero(~self._running)[:again])
+                idle = np.flatnonzero(~self._running)
+                self._send(space.sample(), idle[:again])
             ids, _, (_, terminated, truncated) = self._results()
             self._rows.over[ids] = terminated | truncated
         self.drop_open()
@@ -416,7 +432,8 @@ class RowsAhead:
     """
 
     def __init__(self, num_envs: int) -> None:
-        self.steps, self.over = np.zeros(num_envs, np.int64), np.ones(num_envs, bool)
+        self.steps = np.zeros(num_envs, np.int64)
+        self.over = np.ones(num_envs, bool)
         self.last: list[deque[list[Array]]] = [deque() for _ in range(num_envs)]
         self.flat: dict[Key, Array] = {}
         self.states: dict[Key, Array] = {}
@@ -430,8 +447,9 @@ class RowsAhead:
 
     def first(self, key: Key) -> Array:
         """Return a column of the first row, ``[num_envs, *shape]``."""
-        begin = self._first * len(self.steps)
-        return self.flat[key][begin : begin + len(self.steps)]
+        num_envs = len(self.steps)
+        begin = self._first * num_envs
+        return self.flat[key][begin : begin + num_envs]
 
     def drop_first(self) -> None:
         """Make the second row the first."""
@@ -440,7 +458,8 @@ class RowsAhead:
 
     def cells(self, ids: Array) -> Array:
         """Return the positions of the current rows of environments in ``flat``."""
-        cells: Array = (self._first + self.steps[ids]) % self.size * len(self.steps) + ids
+        row = (self._first + self.steps[ids]) % self.size
+        cells: Array = row * len(self.steps) + ids
         return cells
 
     def step(self, ids: Array) -> None:
@@ -450,7 +469,8 @@ class RowsAhead:
             for key, flat in self.flat.items():
                 in_order = np.roll(flat, -self._first * len(self.steps), 0)
                 self.flat[key] = np.concatenate([in_order, np.zeros_like(in_order)])
-            self._first, self.size = 0, 2 * self.size
+            self._first = 0
+            self.size *= 2
 
     def hold(self, columns: Sequence[Column], observed: Collection[Key]) -> bool:
         """Allocate memory for columns; those that are carried and not ``observed`` are recurrent
@@ -462,12 +482,14 @@ class RowsAhead:
         for column in new:
             self._allocate(column.key, column.shape, column.dtype)
             if column.carry and column.key not in observed:
-                self.states[column.key] = np.zeros((len(self.steps), *column.shape), column.dtype)
+                shape = (len(self.steps), *column.shape)
+                self.states[column.key] = np.zeros(shape, column.dtype)
         return not new
 
     def clear(self, observed: Mapping[Key, ArraySpec]) -> None:
         """Drop all rows. All environments await their first observation."""
-        self.steps[:], self.over[:] = 0, True
+        self.steps[:] = 0
+        self.over[:] = True
         for last in self.last:
             last.clear()
         for key, spec in observed.items():
@@ -476,8 +498,14 @@ class RowsAhead:
         for key in self.states:
             self.flat[key][...] = key == IS_INIT
 
-    def _allocate(self, key: Key, shape: tuple[int, ...], dtype: Any) -> None:
-        self.flat[key] = np.zeros((self.size * len(self.steps), *shape), dtype)
+    def _allocate(
+        self,
+        key: Key,
+        shape: tuple[int, ...],
+        dtype: Any,
+    ) -> None:
+        cells = self.size * len(self.steps)
+        self.flat[key] = np.zeros((cells, *shape), dtype)
         if key == IS_INIT:
             self.flat[key][...] = True
 
@@ -490,19 +518,29 @@ class ReadyRows:
         stamps: whether the version of the policy is one of them, and the policy does not write it.
     """
 
-    def __init__(self, lane: Lane, count: int, written: Collection[Key]) -> None:
-        columns = tuple(c for c in lane.layout.columns if c.carry or c.key in written)
+    def __init__(
+        self,
+        lane: Lane,
+        count: int,
+        written: Collection[Key],
+    ) -> None:
+        of_lane = lane.layout.columns
+        columns = tuple(c for c in of_lane if c.carry or c.key in written)
         row_bytes = count * sum(math.prod(c.shape) * c.dtype.itemsize for c in columns)
-        self._T = max(1, min(lane.T * -(-lane.B // count), BUFFER_BYTES // row_bytes))
-        self._lane = Slot(Layout(self._T, count, columns, batch_shape=(count,))).lanes[0]
-        self._row, self._version = self._T, None  # type: int, Any
-        self._inputs = [(c.key, self._lane.arrays[c.key]) for c in columns if c.carry]
-        self._outputs = [(c.key, self._lane.arrays[c.key]) for c in columns if not c.carry]
+        calls = lane.T * -(-lane.B // count)  # of the policy, in one rollout
+        self._T = max(1, min(calls, BUFFER_BYTES // row_bytes))
+        layout = Layout(self._T, count, columns, batch_shape=(count,))
+        self._lane = Slot(layout).lanes[0]
+        self._row = self._T
+        self._version: Any = None
+        arrays = self._lane.arrays
+        self._inputs = [(c.key, arrays[c.key]) for c in columns if c.carry]
+        self._outputs = [(c.key, arrays[c.key]) for c in columns if not c.carry]
         self._states = [
             (key, rows) for key, rows in self._inputs if key in written and key != IS_INIT
         ]
         others = {*RESULTS, POLICY_VERSION} - {c.key for c in columns}
-        self.kept = [*columns, *(c for c in lane.layout.columns if c.key in others)]
+        self.kept = [*columns, *(c for c in of_lane if c.key in others)]
         self.stamps = POLICY_VERSION in others and any(c.key == POLICY_VERSION for c in self.kept)
 
     def begin(self, prepare: Callable[[Lane], Act], version: Any) -> None:
@@ -511,15 +549,22 @@ class ReadyRows:
         self._version = version
         self._row = self._T
 
-    def act(self, rows: RowsAhead, ids: Array, actions: Collection[Key]) -> list[Array]:
+    def act(
+        self,
+        rows: RowsAhead,
+        ids: Array,
+        actions: Collection[Key],
+    ) -> list[Array]:
         """Act for the environments ``ids``, in their current rows.
 
         Return copies of the leaves of the actions.
         """
         if self._row == self._T:
             self._lane.begin_at(0)
-            self._act, self._row = self._prepare(self._lane), 0
-        cells, k = rows.cells(ids), self._row
+            self._act = self._prepare(self._lane)
+            self._row = 0
+        cells = rows.cells(ids)
+        k = self._row
         for key, column in self._inputs:
             column[k] = rows.flat[key][cells]
         self._act(k)

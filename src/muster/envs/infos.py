@@ -24,10 +24,16 @@ Seen = dict[Key, "ArraySpec | NotStored"]  # by path of names
 Cells = list[tuple["InfoField", Array, Array]]
 
 OF_ADAPTERS = {"final_obs", "final_info", "final_observation", "terminal_observation"}
-FLAG, FLOAT, INTEGER = (ArraySpec((), np.dtype(kind)) for kind in (bool, np.float64, np.int64))
+FLAG = ArraySpec((), np.dtype(bool))
+FLOAT = ArraySpec((), np.dtype(np.float64))
+INTEGER = ArraySpec((), np.dtype(np.int64))
 # Fields of ``RecordEpisodeStatistics`` and SB3's ``Monitor``, which add them at the end of an
 # episode only.
-STATISTICS: Seen = {("episode", "r"): FLOAT, ("episode", "l"): INTEGER, ("episode", "t"): FLOAT}
+STATISTICS: Seen = {
+    ("episode", "r"): FLOAT,
+    ("episode", "l"): INTEGER,
+    ("episode", "t"): FLOAT,
+}
 FITTING = {"b": "b", "i": "iub", "u": "iub", "f": "iubf"}  # kinds of values by the kind of a column
 
 
@@ -53,42 +59,42 @@ def wanted_infos(info: Any) -> dict[Key, Any]:
         return {(): None} if info else {}
     wanted: dict[Key, Any] = {}
     try:
-        for name, space in (
-            info.items() if isinstance(info, Mapping) else ((name, None) for name in info)
-        ):
-            wanted |= _opened((name,) if isinstance(name, str) else tuple(name), space)
+        named = info.items() if isinstance(info, Mapping) else [(name, None) for name in info]
+        for name, space in named:
+            path = (name,) if isinstance(name, str) else tuple(name)
+            wanted |= _opened(path, space)
     except TypeError:
         wanted = {}
     names = [name for path in wanted for name in path or [""]]
-    if (
-        isinstance(info, str)
-        or not names
-        or not all(isinstance(name, str) and name[:1] not in "_" for name in names)
-    ):
+    valid = all(isinstance(name, str) and name[:1] not in "_" for name in names)
+    if isinstance(info, str) or not names or not valid:
         raise BadOption(
             f"info={info!r}: expected True, a list of names such as ['success', ('episode', 'r')],"
             " or a dict of Gymnasium spaces by name; names do not begin with '_'"
         )
     for path, space in wanted.items():
-        if space is not None and not (isinstance(space, spaces.Text) or leaf_spec(space).is_tensor):
-            raise BadOption(
-                f"info: {_shown(path)} has the space {space}: expected numbers, arrays, text, or"
-                " Dict"
-            )
+        if space is None or isinstance(space, spaces.Text) or leaf_spec(space).is_tensor:
+            continue
+        raise BadOption(
+            f"info: {_shown(path)} has the space {space}: expected numbers, arrays, text, or Dict"
+        )
     return wanted
 
 
 def _opened(path: Key, space: Any) -> dict[Key, Any]:
     if not isinstance(space, spaces.Dict):
         return {path: space}
-    return {
-        leaf: part
-        for name, inner in space.spaces.items()
-        for leaf, part in _opened((*path, name), inner).items()
-    }
+    leaves: dict[Key, Any] = {}
+    for name, inner in space.spaces.items():
+        leaves |= _opened((*path, name), inner)
+    return leaves
 
 
-def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
+def with_infos(
+    env: EnvBatch,
+    info: Any,
+    look: Callable[[], Seen],
+) -> EnvBatch:
     """Wrap ``env`` so that it also writes its infos; ``look`` returns specs, for infos without a
     space.
 
@@ -102,7 +108,8 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
             f" Stable-Baselines3. {env.spec.name} returns none (TorchRL), steps on a device, or its"
             " agents take turns. Remove the option"
         )
-    if taken := [key for key in env.spec.observation_specs if key[0] == INFO]:
+    taken = [key for key in env.spec.observation_specs if key[0] == INFO]
+    if taken:
         raise BadOption(
             f"info: {env.spec.name} has the observation {taken[0]} already. Rename it, or remove"
             " the option"
@@ -112,29 +119,13 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
     specs = {path: leaf_spec(space) for path, space in wanted.items() if space is not None}
     seen = look() if len(specs) < len(wanted) else {}
     for path in wanted.keys() - specs.keys():
-        known: Seen = {**STATISTICS, **seen} if path else seen
-        within = {leaf: spec for leaf, spec in known.items() if leaf[: len(path)] == path}
-        found = {leaf: spec for leaf, spec in within.items() if isinstance(spec, ArraySpec)}
-        for leaf, spec in within.items():
-            if isinstance(spec, NotStored) and (spec.changes or (path and not found)):
-                raise BadOption(
-                    f"info: {env.spec.name}: {_shown(leaf)} {spec.why}. Leave it out, let the"
-                    " environment always return a number, array or text, or give the space of its"
-                    f" values: info={{{_shown(leaf)}: spaces.Box(...)}}"
-                )
-        if not found:
-            raise BadOption(
-                f"info: {env.spec.name}: no number, array or text"
-                f" {_shown(path) if path else 'at all'}"
-                " was in the infos of a reset and a random step. Give the spaces of what comes"
-                f" later, as in info={{{_shown(path or ('success',))}: spaces.Discrete(2)}}, or"
-                " remove it"
-            )
-        specs |= found
-    for path, spec in seen.items() if () in wanted else ():
-        if isinstance(spec, NotStored):
-            _warn_of(env, path, f"it {spec.why}")
-    if nested := [path for path in specs for i in range(1, len(path)) if path[:i] in specs]:
+        specs |= _found_below(path, seen, env.spec.name)
+    if () in wanted:
+        for path, spec in seen.items():
+            if isinstance(spec, NotStored):
+                _warn_of(env, path, f"it {spec.why}")
+    nested = [path for path in specs for i in range(1, len(path)) if path[:i] in specs]
+    if nested:
         raise BadOption(
             f"info: {env.spec.name}: {nested[0][:-1]} is a dict, and also a value. Name one of"
             " them only"
@@ -143,40 +134,77 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
     return _WithInfos(env, telling, fields, watched=() in wanted)
 
 
+def _found_below(
+    path: Key,
+    seen: Seen,
+    who: str,
+) -> dict[Key, ArraySpec]:
+    """Return the specs of the seen fields at or below ``path``, or raise ``BadOption``."""
+    known: Seen = {**STATISTICS, **seen} if path else seen
+    within = {leaf: spec for leaf, spec in known.items() if leaf[: len(path)] == path}
+    found = {leaf: spec for leaf, spec in within.items() if isinstance(spec, ArraySpec)}
+    for leaf, spec in within.items():
+        if isinstance(spec, NotStored) and (spec.changes or (path and not found)):
+            raise BadOption(
+                f"info: {who}: {_shown(leaf)} {spec.why}. Leave it out, let the environment"
+                " always return a number, array or text, or give the space of its values:"
+                f" info={{{_shown(leaf)}: spaces.Box(...)}}"
+            )
+    if not found:
+        name = _shown(path) if path else "at all"
+        example = _shown(path or ("success",))
+        raise BadOption(
+            f"info: {who}: no number, array or text {name} was in the infos of a reset and a"
+            " random step. Give the spaces of what comes later, as in"
+            f" info={{{example}: spaces.Discrete(2)}}, or remove it"
+        )
+    return found
+
+
 def look_at(env: EnvBatch, seen: Seen) -> None:
     """Add what ``TellsInfos.new_infos`` shows to ``seen``.
 
     Raises ``BadEnvOutput`` if there are no dicts of infos.
     """
-    found: list[tuple[Key, ArraySpec | NotStored]] = []
     telling = capability(env, TellsInfos)
-    for told, _ in () if telling is None else telling.new_infos:
-        if not isinstance(told, Mapping):
-            for i in range(env.spec.num_envs):
-                found += [
-                    (path, _spec_of(value))
-                    for path, (value, _) in _leaves(_info_of(env, told, i)).items()
-                ]
+    if telling is None:
+        return
+    found: list[tuple[Key, ArraySpec | NotStored]] = []
+    for told, _ in telling.new_infos:
+        if isinstance(told, Mapping):
+            found += _seen_in_batch(told, env.spec.num_envs)
             continue
-        for path, (column, mask) in _leaves(told, many=True).items():
-            rows = _rows_of(column, mask, env.spec.num_envs)
-            if isinstance(rows, str):
-                found.append((path, NotStored(rows)))
-            else:
-                values, there = rows
-                found += [
-                    (path, _spec_of(value))
-                    for value in (values if there is True else values[there])[:1]
-                ]
+        for i in range(env.spec.num_envs):
+            leaves = _leaves(_info_of(env, told, i))
+            found += [(path, _spec_of(value)) for path, (value, _) in leaves.items()]
     for path, spec in found:
         seen[path] = _joined(seen[path], spec) if path in seen else spec
 
 
+def _seen_in_batch(
+    told: Mapping[Any, Any], num_envs: int
+) -> list[tuple[Key, ArraySpec | NotStored]]:
+    """Return the specs of the first present value of each field of a batch's infos."""
+    found: list[tuple[Key, ArraySpec | NotStored]] = []
+    for path, (column, mask) in _leaves(told, many=True).items():
+        rows = _rows_of(column, mask, num_envs)
+        if isinstance(rows, str):
+            found.append((path, NotStored(rows)))
+            continue
+        values, there = rows
+        present = values if there is True else values[there]
+        found += [(path, _spec_of(value)) for value in present[:1]]
+    return found
+
+
 def _joined(before: ArraySpec | NotStored, spec: ArraySpec | NotStored) -> ArraySpec | NotStored:
     """Return the spec of values of both; the first one, if one of them is not stored."""
-    if isinstance(before, NotStored) or isinstance(spec, NotStored) or str(spec) == str(before):
+    if isinstance(before, NotStored) or isinstance(spec, NotStored):
         return before
-    if spec.shape != before.shape or not {spec.dtype.kind, before.dtype.kind} <= set("iuf"):
+    if str(spec) == str(before):
+        return before
+    numbers = {spec.dtype.kind, before.dtype.kind} <= set("iuf")
+    if spec.shape != before.shape or not numbers:
         return NotStored(f"has {before} at first, and then {spec}", changes=True)
     return ArraySpec(spec.shape, np.result_type(spec.dtype, before.dtype))
 
@@ -185,7 +213,9 @@ def _info_of(env: Any, told: Any, i: int) -> dict[Any, Any]:
     """Return the info of environment ``i`` in a list of infos, ``{}`` for None; ``BadEnvOutput`` if
     it is no dict.
     """
-    is_list = isinstance(told, (list, tuple)) or (isinstance(told, np.ndarray) and told.ndim > 0)
+    is_list = isinstance(told, (list, tuple))
+    if isinstance(told, np.ndarray):
+        is_list = told.ndim > 0
     if not is_list or len(told) != env.spec.num_envs:
         raise BadEnvOutput(
             f"{env.spec.name} returned the infos {described_value(told)}, expected a dict of"
@@ -199,7 +229,11 @@ def _info_of(env: Any, told: Any, i: int) -> dict[Any, Any]:
     return info
 
 
-def _rows_of(column: Any, mask: Any, num_envs: int) -> tuple[Array, Array | Literal[True]] | str:
+def _rows_of(
+    column: Any,
+    mask: Any,
+    num_envs: int,
+) -> tuple[Array, Array | Literal[True]] | str:
     """Return the values ``[B, ...]`` of a batch's field and the mask of environments that have one
     (True: all).
 
@@ -223,14 +257,20 @@ def _rows_of(column: Any, mask: Any, num_envs: int) -> tuple[Array, Array | Lite
 
 
 def _leaves(
-    info: Mapping[Any, Any], path: Key = (), mask: Any = True, *, many: bool = False
+    info: Mapping[Any, Any],
+    path: Key = (),
+    mask: Any = True,
+    *,
+    many: bool = False,
 ) -> dict[Key, tuple[Any, Any]]:
     """Return values and True by path; if ``many``, values ``[B, ...]`` and masks of environments
     that have them.
     """
     found: dict[Key, tuple[Any, Any]] = {}
     for name, value in info.items():
-        if value is None or not isinstance(name, str) or name[:1] in "_" or name in OF_ADAPTERS:
+        if value is None or not isinstance(name, str):
+            continue
+        if name[:1] in "_" or name in OF_ADAPTERS:
             continue
         own = info.get(f"_{name}") if many else True
         there = mask if own is None else own
@@ -248,7 +288,9 @@ def _spec_of(value: Any) -> ArraySpec | NotStored:
     if not isinstance(value, (bool, int, float, np.generic, np.ndarray)):
         return NO_VALUE
     array = np.asarray(value)
-    return ArraySpec(array.shape, array.dtype) if array.dtype.kind in NUMBERS else NO_VALUE
+    if array.dtype.kind not in NUMBERS:
+        return NO_VALUE
+    return ArraySpec(array.shape, array.dtype)
 
 
 @dataclass(eq=False)
@@ -261,7 +303,9 @@ class InfoField:
 
     def stored(self) -> dict[Key, ArraySpec]:
         """Return the specs of the columns: values, and flags of present values."""
-        return {(INFO, *self.path): self.spec, (INFO, *mask_of(self.path)): FLAG}
+        values = (INFO, *self.path)
+        flags = (INFO, *mask_of(self.path))
+        return {values: self.spec, flags: FLAG}
 
     @property
     def blank(self) -> Any:
@@ -275,10 +319,8 @@ class InfoField:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError):  # rows of different lengths, for instance
             return False
-        fits = (
-            array.shape == (*lead, *self.spec.shape)
-            and array.dtype.kind in FITTING[self.spec.dtype.kind]
-        )
+        kinds = FITTING[self.spec.dtype.kind]
+        fits = array.shape == (*lead, *self.spec.shape) and array.dtype.kind in kinds
         if fits and isinstance(value, (bool, int, float, np.generic)):
             self.fitting.add(type(value))
         return fits
@@ -298,7 +340,9 @@ class _WithInfos(WrappedEnvs, KeepsState):
         *,
         watched: bool,
     ) -> None:
-        specs = {key: spec for each in fields for key, spec in each.stored().items()}
+        specs: dict[Key, ArraySpec] = {}
+        for each in fields:
+            specs |= each.stored()
         own = inner.spec
         masks = own.action_masks or action_masks(specs, own.action_specs, (INFO,))
         super().__init__(inner, replace(own, info_specs=specs, action_masks=masks))
@@ -309,10 +353,15 @@ class _WithInfos(WrappedEnvs, KeepsState):
         self.begun: dict[Key, Array] = {}
 
     def reset(
-        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
+        self,
+        arrays: Mapping[Key, Any],
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
     ) -> None:
         self.inner.reset(arrays, row, which, seeds)
-        cells, waiting = self._cells(arrays), list(which)
+        cells = self._cells(arrays)
+        waiting = list(which)
         for told, some in self._telling.new_infos:
             now = [i for i in which if some is ALL or i in some]
             self._put(cells, row, now, told)
@@ -328,13 +377,11 @@ class _WithInfos(WrappedEnvs, KeepsState):
         arrays = lane.arrays
 
         def note(t: int) -> None:
+            row = t + 1
             for number, (told, some) in enumerate(telling.new_infos):
-                # the row has the infos of the reset, the first pair
-                for key in self.spec.info_specs if number else ():
-                    self.begun.setdefault(key, np.zeros_like(arrays[key][0]))[some] = arrays[key][
-                        t + 1, some
-                    ]
-                self._put(cells, t + 1, some, told)
+                if number > 0:  # the row has the infos of the reset, the first pair
+                    self._keep_begun(arrays, row, some)
+                self._put(cells, row, some, told)
 
         return note
 
@@ -343,8 +390,10 @@ class _WithInfos(WrappedEnvs, KeepsState):
             key: array.tolist() if array.dtype == OBJECT else array.copy()
             for key, array in self.begun.items()
         }
-        inner = {} if self._keeping is None else self._keeping.snapshot()
-        return {**inner, **({"first_infos": first} if first else {})}
+        state = {} if self._keeping is None else dict(self._keeping.snapshot())
+        if first:
+            state["first_infos"] = first
+        return state
 
     def restore(self, state: dict[str, Any]) -> None:
         rest = dict(state)
@@ -355,6 +404,18 @@ class _WithInfos(WrappedEnvs, KeepsState):
         if self._keeping is not None:
             self._keeping.restore(rest)
 
+    def _keep_begun(
+        self,
+        arrays: Mapping[Key, Array],
+        row: int,
+        some: Any,
+    ) -> None:
+        """Keep the infos of resets within a step, which ``row`` has until the step's are written."""
+        for key in self.spec.info_specs:
+            array = arrays[key]
+            first = self.begun.setdefault(key, np.zeros_like(array[0]))
+            first[some] = array[row, some]
+
     def _cells(self, arrays: Mapping[Key, Array]) -> Cells:
         cells: Cells = []
         for each in self._fields:
@@ -362,15 +423,20 @@ class _WithInfos(WrappedEnvs, KeepsState):
             cells.append((each, arrays[values], arrays[flags]))
         return cells
 
-    def _put(self, cells: Cells, row: int, some: Any, told: Any) -> None:
+    def _put(
+        self,
+        cells: Cells,
+        row: int,
+        some: Any,
+        told: Any,
+    ) -> None:
         """Write infos of the environments ``some`` into a row; see ``TellsInfos``."""
         if isinstance(told, Mapping):
             leaves = _leaves(told, many=True)
             self._warn_of_unknown(leaves)
             for each, values, flags in cells:
-                self._put_many(
-                    each, values[row], flags[row], some, *leaves.get(each.path, (None, True))
-                )
+                column, mask = leaves.get(each.path, (None, True))
+                self._put_many(each, values[row], flags[row], some, column, mask)
             return
         for i in range(self.spec.num_envs) if some is ALL else some:
             info = _info_of(self, told, i)
@@ -382,20 +448,36 @@ class _WithInfos(WrappedEnvs, KeepsState):
                     value = value.get(name) if isinstance(value, dict) else None
                 self._put_one(each, values[row], flags[row], i, value)
 
-    def _put_one(self, each: InfoField, values: Array, flags: Array, i: int, value: Any) -> None:
+    def _put_one(
+        self,
+        each: InfoField,
+        values: Array,
+        flags: Array,
+        i: int,
+        value: Any,
+    ) -> None:
         if value is None:
-            values[i], flags[i] = each.blank, False
+            values[i] = each.blank
+            flags[i] = False
             return
         if type(value) not in each.fitting and not each.fits(value):
             raise self._misfit(each, value, i)
-        values[i], flags[i] = value, True
+        values[i] = value
+        flags[i] = True
 
     def _put_many(
-        self, each: InfoField, values: Array, flags: Array, some: Any, column: Any, mask: Any
+        self,
+        each: InfoField,
+        values: Array,
+        flags: Array,
+        some: Any,
+        column: Any,
+        mask: Any,
     ) -> None:
         """Write one field of a row from an array, ``[B, *shape]``."""
         if column is None:
-            values[some], flags[some] = each.blank, False
+            values[some] = each.blank
+            flags[some] = False
             return
         rows = _rows_of(column, mask, self.spec.num_envs)
         if isinstance(rows, str):
@@ -406,9 +488,8 @@ class _WithInfos(WrappedEnvs, KeepsState):
         column, mask = rows
         if column.dtype.kind in "OU":
             for i in range(self.spec.num_envs) if some is ALL else some:
-                self._put_one(
-                    each, values, flags, i, column[i] if mask is True or mask[i] else None
-                )
+                present = mask is True or mask[i]
+                self._put_one(each, values, flags, i, column[i] if present else None)
             return
         if not each.fits(column, (self.spec.num_envs,)):
             raise self._misfit(each, column, None)
@@ -419,18 +500,25 @@ class _WithInfos(WrappedEnvs, KeepsState):
 
     def _warn_of_unknown(self, leaves: Mapping[Key, Any]) -> None:
         """Warn once of infos that were not seen when the columns were made."""
-        if self._known is not None and not leaves.keys() <= self._known:
-            for path in sorted(leaves.keys() - self._known):
-                _warn_of(self, path, "the first reset and step did not have it")
-            self._known.update(leaves)
+        if self._known is None or leaves.keys() <= self._known:
+            return
+        for path in sorted(leaves.keys() - self._known):
+            _warn_of(self, path, "the first reset and step did not have it")
+        self._known.update(leaves)
 
-    def _misfit(self, each: InfoField, value: Any, i: int | None) -> EnvError:
-        name, expected = _shown(each.path), each.spec if each.spec.is_tensor else "text"
+    def _misfit(
+        self,
+        each: InfoField,
+        value: Any,
+        i: int | None,
+    ) -> EnvError:
+        name = _shown(each.path)
+        expected = each.spec if each.spec.is_tensor else "text"
+        who = self.spec.name if i is None else f"{self.spec.name}[{i}]"
         return EnvError(
-            f"{self.spec.name}{'' if i is None else f'[{i}]'}: info {name} is"
-            f" {described_value(value)}, expected {expected}, as in its space or when it was first"
-            " seen. Let the environment always return the same shape and kind, or give a space"
-            " that holds all its values:"
+            f"{who}: info {name} is {described_value(value)}, expected {expected}, as in its"
+            " space or when it was first seen. Let the environment always return the same shape"
+            " and kind, or give a space that holds all its values:"
             f" info={{{name}: spaces.Box(...)}}",
             env_index=i,
         )

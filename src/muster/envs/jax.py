@@ -77,7 +77,13 @@ class JaxEnvs:
 
     muster_exact = True  # masks are respected, and every last observation is returned
 
-    def __init__(self, env: Any, num_envs: int, params: Any = None, device: Any = None) -> None:
+    def __init__(
+        self,
+        env: Any,
+        num_envs: int,
+        params: Any = None,
+        device: Any = None,
+    ) -> None:
         self.num_envs = num_envs
         self.spec = SimpleNamespace(id=type(env).__name__)
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
@@ -93,20 +99,23 @@ class JaxEnvs:
             )
         self._home = jax.devices()[0] if device is None else device
         on_cpu = self._home.platform == "cpu"
-        self.device = (
-            torch.device("cpu")
-            if on_cpu
-            else torch.device("cuda", self._home.local_hardware_id or 0)
-        )
+        if on_cpu:
+            self.device = torch.device("cpu")
+        else:
+            self.device = torch.device("cuda", self._home.local_hardware_id or 0)
         with jax.default_device(self._home):
             obs, state = jax.eval_shape(one_reset, jax.random.PRNGKey(0))
-        if any(str(key).endswith(RESETTING) for key in getattr(state, "info", ())):
+        kept = getattr(state, "info", ())
+        if any(str(key).endswith(RESETTING) for key in kept):
             raise UnsupportedEnv(
                 f"{self.spec.id} resets itself, which hides the last observations: pass it without"
                 " AutoResetWrapper (brax.envs.create(..., auto_reset=False))"
             )
         self.single_observation_space = _space_of(obs)
-        self._begin, self._begin_some, self._advance = _compiled(one_reset, one_step)
+        begin, begin_some, advance = _compiled(one_reset, one_step)
+        self._begin = begin
+        self._begin_some = begin_some
+        self._advance = advance
         self._keys: Any = None
         self._obs: Any = None
         self.state: Any = None
@@ -128,8 +137,9 @@ class JaxEnvs:
             if mask is None or self.state is None:
                 self._obs, self.state, self._keys = self._begin(self._keys)
             else:
-                now = self._obs, self.state, self._keys
-                self._obs, self.state, self._keys = self._begin_some(now, _to_jax(mask))
+                now = (self._obs, self.state, self._keys)
+                now = self._begin_some(now, _to_jax(mask))
+                self._obs, self.state, self._keys = now
         return _to_torch(self._obs), {}
 
     def step(
@@ -137,29 +147,26 @@ class JaxEnvs:
     ) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Step all environments; ``info["final_obs"]`` has the observations before resets."""
         with jax.default_device(self._home):
-            (self._obs, self.state, self._keys), last = self._advance(
-                self.state, self._keys, _to_jax(action)
-            )
-        final, *columns = (_to_torch(part) for part in last)
-        reward, terminated, truncated = columns
-        return _to_torch(self._obs), reward, terminated, truncated, {"final_obs": final}
+            now, last = self._advance(self.state, self._keys, _to_jax(action))
+            self._obs, self.state, self._keys = now
+        final, reward, terminated, truncated = (_to_torch(part) for part in last)
+        info = {"final_obs": final}
+        return _to_torch(self._obs), reward, terminated, truncated, info
 
     def get_state(self) -> dict[str, Any]:
         """Return copies of all arrays as NumPy arrays, for exact resume."""
-        return {
-            "leaves": [
-                np.array(leaf) for leaf in jax.tree.leaves((self._obs, self.state, self._keys))
-            ]
-        }
+        leaves = jax.tree.leaves((self._obs, self.state, self._keys))
+        return {"leaves": [np.array(leaf) for leaf in leaves]}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore the result of ``get_state``."""
         self._obs = self.state = self._keys = None
-        if state["leaves"]:
-            keys = jax.ShapeDtypeStruct((self.num_envs, 2), jnp.uint32)
-            structure = jax.tree.structure(jax.eval_shape(self._begin, keys))
-            leaves = [jax.device_put(leaf, self._home) for leaf in state["leaves"]]
-            self._obs, self.state, self._keys = jax.tree.unflatten(structure, leaves)
+        if not state["leaves"]:
+            return
+        leaves = [jax.device_put(leaf, self._home) for leaf in state["leaves"]]
+        keys = jax.ShapeDtypeStruct((self.num_envs, 2), jnp.uint32)
+        structure = jax.tree.structure(jax.eval_shape(self._begin, keys))
+        self._obs, self.state, self._keys = jax.tree.unflatten(structure, leaves)
 
     def close(self) -> None:
         """Nothing to do."""
@@ -167,8 +174,12 @@ class JaxEnvs:
     def _keys_from(self, seed: Any) -> Any:
         if seed is None:
             seed = int(np.random.SeedSequence().generate_state(1)[0])
-        seeds = np.arange(seed, seed + self.num_envs) if isinstance(seed, int) else np.asarray(seed)
-        return jax.vmap(jax.random.PRNGKey)(jnp.asarray(seeds % 2**32, jnp.uint32))
+        if isinstance(seed, int):
+            seeds = np.arange(seed, seed + self.num_envs)
+        else:
+            seeds = np.asarray(seed)
+        words = jnp.asarray(seeds % 2**32, jnp.uint32)
+        return jax.vmap(jax.random.PRNGKey)(words)
 
 
 def _compiled(reset: Reset, step: Advance) -> tuple[Any, Any, Any]:
@@ -178,17 +189,21 @@ def _compiled(reset: Reset, step: Advance) -> tuple[Any, Any, Any]:
 
     def begin(key: Any) -> Any:
         key, for_reset = jax.random.split(key)
-        return *reset(for_reset), key
+        obs, state = reset(for_reset)
+        return obs, state, key
 
     def begin_some(now: Any, where: Any) -> Any:
-        return _select(where, begin(now[2]), now)
+        _, _, keys = now
+        return _select(where, begin(keys), now)
 
     def advance(state: Any, key: Any, action: Any) -> Any:
         key, for_step, for_reset = jax.random.split(key, 3)
         obs, state, reward, terminated, truncated = step(for_step, state, action)
-        fresh = *reset(for_reset), key
+        first_obs, first_state = reset(for_reset)
+        fresh = (first_obs, first_state, key)
         now = _select(terminated | truncated, fresh, (obs, state, key))
-        return now, (obs, jnp.asarray(reward, jnp.float32), terminated, truncated)
+        reward = jnp.asarray(reward, jnp.float32)
+        return now, (obs, reward, terminated, truncated)
 
     return tuple(jax.jit(jax.vmap(function)) for function in (begin, begin_some, advance))
 
@@ -197,7 +212,11 @@ def _select(where: Any, new: Any, old: Any) -> Any:
     """Select ``new`` or ``old``, in the dtypes of ``old``; a reset may return others (Python
     numbers, for instance).
     """
-    return jax.tree.map(lambda a, b: jnp.where(where, a, b).astype(jnp.asarray(b).dtype), new, old)
+
+    def chosen(a: Any, b: Any) -> Any:
+        return jnp.where(where, a, b).astype(jnp.asarray(b).dtype)
+
+    return jax.tree.map(chosen, new, old)
 
 
 # --- the two APIs ---------------------------------------------------------------------------------
@@ -217,11 +236,16 @@ def _is_brax(obj: Any) -> bool:
     return _has(obj, "reset", "step", "observation_size", "action_size")
 
 
-def _gymnax(env: Any, params: Any) -> tuple[Reset, Advance, spaces.Space[Any]]:
+def _gymnax(
+    env: Any,
+    params: Any,
+) -> tuple[Reset, Advance, spaces.Space[Any]]:
     params = env.default_params if params is None else params
     new = hasattr(env, "is_truncated")  # gymnax 1.0: done no longer includes the limit
     limited = hasattr(params, "max_steps_in_episode") and hasattr(env, "is_terminal")
-    unlimited = dataclasses.replace(params, max_steps_in_episode=NO_LIMIT) if limited else params
+    unlimited = params
+    if limited:
+        unlimited = dataclasses.replace(params, max_steps_in_episode=NO_LIMIT)
 
     def reset(key: Any) -> tuple[Any, Any]:
         obs, state = env.reset_env(key, params)
@@ -231,9 +255,13 @@ def _gymnax(env: Any, params: Any) -> tuple[Reset, Advance, spaces.Space[Any]]:
         obs, state, reward, done, _ = env.step_env(key, state, action, params)
         done = jnp.asarray(done, bool)
         if new:
-            return obs, state, reward, done, jnp.asarray(env.is_truncated(state, params), bool)
-        by_itself = jnp.asarray(env.is_terminal(state, unlimited), bool) if limited else True
-        return obs, state, reward, done & by_itself, done & jnp.logical_not(by_itself)
+            truncated = jnp.asarray(env.is_truncated(state, params), bool)
+            return obs, state, reward, done, truncated
+        by_itself: Any = True
+        if limited:
+            by_itself = jnp.asarray(env.is_terminal(state, unlimited), bool)
+        truncated = done & jnp.logical_not(by_itself)
+        return obs, state, reward, done & by_itself, truncated
 
     return reset, step, _action_space(env.action_space(params))
 
@@ -246,7 +274,8 @@ def _brax(env: Any) -> tuple[Reset, Advance, spaces.Space[Any]]:
     def step(key: Any, state: Any, action: Any) -> tuple[Any, ...]:
         state = env.step(state, action)
         done = jnp.asarray(state.done, bool)
-        truncated = done & jnp.asarray(state.info.get("truncation", False), bool)
+        flag = state.info.get("truncation", False)
+        truncated = done & jnp.asarray(flag, bool)
         return state.obs, state, state.reward, done & ~truncated, truncated
 
     return reset, step, spaces.Box(-1.0, 1.0, (int(env.action_size),))
@@ -257,10 +286,8 @@ def _action_space(space: Any) -> spaces.Space[Any]:
         return spaces.Discrete(int(space.n))
     if not (hasattr(space, "low") and hasattr(space, "high")):
         raise UnsupportedSpace(f"{space} is neither Discrete nor Box")
-    low, high = (
-        np.broadcast_to(np.asarray(bound, np.float32), space.shape)
-        for bound in (space.low, space.high)
-    )
+    low = np.broadcast_to(np.asarray(space.low, np.float32), space.shape)
+    high = np.broadcast_to(np.asarray(space.high, np.float32), space.shape)
     return spaces.Box(low, high)
 
 
@@ -278,8 +305,10 @@ def _space_of(obs: Any) -> spaces.Space[Any]:
     dtype = np.dtype(dtype)
     if dtype.kind == "f":
         return spaces.Box(-np.inf, np.inf, obs.shape, dtype.type)
-    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    return spaces.Box(low, high, obs.shape, dtype.type)
+    if dtype.kind == "b":
+        return spaces.Box(0, 1, obs.shape, dtype.type)
+    limits = np.iinfo(dtype)
+    return spaces.Box(limits.min, limits.max, obs.shape, dtype.type)
 
 
 # --- tensors --------------------------------------------------------------------------------------
@@ -294,4 +323,6 @@ def _to_torch(tree: Any) -> Any:
 
 def _to_jax(tensor: torch.Tensor) -> Any:
     """Return an array over the tensor's memory; int64 is copied to int32, JAX's default."""
-    return jnp.from_dlpack(tensor.to(torch.int32) if tensor.dtype == torch.int64 else tensor)
+    if tensor.dtype == torch.int64:
+        tensor = tensor.to(torch.int32)
+    return jnp.from_dlpack(tensor)

@@ -23,7 +23,8 @@ class OwnMemory(gymnasium.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> tuple[Any, Any, Any, Any, Any]:
         obs, reward, terminated, truncated, info = self.env.step(action)
         if terminated or truncated:
-            obs, info = copied(obs), kept_info(info)
+            obs = copied(obs)
+            info = kept_info(info)
         return obs, reward, terminated, truncated, info
 
     def reset(self, **arguments: Any) -> tuple[Any, Any]:

@@ -51,7 +51,8 @@ from muster.memory.specs import Array, ArraySpec, Specs
 from muster.protocols import ALL, EnvBatch, Step
 from muster.rng import GroupRng
 
-BOOL, FLOAT = np.dtype(bool), np.dtype(np.float32)
+BOOL = np.dtype(bool)
+FLOAT = np.dtype(np.float32)
 AWAY = (True, False)  # terminated and truncated of an agent that has not acted yet
 
 
@@ -64,16 +65,20 @@ def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
     """Return the env batch of B environments of the same kind; ``device`` has no effect."""
     if any(isinstance(env, AECEnv) and not _is_parallelizable(env) for env in envs):
         return TurnEnvs(envs)
-    return ParallelEnvs(
-        [env if isinstance(env, ParallelEnv) else aec_to_parallel(env) for env in envs]
-    )
+    parallel = [env if isinstance(env, ParallelEnv) else aec_to_parallel(env) for env in envs]
+    return ParallelEnvs(parallel)
 
 
 class Team(AgentSpaces):
     """One group of agents."""
 
     def __init__(
-        self, who: str, env: Any, name: str, agents: list[str], infos: Mapping[str, Any]
+        self,
+        who: str,
+        env: Any,
+        name: str,
+        agents: list[str],
+        infos: Mapping[str, Any],
     ) -> None:
         if name in RESERVED | {"state"}:
             raise UnsupportedEnv(
@@ -82,10 +87,9 @@ class Team(AgentSpaces):
         super().__init__(f"{who}: {name}", env, agents, infos, (name,))
         self.name = name
         self.agents = agents
-        self.keys: dict[str, Key] = {
-            key: (name, key)
-            for key in ("reward", "mask", "action_mask", *(key[0] for key in FLAGS))
-        }
+        flags = [key[0] for key in FLAGS]
+        columns = ("reward", "mask", "action_mask", *flags)
+        self.keys: dict[str, Key] = {column: (name, column) for column in columns}
 
 
 class ParallelEnvs(
@@ -95,7 +99,7 @@ class ParallelEnvs(
     (and closes) them.
 
     An episode ends when no agent is left; it is terminated if all agents were, else truncated.
-    Episode records sum the rewards of all agents. Random actions respect action masks. The
+    Episode records sum the rewards of all agents, and have those of each. Random actions respect action masks. The
     constructor resets environment 0 to see its infos.
     """
 
@@ -109,38 +113,31 @@ class ParallelEnvs(
                     f"{name}: environment {b} has other agents or spaces than environment 0"
                 )
         _, infos = _reset(env, f"{name}[0]", 0)
-        self.teams = [Team(name, env, team, agents, infos) for team, agents in _group(env).items()]
-        self._actions = SpaceCodec(
-            spaces.Dict(
-                {
-                    team.name: spaces.Dict(
-                        {"action": batch_space(team.action.space, len(team.agents))}
-                    )
-                    for team in self.teams
-                }
-            ),
-            (),
-        )
+        groups = _group(env)
+        self.teams = [Team(name, env, team, agents, infos) for team, agents in groups.items()]
+        self._actions = SpaceCodec(_action_space(self.teams), ())
         state = getattr(env, "state_space", None)
         self._state = SpaceCodec(state, ("state",)) if isinstance(state, spaces.Space) else None
         observed = _observation_specs(self.teams, self._state)
         checks.check_arrays(name, observed, self._actions.specs)
+        rewards: Specs = {}
+        masks: dict[Key, Key] = {}
+        for each in self.teams:
+            rewards[each.keys["reward"]] = ArraySpec((len(each.agents), 1), FLOAT)
+            if each.mask_shape is not None:
+                masks[each.name, "action"] = each.keys["action_mask"]
         self.spec = EnvSpec(
             name,
             len(envs),
             (len(envs),),
             observed,
             self._actions.specs,
-            step_specs={
-                team.keys["reward"]: ArraySpec((len(team.agents), 1), FLOAT) for team in self.teams
-            },
-            action_masks={
-                (team.name, "action"): team.keys["action_mask"]
-                for team in self.teams
-                if team.mask_shape is not None
-            },
+            step_specs=rewards,
+            action_masks=masks,
             reward_key=TEAM_REWARD,
+            agent_rewards={next_of(team.keys["reward"]): tuple(team.agents) for team in self.teams},
             single=True,
+            seeds_episodes=True,
         )
         self.casts: Casts = Casts(name)
         self._acting: list[list[str]] = [[] for _ in envs]
@@ -151,7 +148,11 @@ class ParallelEnvs(
 
     # --- EnvBatch ---------------------------------------------------------------------------------
 
-    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
+    def sample(
+        self,
+        rng: GroupRng,
+        shape: tuple[int, ...],
+    ) -> dict[Key, Array]:
         return self._actions.sample(rng, shape)
 
     def reset(
@@ -164,16 +165,20 @@ class ParallelEnvs(
         options = self.take_options()
         for n, b in enumerate(which):
             seed = None if seeds is None else int(seeds[n])
-            given = checks.kept_info(options)
-            obs, infos = _reset(self.envs[b], f"{self.spec.name}[{b}]", b, seed=seed, **given)
-            self._acting[b], self._left[b] = list(self.envs[b].agents), {}
+            env = self.envs[b]
+            given = checks.seed_argument(env, seed, self.spec.name, self.casts)
+            given |= checks.kept_info(options)
+            obs, infos = _reset(env, f"{self.spec.name}[{b}]", b, **given)
+            self._acting[b] = list(env.agents)
+            self._left[b] = {}
             if self._keeps_infos:
                 self._told[b] = checks.kept_info(infos)
             self._write(arrays, row, b, obs, infos, "reset")
 
     def start(self, lane: Lane) -> Step:
         arrays = lane.arrays
-        terminated, truncated = arrays[next_of(TERMINATED)], arrays[next_of(TRUNCATED)]
+        terminated = arrays[next_of(TERMINATED)]
+        truncated = arrays[next_of(TRUNCATED)]
         total = arrays[TEAM_REWARD]
         rewards = [arrays[next_of(team.keys["reward"])] for team in self.teams]
 
@@ -188,12 +193,14 @@ class ParallelEnvs(
                     self._told[b] = checks.kept_info(infos)
                 total[t, b] = self._put_rewards(rewards, t, b, reward)
                 still = [a for a in self.envs[b].agents if not (ended.get(a) or cut.get(a))]
-                self._left[b] |= {a: (ended[a], cut[a]) for a in self._acting[b] if a not in still}
+                gone = [a for a in self._acting[b] if a not in still]
+                self._left[b] |= {a: (ended[a], cut[a]) for a in gone}
                 self._acting[b] = still
                 self._write(arrays, t + 1, b, obs, infos, "step")
                 if not still:
                     by_end = all(left[0] for left in self._left[b].values())
-                    terminated[t, b], truncated[t, b] = by_end, not by_end
+                    terminated[t, b] = by_end
+                    truncated[t, b] = not by_end
                     finished.append(b)
             self.executed_in_row = 0
             return finished or None
@@ -207,20 +214,26 @@ class ParallelEnvs(
         self._keeps_infos = True
 
     def snapshot(self) -> dict[str, Any]:
-        return {"acting": [list(names) for names in self._acting], "left": [*map(dict, self._left)]}
+        return {
+            "acting": [list(names) for names in self._acting],
+            "left": [dict(left) for left in self._left],
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._acting, self._left = (
-            [list(names) for names in state["acting"]],
-            [*map(dict, state["left"])],
-        )
+        self._acting = [list(names) for names in state["acting"]]
+        self._left = [dict(left) for left in state["left"]]
 
     def close(self) -> None:
         checks.close_all([env.close for env in self.envs])
 
     # --- rows -------------------------------------------------------------------------------------
 
-    def _action(self, arrays: Mapping[Key, Array], t: int, b: int) -> dict[str, Any]:
+    def _action(
+        self,
+        arrays: Mapping[Key, Array],
+        t: int,
+        b: int,
+    ) -> dict[str, Any]:
         """Return the action of each acting agent: copies, which the environment may keep."""
         actions = {}
         acting = set(self._acting[b])
@@ -231,61 +244,94 @@ class ParallelEnvs(
                     actions[agent] = team.action.build([leaf[i].copy() for leaf in leaves])
         return actions
 
-    def _put_rewards(self, arrays: list[Array], t: int, b: int, reward: Mapping[str, Any]) -> float:
+    def _put_rewards(
+        self,
+        arrays: list[Array],
+        t: int,
+        b: int,
+        reward: Mapping[str, Any],
+    ) -> float:
         total = 0.0
         for team, array in zip(self.teams, arrays, strict=True):
             for i, agent in enumerate(team.agents):
                 value = reward.get(agent, 0.0)
                 if problem := self.casts.reward_problem(value):
                     raise BadEnvOutput(f"{self.spec.name}[{b}].step: {agent}: {problem}. {FIX}")
-                array[t, b, i, 0] = checks.number(value)
-                total += float(checks.number(value))
+                number = checks.number(value)
+                array[t, b, i, 0] = number
+                total += float(number)
         return total
 
     def _write(
-        self, arrays: Mapping[Key, Array], row: int, b: int, obs: Any, infos: Any, method: str
+        self,
+        arrays: Mapping[Key, Array],
+        row: int,
+        b: int,
+        obs: Any,
+        infos: Any,
+        method: str,
     ) -> None:
         """Write row ``row`` of environment ``b``: observations, flags and masks of all agents, and
         the state.
         """
         acting = set(self._acting[b])
         for team in self.teams:
-            targets = [arrays[key][row, b] for key in team.observation.specs]
-            ended, cut, done, mask = (
-                arrays[team.keys[k]][row, b] for k in ("terminated", "truncated", "done", "mask")
-            )
-            for i, agent in enumerate(team.agents):
-                here = agent in acting
-                mask[i] = here
-                ended[i], cut[i] = (False, False) if here else self._left[b].get(agent, AWAY)
-                done[i] = not here
-                seen = obs.get(agent)
-                if seen is None and here:
-                    raise BadEnvOutput(
-                        f"{self.spec.name}[{b}].{method} returned no observation of {agent}. {FIX}"
-                    )
-                leaves, legal = [0] * len(targets), True  # type: list[Any], Any
-                if seen is not None:
-                    who = f"{self.spec.name}[{b}].{method}: {agent}"
-                    leaves, legal = team.leaves(self.casts, seen, infos.get(agent), who)
-                for target, leaf in zip(targets, leaves, strict=True):
-                    target[i] = leaf
-                if team.mask_shape is not None:
-                    arrays[team.keys["action_mask"]][row, b, i] = legal if here else True
+            self._write_team(arrays, row, b, team, acting, obs, infos, method)
         if self._state is not None:
+            who = f"{self.spec.name}[{b}].state"
             leaves = self._state.flatten(self._call(b, "state"))
             for (key, spec), leaf in zip(self._state.specs.items(), leaves, strict=True):
-                self.casts.check(leaf, spec, dotted(key), f"{self.spec.name}[{b}].state")
+                self.casts.check(leaf, spec, dotted(key), who)
                 arrays[key][row, b] = leaf
+
+    def _write_team(
+        self,
+        arrays: Mapping[Key, Array],
+        row: int,
+        b: int,
+        team: Team,
+        acting: set[str],
+        obs: Any,
+        infos: Any,
+        method: str,
+    ) -> None:
+        targets = [arrays[key][row, b] for key in team.observation.specs]
+        ended = arrays[team.keys["terminated"]][row, b]
+        cut = arrays[team.keys["truncated"]][row, b]
+        done = arrays[team.keys["done"]][row, b]
+        mask = arrays[team.keys["mask"]][row, b]
+        for i, agent in enumerate(team.agents):
+            here = agent in acting
+            mask[i] = here
+            done[i] = not here
+            if here:
+                ended[i] = cut[i] = False
+            else:
+                ended[i], cut[i] = self._left[b].get(agent, AWAY)
+            seen = obs.get(agent)
+            if seen is None and here:
+                raise BadEnvOutput(
+                    f"{self.spec.name}[{b}].{method} returned no observation of {agent}. {FIX}"
+                )
+            leaves: list[Any] = [0] * len(targets)
+            legal: Any = True
+            if seen is not None:
+                who = f"{self.spec.name}[{b}].{method}: {agent}"
+                leaves, legal = team.leaves(self.casts, seen, infos.get(agent), who)
+            for target, leaf in zip(targets, leaves, strict=True):
+                target[i] = leaf
+            if team.mask_shape is not None:
+                arrays[team.keys["action_mask"]][row, b, i] = legal if here else True
 
     # --- the environment's side -------------------------------------------------------------------
 
-    def _checked(self, got: Any, b: int) -> tuple[Any, Any, dict[str, bool], dict[str, bool], Any]:
-        if (
-            not isinstance(got, tuple)
-            or len(got) != 5
-            or not all(isinstance(part, Mapping) for part in got)
-        ):
+    def _checked(
+        self,
+        got: Any,
+        b: int,
+    ) -> tuple[Any, Any, dict[str, bool], dict[str, bool], Any]:
+        five = isinstance(got, tuple) and len(got) == 5
+        if not five or not all(isinstance(part, Mapping) for part in got):
             raise BadEnvOutput(
                 f"{self.spec.name}[{b}].step returned {type(got).__name__}, expected five dicts."
                 f" {FIX}"
@@ -293,16 +339,11 @@ class ParallelEnvs(
         obs, reward, ended, cut, infos = got
         who = f"{self.spec.name}[{b}].step"
         for name, part in (("reward", reward), ("termination", ended), ("truncation", cut)):
-            if missing := [agent for agent in self._acting[b] if agent not in part]:
+            missing = [agent for agent in self._acting[b] if agent not in part]
+            if missing:
                 raise BadEnvOutput(f"{who} returned no {name} of {missing}, which acted. {FIX}")
-        ended = {
-            agent: checks.as_flag(flag, f"termination of {agent}", who)
-            for agent, flag in ended.items()
-        }
-        cut = {
-            agent: checks.as_flag(flag, f"truncation of {agent}", who)
-            for agent, flag in cut.items()
-        }
+        ended = _flags(ended, "termination", who)
+        cut = _flags(cut, "truncation", who)
         here = self.envs[b].agents
         for agent in self._acting[b]:
             if agent not in here and not (ended[agent] or cut[agent]):
@@ -316,8 +357,24 @@ class ParallelEnvs(
                 )
         return obs, reward, ended, cut, infos
 
-    def _call(self, b: int, method: str, *args: Any, **given: Any) -> Any:
-        return checks.call(self.envs[b], method, f"{self.spec.name}[{b}]", *args, index=b, **given)
+    def _call(
+        self,
+        b: int,
+        method: str,
+        *args: Any,
+        **given: Any,
+    ) -> Any:
+        who = f"{self.spec.name}[{b}]"
+        return checks.call(self.envs[b], method, who, *args, index=b, **given)
+
+
+def _flags(
+    flags: Mapping[str, Any],
+    name: str,
+    who: str,
+) -> dict[str, bool]:
+    """Return the flag of each agent as a bool, after a check."""
+    return {agent: checks.as_flag(flag, f"{name} of {agent}", who) for agent, flag in flags.items()}
 
 
 def _reset(env: Any, who: str, b: int, **given: Any) -> tuple[Any, Any]:
@@ -327,6 +384,15 @@ def _reset(env: Any, who: str, b: int, **given: Any) -> tuple[Any, Any]:
     if not isinstance(obs, Mapping):
         raise BadEnvOutput(f"{who}.reset returned {type(obs).__name__}, expected two dicts. {FIX}")
     return obs, infos
+
+
+def _action_space(teams: Sequence[Team]) -> spaces.Dict:
+    """Return the space of the actions of all groups, below the names of the groups."""
+    parts: dict[str, spaces.Space[Any]] = {}
+    for team in teams:
+        batched = batch_space(team.action.space, len(team.agents))
+        parts[team.name] = spaces.Dict({"action": batched})
+    return spaces.Dict(parts)
 
 
 def _observation_specs(teams: Sequence[Team], state: SpaceCodec | None) -> Specs:
@@ -346,15 +412,15 @@ def _group(env: Any) -> dict[str, list[str]]:
     """Return agents by group: those named ``name_<number>`` with equal spaces together, others
     alone.
     """
-    agents, groups = [str(agent) for agent in env.possible_agents], dict[str, list[str]]()
+    agents = [str(agent) for agent in env.possible_agents]
+    groups: dict[str, list[str]] = {}
     for agent in agents:
         name, _, number = agent.rpartition("_")
         together = name and number.isdigit() and name not in agents
         if together and name in groups:
             first = groups[name][0]
-            together = all(
-                space(agent) == space(first) for space in (env.observation_space, env.action_space)
-            )
+            same_observations = env.observation_space(agent) == env.observation_space(first)
+            together = same_observations and env.action_space(agent) == env.action_space(first)
         groups.setdefault(name if together else agent, []).append(agent)
     return groups
 
@@ -367,4 +433,5 @@ def _spaces(env: Any) -> list[Any]:
 
 
 def _is_parallelizable(env: Any) -> bool:
-    return bool((getattr(env, "metadata", None) or {}).get("is_parallelizable", False))
+    metadata = getattr(env, "metadata", None) or {}
+    return bool(metadata.get("is_parallelizable", False))

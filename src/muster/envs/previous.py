@@ -35,22 +35,32 @@ def with_previous(env: EnvBatch) -> EnvBatch:
 class _WithPrevious(WrappedEnvs, RestartsAgents):
     def __init__(self, inner: EnvBatch) -> None:
         own = inner.spec
-        repeats = {_previous(key): key for key in own.action_specs} | {PREV_REWARD: REWARD}
-        added = {
-            _previous(key): ArraySpec(spec.shape, spec.dtype)
-            for key, spec in own.action_specs.items()
-        }
-        added[PREV_REWARD] = ArraySpec((), own.reward_dtype)
-        observed = {**own.observation_specs, **added}
+        repeats: dict[Key, Key] = {}
+        observed = dict(own.observation_specs)
+        for key, spec in own.action_specs.items():
+            previous = _previous(key)
+            repeats[previous] = key
+            observed[previous] = ArraySpec(spec.shape, spec.dtype)
+        repeats[PREV_REWARD] = REWARD
+        observed[PREV_REWARD] = ArraySpec((), own.reward_dtype)
         super().__init__(inner, replace(own, observation_specs=observed, repeats=repeats))
 
     def reset(
-        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
+        self,
+        arrays: Mapping[Key, Any],
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
     ) -> None:
         self.inner.reset(arrays, row, which, seeds)
         self.restart_agent(arrays, row, which)
 
-    def restart_agent(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int]) -> None:
+    def restart_agent(
+        self,
+        arrays: Mapping[Key, Any],
+        row: int,
+        which: Sequence[int],
+    ) -> None:
         for key in self.spec.repeats:
             arrays[key][row, which] = 0
 
@@ -77,9 +87,8 @@ def _previous(key: Key) -> Key:
 
 
 def _problem(env: EnvBatch) -> str:
-    taken = [
-        dotted(key) for key in env.spec.observation_specs if key[0] in (PREV_ACTION, *PREV_REWARD)
-    ]
+    own = (PREV_ACTION, *PREV_REWARD)
+    taken = [dotted(key) for key in env.spec.observation_specs if key[0] in own]
     if taken:
         return f"has the observations {taken} already: leave it out, or rename them"
     if env.spec.reward_key != REWARD:
@@ -93,4 +102,6 @@ def _problem(env: EnvBatch) -> str:
         for key, spec in env.spec.action_specs.items()
         if not spec.is_tensor or spec.ragged
     ]
-    return f"has actions that are no arrays ({', '.join(objects)}): leave it out" if objects else ""
+    if not objects:
+        return ""
+    return f"has actions that are no arrays ({', '.join(objects)}): leave it out"

@@ -64,8 +64,8 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         self.single_action_space = env.action_space
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
-        strange = (layer for layer in _layers(env) if _name(type(layer)) not in RESET_ROWS)
-        self._strange = next(strange, None)
+        unknown = [layer for layer in _layers(env) if _name(type(layer)) not in RESET_ROWS]
+        self._strange = unknown[0] if unknown else None
         self.muster_exact = self._strange is None
         base = _layers(env)[-1]
         if _name(type(base)) == "dummy_vec_env.DummyVecEnv":
@@ -94,18 +94,20 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
             if given:
                 self.env.set_options(given)
             return self.env.reset(), {"infos": self._reset_infos()}
-        seeds = (
-            [None if seed is None else seed + i for i in range(self.num_envs)]
-            if np.ndim(seed) == 0
-            else list(seed)
-        )
+        if np.ndim(seed) != 0:
+            seeds = list(seed)
+        elif seed is None:
+            seeds = [None] * self.num_envs
+        else:
+            seeds = [seed + i for i in range(self.num_envs)]
         if len(seeds) != self.num_envs:
             raise BadOption(
                 f"reset() got {len(seeds)} seeds for {self.num_envs} environments; give one for"
                 " each"
             )
-        rows = np.flatnonzero(np.ones(self.num_envs, bool) if mask is None else mask)
-        return self._reset_rows(rows, seeds, {"options": given} if given else {})
+        chosen = np.ones(self.num_envs, bool) if mask is None else mask
+        extra = {"options": given} if given else {}
+        return self._reset_rows(np.flatnonzero(chosen), seeds, extra)
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         if isinstance(self.single_action_space, (spaces.Dict, spaces.Tuple)):
@@ -118,10 +120,10 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         final = np.empty(self.num_envs, object)
         for i in np.flatnonzero(done):
             final[i] = infos[i].get("terminal_observation")
-        told = [
-            first if over else info
-            for info, first, over in zip(infos, self._reset_infos(), done, strict=True)
-        ]
+        told = list(infos)
+        for number, first in enumerate(self._reset_infos()):
+            if done[number]:
+                told[number] = first
         ends = {"final_obs": final, "_final_obs": done, "final_info": infos, "infos": told}
         return obs, reward, done & ~cut, cut, ends
 
@@ -130,10 +132,14 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
 
     def _reset_infos(self) -> list[dict[str, Any]]:
         """Return the infos of the last reset of each environment, which SB3 keeps."""
-        return list(getattr(_layers(self.env)[-1], "reset_infos", [{}] * self.num_envs))
+        base = _layers(self.env)[-1]
+        return list(getattr(base, "reset_infos", [{}] * self.num_envs))
 
     def _reset_rows(
-        self, rows: Array, seeds: list[Any], extra: dict[str, Any]
+        self,
+        rows: Array,
+        seeds: list[Any],
+        extra: dict[str, Any],
     ) -> tuple[Any, dict[str, Any]]:
         """Reset the environments ``rows``, one by one, and their state in each wrapper; SB3 has no
         method for this.
@@ -147,22 +153,23 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
                 " wrap the single environments instead of the VecEnv."
             )
         *wrappers, base = _layers(self.env)
-        pairs = [
-            base.env_method("reset", indices=[i], seed=seeds[i], **extra)[0] for i in rows.tolist()
-        ]
-        first = [obs for obs, _ in pairs]
+        first = []
         told: list[Any] = [None] * self.num_envs
-        for i, (_, info) in zip(rows.tolist(), pairs, strict=True):
+        for i in rows.tolist():
+            ((obs, info),) = base.env_method("reset", indices=[i], seed=seeds[i], **extra)
+            first.append(obs)
             told[i] = info
         codec = observation_codec(base.observation_space)
-        obs = codec.build([np.stack(leaf) for leaf in zip(*map(codec.flatten, first), strict=True)])
+        columns = zip(*map(codec.flatten, first), strict=True)
+        obs = codec.build([np.stack(column) for column in columns])
         for wrapper in reversed(wrappers):
             obs = RESET_ROWS[_name(type(wrapper))](wrapper, obs, rows)
         codec = observation_codec(self.single_observation_space)
         leaves = []
         for leaf in codec.flatten(obs):
-            leaves.append(np.zeros((self.num_envs, *leaf.shape[1:]), leaf.dtype))
-            leaves[-1][rows] = leaf
+            whole = np.zeros((self.num_envs, *leaf.shape[1:]), leaf.dtype)
+            whole[rows] = leaf
+            leaves.append(whole)
         return codec.build(leaves), {"infos": told}
 
 
@@ -177,7 +184,9 @@ def _derives(obj: Any, name: str) -> bool:
 
 
 def _layers(env: Any) -> list[Any]:
-    return [env, *_layers(env.venv)] if _derives(env, "base_vec_env.VecEnvWrapper") else [env]
+    if _derives(env, "base_vec_env.VecEnvWrapper"):
+        return [env, *_layers(env.venv)]
+    return [env]
 
 
 def _observation_space(env: Any) -> Any:
@@ -218,9 +227,11 @@ def _normalize(wrapper: Any, obs: Any, rows: Array) -> Any:
     wrapper.returns[rows] = 0
     # first observations update the statistics, as in its own reset
     if wrapper.training and wrapper.norm_obs:
-        many = isinstance(wrapper.obs_rms, dict)
-        for key, statistics in wrapper.obs_rms.items() if many else [(None, wrapper.obs_rms)]:
-            statistics.update(obs[key] if many else obs)
+        if isinstance(wrapper.obs_rms, dict):
+            for key, statistics in wrapper.obs_rms.items():
+                statistics.update(obs[key])
+        else:
+            wrapper.obs_rms.update(obs)
     return wrapper.normalize_obs(obs)
 
 
@@ -230,13 +241,22 @@ def _stack(wrapper: Any, obs: Any, rows: Array) -> Any:
 
 def _restack(stack: Any, obs: Any, rows: Array) -> Any:
     if isinstance(obs, dict):
-        return {key: _restack(stack.sub_stacked_observations[key], obs[key], rows) for key in obs}
+        stacks = stack.sub_stacked_observations
+        return {key: _restack(stacks[key], part, rows) for key, part in obs.items()}
     some = copy.copy(stack)
     some.stacked_obs = stack.stacked_obs[rows]
     first = some.reset(obs)
     stack.stacked_obs = stack.stacked_obs.copy()  # the caller has the old array
     stack.stacked_obs[rows] = first
     return first
+
+
+def _transpose(wrapper: Any, obs: Any, rows: Array) -> Any:
+    return wrapper.transpose_observations(obs)
+
+
+def _extract(wrapper: Any, obs: Any, rows: Array) -> Any:
+    return obs[wrapper.key]
 
 
 RESET_ROWS: dict[str, Callable[[Any, Any, Array], Any]] = {
@@ -247,8 +267,6 @@ RESET_ROWS: dict[str, Callable[[Any, Any, Array], Any]] = {
     "vec_monitor.VecMonitor": _recount,
     "vec_normalize.VecNormalize": _normalize,
     "vec_frame_stack.VecFrameStack": _stack,
-    "vec_transpose.VecTransposeImage": lambda wrapper, obs, rows: wrapper.transpose_observations(
-        obs
-    ),
-    "vec_extract_dict_obs.VecExtractDictObs": lambda wrapper, obs, rows: obs[wrapper.key],
+    "vec_transpose.VecTransposeImage": _transpose,
+    "vec_extract_dict_obs.VecExtractDictObs": _extract,
 }

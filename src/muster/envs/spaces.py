@@ -49,29 +49,39 @@ class SpaceCodec:
         try:
             self._flatten(value, leaves)
         except BadEnvOutput as error:
-            raise BadEnvOutput(f"{who}: {error}. {FIX}" if who else str(error)) from None
+            where = f"{who}: {error}. {FIX}" if who else str(error)
+            raise BadEnvOutput(where) from None
         return leaves
 
     def build(self, leaves: Sequence[Any]) -> Any:
         source = iter(leaves)
         return _build(self.space, source)
 
-    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
+    def sample(
+        self,
+        rng: GroupRng,
+        shape: tuple[int, ...],
+    ) -> dict[Key, Array]:
         """Draw uniform values (if unbounded: like ``Box.sample``), ``[*shape, *leaf shape]`` per
         leaf.
         """
-        leaves = zip(self.specs.items(), self._spaces, strict=True)
-        return {
-            key: _sample(space, spec, rng.stream(i), shape)
-            for i, ((key, spec), space) in enumerate(leaves)
-        }
+        drawn: dict[Key, Array] = {}
+        for number, (key, spec) in enumerate(self.specs.items()):
+            drawn[key] = _sample(self._spaces[number], spec, rng.stream(number), shape)
+        return drawn
 
-    def _open(self, space: spaces.Space[Any], path: Key) -> Callable[[Any, Leaves], None]:
+    def _open(
+        self,
+        space: spaces.Space[Any],
+        path: Key,
+    ) -> Callable[[Any, Leaves], None]:
         if isinstance(space, spaces.Dict):
-            parts = {k: self._open(s, (*path, str(k))) for k, s in space.spaces.items()}
+            parts = {
+                name: self._open(part, (*path, str(name))) for name, part in space.spaces.items()
+            }
             return lambda value, out: _flatten_dict(parts, path, value, out)
         if isinstance(space, spaces.Tuple):
-            items = [self._open(s, (*path, str(i))) for i, s in enumerate(space.spaces)]
+            items = [self._open(part, (*path, str(i))) for i, part in enumerate(space.spaces)]
             return lambda value, out: _flatten_tuple(items, path, value, out)
         if path in self.specs:
             raise UnsupportedSpace(
@@ -86,7 +96,8 @@ def observation_codec(space: spaces.Space[Any]) -> SpaceCodec:
     """Return the codec of observations, with the key ``observation``, or the keys of a Dict space."""
     if not isinstance(space, spaces.Dict):
         return SpaceCodec(space, OBSERVATION)
-    taken = sorted(RESERVED.intersection(map(str, space.spaces)))
+    names = map(str, space.spaces)
+    taken = sorted(RESERVED.intersection(names))
     if taken:
         raise UnsupportedSpace(
             f"the observation space has the keys {taken}, which a batch needs for itself. "
@@ -102,7 +113,11 @@ def action_codec(space: spaces.Space[Any]) -> SpaceCodec:
     return SpaceCodec(space, ACTION)
 
 
-def action_masks(observed: Specs, actions: Specs, root: Key = ()) -> dict[Key, Key]:
+def action_masks(
+    observed: Specs,
+    actions: Specs,
+    root: Key = (),
+) -> dict[Key, Key]:
     """Return the key of the action mask by key of the action, of the leaves called ``action_mask``
     (below ``root``).
 
@@ -111,17 +126,19 @@ def action_masks(observed: Specs, actions: Specs, root: Key = ()) -> dict[Key, K
     of no action is returned as one of the first action. ``policies.sampling.check_masks`` raises if
     an action cannot have the mask.
     """
-    n = len(root)
-    masks = [
-        key
-        for key in observed
-        if key[: n + 1] == (*root, *ACTION_MASK) and not key[-1].startswith("_")
-    ]
-    found = {action: key for key in masks if (action := (*ACTION, *key[n + 1 :])) in actions}
+    depth = len(root) + 1  # of the names below ``action_mask``
+    masks = [key for key in observed if key[:depth] == (*root, *ACTION_MASK)]
+    masks = [key for key in masks if not key[-1].startswith("_")]
+    found: dict[Key, Key] = {}
+    for key in masks:
+        action = (*ACTION, *key[depth:])
+        if action in actions:
+            found[action] = key
     discrete = [action for action, spec in actions.items() if spec.is_discrete]
     for key in masks:
         if key not in found.values():
-            found.setdefault(discrete[0] if len(discrete) == 1 else next(iter(actions)), key)
+            chosen = discrete[0] if len(discrete) == 1 else next(iter(actions))
+            found.setdefault(chosen, key)
     return found
 
 
@@ -131,29 +148,29 @@ def leaf_spec(space: spaces.Space[Any]) -> ArraySpec:
         return ArraySpec(space.shape, space.dtype, space.low, space.high)
     if isinstance(space, spaces.Discrete):
         dtype = np.dtype(space.dtype)
-        return ArraySpec(
-            (), dtype, np.asarray(space.start, dtype), np.asarray(space.start + space.n - 1, dtype)
-        )
+        low = np.asarray(space.start, dtype)
+        high = np.asarray(space.start + space.n - 1, dtype)
+        return ArraySpec((), dtype, low, high)
     if isinstance(space, spaces.MultiDiscrete):
         dtype = np.dtype(space.dtype)
-        return ArraySpec(
-            space.shape,
-            dtype,
-            space.start.astype(dtype),
-            (space.start + space.nvec - 1).astype(dtype),
-        )
+        low = space.start.astype(dtype)
+        high = (space.start + space.nvec - 1).astype(dtype)
+        return ArraySpec(space.shape, dtype, low, high)
     if isinstance(space, spaces.MultiBinary):
         dtype = np.dtype(space.dtype)
-        return ArraySpec(
-            space.shape, dtype, np.zeros(space.shape, dtype), np.ones(space.shape, dtype)
-        )
+        low = np.zeros(space.shape, dtype)
+        high = np.ones(space.shape, dtype)
+        return ArraySpec(space.shape, dtype, low, high)
     if not isinstance(space, spaces.Space):
         raise UnsupportedSpace(f"expected a gymnasium.Space, got {type(space).__name__}: {space!r}")
     return ArraySpec((), OBJECT)
 
 
 def _flatten_dict(
-    parts: Mapping[str, Callable[[Any, Leaves], None]], path: Key, value: Any, out: Leaves
+    parts: Mapping[str, Callable[[Any, Leaves], None]],
+    path: Key,
+    value: Any,
+    out: Leaves,
 ) -> None:
     name = dotted(path) or "observation"
     if not isinstance(value, Mapping):
@@ -161,10 +178,8 @@ def _flatten_dict(
             f"{name}: expected a dict with the keys {sorted(parts)}, got {type(value).__name__}"
         )
     if value.keys() != parts.keys():
-        missing, extra = (
-            sorted(parts.keys() - value.keys()),
-            sorted(map(str, value.keys() - parts.keys())),
-        )
+        missing = sorted(parts.keys() - value.keys())
+        extra = sorted(map(str, value.keys() - parts.keys()))
         raise BadEnvOutput(
             f"{name}: expected the keys {sorted(parts)}, missing {missing}, unknown {extra}"
         )
@@ -173,12 +188,16 @@ def _flatten_dict(
 
 
 def _flatten_tuple(
-    items: Sequence[Callable[[Any, Leaves], None]], path: Key, value: Any, out: Leaves
+    items: Sequence[Callable[[Any, Leaves], None]],
+    path: Key,
+    value: Any,
+    out: Leaves,
 ) -> None:
-    if not isinstance(value, (tuple, list)) or len(value) != len(items):
-        got = f"{type(value).__name__}" + (
-            f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
-        )
+    is_sequence = isinstance(value, (tuple, list))
+    if not is_sequence or len(value) != len(items):
+        got = type(value).__name__
+        if is_sequence:
+            got += f" of {len(value)}"
         raise BadEnvOutput(f"{dotted(path)}: expected a tuple of {len(items)}, got {got}")
     for item, part in zip(value, items, strict=True):
         part(item, out)
@@ -193,7 +212,10 @@ def _build(space: spaces.Space[Any], leaves: Any) -> Any:
 
 
 def _sample(
-    space: spaces.Space[Any], spec: ArraySpec, rng: np.random.Generator, shape: tuple[int, ...]
+    space: spaces.Space[Any],
+    spec: ArraySpec,
+    rng: np.random.Generator,
+    shape: tuple[int, ...],
 ) -> Array:
     if spec.is_tensor:
         return draw(spec, rng, shape)

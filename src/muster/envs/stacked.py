@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import gymnasium
 import numpy as np
 
 from muster.capabilities import (
@@ -32,7 +31,8 @@ from muster.rng import GroupRng
 Arrays = Mapping[Key, Array]
 RowStep = Callable[..., "Sequence[int] | None"]  # a ``Step`` that can continue within a row
 FlagRecorder = Callable[[int, int, Any, Any, "list[int] | None"], "list[int] | None"]
-TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
+TERMINATED = next_of(("terminated",))
+TRUNCATED = next_of(("truncated",))
 BLANK = object()  # instead of the observation of a bypassed environment
 
 
@@ -46,11 +46,11 @@ class StackedEnvs(
     TellsInfos,
     TracksLives,
 ):
-    """Implements ``EnvBatch`` for B ``gymnasium.Env`` with equal spaces: owns them, steps them one
-    after another.
+    """Implements ``EnvBatch`` for B ``gymnasium.Env``, or objects with their methods and spaces:
+    owns them, steps them one after another. Their spaces are equal.
     """
 
-    def __init__(self, envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
+    def __init__(self, envs: Sequence[Any]) -> None:
         self.envs = list(envs)
         first = self.envs[0]
         name = checks.env_name(first)
@@ -74,10 +74,12 @@ class StackedEnvs(
             action_masks=action_masks(self.observations.specs, self.actions.specs),
             single=True,
             replays_alone=True,
+            seeds_episodes=True,
         )
         self.casts: Casts = Casts(name)
         (key, spec), *_ = self.observations.specs.items()
-        self._plain = self.observations.single and spec.is_tensor, key, spec.shape, spec.dtype
+        plain = self.observations.single and spec.is_tensor
+        self._plain = (plain, key, spec.shape, spec.dtype)
         self._lives_lost: set[int] = set()
         self.bypassed: frozenset[int] = frozenset()
         self._lives_key: str | None = None
@@ -86,20 +88,28 @@ class StackedEnvs(
         self.new_infos = [(self._told, ALL)]
         self._steps: list[Callable[[Any], Any]] = []  # functions that step the environments
 
-    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
+    def sample(
+        self,
+        rng: GroupRng,
+        shape: tuple[int, ...],
+    ) -> dict[Key, Array]:
         return self.actions.sample(rng, shape)
 
     def reset(
-        self, arrays: Arrays, row: int, which: Sequence[int], seeds: Sequence[int] | None
+        self,
+        arrays: Arrays,
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
     ) -> None:
         plain, key, shape, dtype = self._plain
         options = self.take_options()
         for n, i in enumerate(which):
             who = f"{self.spec.name}[{i}]"
             seed = None if seeds is None else seeds[n]
-            got = checks.call(
-                self.envs[i], "reset", who, index=i, seed=seed, **checks.kept_info(options)
-            )
+            given = checks.seed_argument(self.envs[i], seed, self.spec.name, self.casts)
+            given |= checks.kept_info(options)
+            got = checks.call(self.envs[i], "reset", who, index=i, **given)
             obs, info = checks.reset_pair(got, who)
             if self._keeps_infos:
                 self._told[i] = checks.kept_info(info)
@@ -130,33 +140,33 @@ class StackedEnvs(
         return self.envs
 
     def close(self) -> None:
-        checks.close_all([env.close for env in self.envs])
+        checks.close_all([env.close for env in self.envs if hasattr(env, "close")])
 
     def _make_step(self, lane: Lane) -> Step:
         self._fill_steps()  # inner objects of environments may have been replaced
-        (obs_spec,), (act_spec,) = (
-            list(specs.values())[:1]
-            for specs in (self.spec.observation_specs, self.spec.action_specs)
-        )
-        vector = self._plain[0] and len(obs_spec.shape) == 1 and obs_spec.dtype == self._plain[3]
-        if (
-            vector
-            and self.actions.single
-            and act_spec.dtype == np.int64
-            and not act_spec.shape
-            and not self.casts.any
-        ):
+        obs_spec = next(iter(self.spec.observation_specs.values()))
+        act_spec = next(iter(self.spec.action_specs.values()))
+        plain, _, _, dtype = self._plain
+        vector = plain and len(obs_spec.shape) == 1 and obs_spec.dtype == dtype
+        integer = self.actions.single and act_spec.dtype == np.int64 and not act_spec.shape
+        if vector and integer and not self.casts.any:
             return self._make_plain_step(lane, obs_spec.shape[0])
         return self._make_general_step(lane)
 
     def _make_general_step(self, lane: Lane) -> RowStep:
         """Make the step for all kinds of observations and actions, with casts where necessary."""
-        steps, actions, put = self._steps, self.action_rows(lane), self._observation_writer(lane)
-        B, record = self.spec.num_envs, self._flag_recorder(lane)
+        steps = self._steps
+        actions = self.action_rows(lane)
+        put = self._observation_writer(lane)
+        B = self.spec.num_envs
+        record = self._flag_recorder(lane)
         rewards: Any = _flat(lane.arrays[REWARD])
 
         def step(
-            t: int, b: int = 0, finished: list[int] | None = None, first: Any = ...
+            t: int,
+            b: int = 0,
+            finished: list[int] | None = None,
+            first: Any = ...,
         ) -> Sequence[int] | None:
             nonlocal rewards
             k = t * B + b  # index of the transition; its next observation is at k + B
@@ -191,10 +201,11 @@ class StackedEnvs(
         """
         steps = self._steps
         B = self.spec.num_envs
-        (obs_key,), (act_key,) = self.spec.observation_specs, self.spec.action_specs
-        observations, actions, rewards = (
-            _flat(lane.arrays[key]) for key in (obs_key, act_key, REWARD)
-        )
+        (obs_key,) = self.spec.observation_specs
+        (act_key,) = self.spec.action_specs
+        observations = _flat(lane.arrays[obs_key])
+        actions = _flat(lane.arrays[act_key])
+        rewards = _flat(lane.arrays[REWARD])
         record = self._flag_recorder(lane)
         instead: list[RowStep] = []
 
@@ -230,20 +241,21 @@ class StackedEnvs(
         """
         spec = next(iter(self.observations.specs.values()))
         array = self.observations.single and spec.is_tensor and spec.shape
-        blank: Any = (np.zeros(spec.shape, spec.dtype) if array else BLANK, 0.0, False, False, {})
+        shown_as = np.zeros(spec.shape, spec.dtype) if array else BLANK
+        blank: Any = (shown_as, 0.0, False, False, {})
         steps: list[Callable[[Any], Any]] = [env.step for env in self.envs]
         if self._keeps_infos:
             steps = [_keeping_info(step, i, self._told) for i, step in enumerate(steps)]
             for i in self.bypassed:
                 self._told[i] = None
-        if (key := self._lives_key) is not None:
-            steps = [
-                _counting_lives(step, f"{self.spec.name}[{i}]", key, i, self._lives_lost)
-                for i, step in enumerate(steps)
-            ]
-        self._steps[:] = [
-            (lambda _: blank) if i in self.bypassed else step for i, step in enumerate(steps)
-        ]
+        key = self._lives_key
+        if key is not None:
+            for i, step in enumerate(steps):
+                who = f"{self.spec.name}[{i}]"
+                steps[i] = _counting_lives(step, who, key, i, self._lives_lost)
+        for i in self.bypassed:
+            steps[i] = lambda _: blank
+        self._steps[:] = steps
 
     def _observation_writer(self, lane: Lane) -> Callable[[int, Any], None]:
         """Return ``put(k, obs)``, which writes an observation into entry ``k`` of the ``(T + 1) *
@@ -253,11 +265,16 @@ class StackedEnvs(
             key: lane.arrays[key].reshape(-1, *spec.shape)
             for key, spec in self.spec.observation_specs.items()
         }
-        ((key, spec),) = list(self.observations.specs.items())[:1]
+        key, spec = next(iter(self.observations.specs.items()))
         if not (self.observations.single and spec.is_tensor and spec.shape):
-            return lambda k, obs: (
-                self._blank(arrays, k) if obs is BLANK else self._write(arrays, (k,), obs, "step")
-            )
+
+            def put_any(k: int, obs: Any) -> None:
+                if obs is BLANK:
+                    self._blank(arrays, k)
+                else:
+                    self._write(arrays, (k,), obs, "step")
+
+            return put_any
         cells = arrays[key]
         shape = spec.shape
         dtype = spec.dtype
@@ -274,7 +291,13 @@ class StackedEnvs(
         for key, spec in self.spec.observation_specs.items():
             arrays[key][k] = 0 if spec.is_tensor else arrays[key][k - self.spec.num_envs]
 
-    def _write(self, arrays: Arrays, at: tuple[int, ...], obs: Any, method: str) -> None:
+    def _write(
+        self,
+        arrays: Arrays,
+        at: tuple[int, ...],
+        obs: Any,
+        method: str,
+    ) -> None:
         """Write one observation into entry ``at`` of the arrays, checking every leaf."""
         try:
             leaves = [obs] if self.observations.single else self.observations.flatten(obs)
@@ -291,7 +314,8 @@ class StackedEnvs(
         """Return ``actions(t)``, which copies the actions of row t: environments may keep or change
         them.
         """
-        keys, specs = list(self.spec.action_specs), list(self.spec.action_specs.values())
+        keys = list(self.spec.action_specs)
+        specs = list(self.spec.action_specs.values())
         if self.actions.single:
             rows = lane.arrays[keys[0]]
             if specs[0].dtype.kind in "iu" and not specs[0].shape:
@@ -306,9 +330,8 @@ class StackedEnvs(
 
         def composite(t: int) -> list[Any]:
             copies = [copy(column[t]) for copy, column in zip(copiers, columns, strict=True)]
-            return [
-                self.actions.build([leaf[b] for leaf in copies]) for b in range(self.spec.num_envs)
-            ]
+            envs = range(self.spec.num_envs)
+            return [self.actions.build([leaf[b] for leaf in copies]) for b in envs]
 
         return composite
 
@@ -317,13 +340,18 @@ class StackedEnvs(
         truncated_rows = lane.arrays[TRUNCATED]
 
         def record(
-            t: int, b: int, terminated: Any, truncated: Any, finished: list[int] | None
+            t: int,
+            b: int,
+            terminated: Any,
+            truncated: Any,
+            finished: list[int] | None,
         ) -> list[int] | None:
             ended = checks.as_flag(terminated, "terminated", self.spec.name)
             cut = checks.as_flag(truncated, "truncated", self.spec.name)
             if not (ended or cut):
                 return finished
-            terminated_rows[t, b], truncated_rows[t, b] = ended, cut
+            terminated_rows[t, b] = ended
+            truncated_rows[t, b] = cut
             if finished is None:
                 return [b]
             finished.append(b)
@@ -332,14 +360,21 @@ class StackedEnvs(
         return record
 
     def _explain(
-        self, error: BaseException, got: Any, t: int, b: int, *, again: bool = False
+        self,
+        error: BaseException,
+        got: Any,
+        t: int,
+        b: int,
+        *,
+        again: bool = False,
     ) -> None:
         """Raise an error that explains the failure in env ``b`` at row ``t``.
 
         Return without an error if the returned values can be cast, and that was not tried yet
         (``again``).
         """
-        self.executed_in_row = b + (got is not ...) - sum(i < b for i in self.bypassed)
+        skipped = sum(i < b for i in self.bypassed)
+        self.executed_in_row = b + (got is not ...) - skipped
         if not issubclass(type(error), Exception):  # Ctrl-C
             raise error
         who = f"{self.spec.name}[{b}].step (row {t} of the batch)"
@@ -351,14 +386,15 @@ class StackedEnvs(
             raise got.error from None
         checks.step_values(got, who)
         scratch = {
-            k: np.empty((self.spec.num_envs, *s.shape), s.dtype)
-            for k, s in self.spec.observation_specs.items()
+            key: np.empty((self.spec.num_envs, *spec.shape), spec.dtype)
+            for key, spec in self.spec.observation_specs.items()
         }
         self._write(scratch, (b,), got[0], f"step (row {t} of the batch)")
         problem = self.casts.reward_problem(got[1])
         if problem:
             raise BadEnvOutput(f"{who}: {problem}. {FIX}") from error
-        checks.as_flag(got[2], "terminated", who), checks.as_flag(got[3], "truncated", who)
+        checks.as_flag(got[2], "terminated", who)
+        checks.as_flag(got[3], "truncated", who)
         if again or not self.casts.any:
             returned = shown(lambda: repr(got))
             raise BadEnvOutput(
@@ -374,20 +410,29 @@ class _Refused:
         self.error = error
 
 
-def _keeping_info(step: Callable[[Any], Any], i: int, told: list[Any]) -> Callable[[Any], Any]:
+def _keeping_info(
+    step: Callable[[Any], Any],
+    i: int,
+    told: list[Any],
+) -> Callable[[Any], Any]:
     """Return a ``step`` that keeps the info of environment ``i`` in ``told``."""
 
     def keeping(action: Any) -> Any:
         got = step(action)
         # None: the caller reports the problem.
-        told[i] = checks.kept_info(got[4]) if isinstance(got, tuple) and len(got) == 5 else None
+        complete = isinstance(got, tuple) and len(got) == 5
+        told[i] = checks.kept_info(got[4]) if complete else None
         return got
 
     return keeping
 
 
 def _counting_lives(
-    step: Callable[[Any], Any], who: str, key: str, i: int, lost: set[int]
+    step: Callable[[Any], Any],
+    who: str,
+    key: str,
+    i: int,
+    lost: set[int],
 ) -> Callable[[Any], Any]:
     """Return a ``step`` that keeps ``i`` in ``lost`` if the environment continues after the agent's
     episode ended.
@@ -404,14 +449,18 @@ def _counting_lives(
             )
             return _Refused(BadEnvOutput(problem))
         try:
-            ended = checks.as_flag(terminated, "terminated", who) or checks.as_flag(
-                truncated, "truncated", who
-            )
+            terminal = checks.as_flag(terminated, "terminated", who)
+            ended = terminal or checks.as_flag(truncated, "truncated", who)
             over = checks.as_flag(info.get(key, ended), f"info[{key!r}]", who)
         except BadEnvOutput as error:
             return _Refused(error)
-        (lost.add if ended and not over else lost.discard)(i)
-        return got if ended or not over else (obs, reward, terminated, True, info)
+        if ended and not over:
+            lost.add(i)
+        else:
+            lost.discard(i)
+        if over and not ended:
+            return obs, reward, terminated, True, info
+        return got
 
     return counting
 
@@ -420,7 +469,8 @@ class _Rewards:
     """The flat rewards of a lane, for environments whose rewards have shape ``(1,)``."""
 
     def __init__(self, array: Array, casts: Casts) -> None:
-        self._flat, self._casts = array.reshape(-1), casts
+        self._flat = array.reshape(-1)
+        self._casts = casts
 
     def __setitem__(self, k: int, reward: Any) -> None:
         if problem := self._casts.reward_problem(reward):

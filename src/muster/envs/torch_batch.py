@@ -58,20 +58,17 @@ def takes(obj: Any) -> bool:
     """Return whether ``obj`` is a batch of environments on tensors; it may be a ``gymnasium.Env``
     or ``VectorEnv``.
     """
-    if isinstance(obj, type) or any(
-        cls.__module__.startswith("torchrl.") for cls in type(obj).__mro__
-    ):
+    classes = type(obj).__mro__
+    if isinstance(obj, type) or any(cls.__module__.startswith("torchrl.") for cls in classes):
         # a class, or a TorchRL wrapper, which has all attributes of the wrapped environment
         return False
     base = getattr(obj, "unwrapped", obj)
     device = getattr(obj, "device", getattr(base, "device", None))
     number = getattr(obj, "num_envs", getattr(base, "num_envs", None))
     space = getattr(base, "single_action_space", getattr(obj, "action_space", None))
-    return (
-        isinstance(device, (torch.device, str))
-        and isinstance(number, int)
-        and isinstance(space, spaces.Space)
-    )
+    if not isinstance(device, (torch.device, str)) or not isinstance(number, int):
+        return False
+    return isinstance(space, spaces.Space)
 
 
 def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
@@ -100,7 +97,11 @@ class TorchEnvs(
     """
 
     def __init__(
-        self, env: Any, device: torch.device | None = None, *, single: bool = False
+        self,
+        env: Any,
+        device: torch.device | None = None,
+        *,
+        single: bool = False,
     ) -> None:
         self.env = env
         base = getattr(env, "unwrapped", env)
@@ -108,9 +109,8 @@ class TorchEnvs(
         B = int(getattr(env, "num_envs", getattr(base, "num_envs", 0)))
         self._on = torch.device(getattr(env, "device", getattr(base, "device", "cpu")))
         rows = self._on if device is None else device
-        self.observations: SpaceCodec = observation_codec(
-            _single_space(env, "observation_space", B)
-        )
+        observation_space = _single_space(env, "observation_space", B)
+        self.observations: SpaceCodec = observation_codec(observation_space)
         self.actions: SpaceCodec = action_codec(_single_space(env, "action_space", B))
         observed = self.observations.specs
         checks.check_arrays(name, observed, self.actions.specs)
@@ -122,13 +122,13 @@ class TorchEnvs(
         self._how = _partial_reset(env)
         exact = bool(getattr(base, "muster_exact", False))
         # Only with this convention can an environment ignore the mask without an error.
-        self._mask_untried = (
-            self._how is not None and self._how.option == "reset_mask" and not exact
-        )
+        by_option = self._how is not None and self._how.option == "reset_mask"
+        self._mask_untried = by_option and not exact
         cfg = getattr(base, "cfg", None)
         gives_final = exact or _is_from(env, MANI_SKILL)
         if _is_from(env, *ISAAC_LAB) and cfg is not None and hasattr(cfg, "compute_final_obs"):
-            cfg.compute_final_obs = gives_final = True
+            cfg.compute_final_obs = True
+            gives_final = True
         self.spec = EnvSpec(
             name,
             B,
@@ -158,7 +158,11 @@ class TorchEnvs(
             ) from None
         self._limit = steps
 
-    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Any]:
+    def sample(
+        self,
+        rng: GroupRng,
+        shape: tuple[int, ...],
+    ) -> dict[Key, Any]:
         """Draw like ``SpaceCodec.sample``, on the device of the rows. Each row has a seed of its
         own, so the numbers do not depend on the division of steps into batches.
         """
@@ -166,21 +170,23 @@ class TorchEnvs(
         for _ in range(math.prod(shape[:-1])):
             self._generator.manual_seed(int(rng.stream(0).integers(2**63)))
             rows.append([draw(self._generator) for draw in self._draws])
-        leaves = (
-            torch.stack(leaf).reshape(*shape, *leaf[0].shape[1:])
-            for leaf in zip(*rows, strict=True)
-        )
-        return {
-            k: v if self.spec.device else v.numpy()
-            for k, v in zip(self.spec.action_specs, leaves, strict=True)
-        }
+        drawn: dict[Key, Any] = {}
+        for key, steps in zip(self.spec.action_specs, zip(*rows, strict=True), strict=True):
+            leaf = torch.stack(steps).reshape(*shape, *steps[0].shape[1:])
+            drawn[key] = leaf if self.spec.device else leaf.numpy()
+        return drawn
 
     def reset(
-        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
+        self,
+        arrays: Mapping[Key, Any],
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
     ) -> None:
         given = self.take_options()
         if seeds is not None:
-            given["seed"] = checks.batch_seed(seeds)
+            seed = checks.batch_seed(seeds)
+            given |= checks.seed_argument(self.env, seed, self.spec.name, self.casts)
         index = list(which)
         with torch.inference_mode(False), torch.no_grad():
             targets = [as_tensor(arrays[key][row]) for key in self.spec.observation_specs]
@@ -229,28 +235,27 @@ class TorchEnvs(
                 f"{self.spec.name}: compact_obs=True keeps last observations aside when an episode"
                 " ends, which only the device knows. Leave it out."
             )
-        rows_of: Callable[[Key], Sequence[torch.Tensor]] = lambda key: lane.tensors[key].unbind(0)  # noqa: E731
-        observations, after = (
-            [rows_of(key) for key in group] for group in (keys, map(next_of, keys))
-        )
+        tensors = lane.tensors
+
+        def rows_of(key: Key) -> Sequence[torch.Tensor]:
+            return tensors[key].unbind(0)
+
+        observations = [rows_of(key) for key in keys]
+        after = [rows_of(next_of(key)) for key in keys]
         actions = [rows_of(key) for key in self.spec.action_specs]
-        rewards, terminated, truncated = map(
-            rows_of, (REWARD, next_of(TERMINATED), next_of(TRUNCATED))
-        )
-        valid = rows_of(NEXT_OBS_VALID) if NEXT_OBS_VALID in lane.tensors else None
-        carried = [
-            c.key
-            for c in lane.layout.columns
-            if c.carry and c.key not in self.spec.observation_specs
-        ]
-        states = [(rows_of(key), key == IS_INIT) for key in carried]
+        rewards = rows_of(REWARD)
+        terminated = rows_of(next_of(TERMINATED))
+        truncated = rows_of(next_of(TRUNCATED))
+        valid = rows_of(NEXT_OBS_VALID) if NEXT_OBS_VALID in tensors else None
+        carried = [column.key for column in lane.layout.columns if column.carry]
+        recurrent = [key for key in carried if key not in self.spec.observation_specs]
+        states = [(rows_of(key), key == IS_INIT) for key in recurrent]
         on = self._on
 
         def step(t: int) -> None:
             with torch.inference_mode(False), torch.no_grad():
-                obs, reward, ended, cut, info = self._step(
-                    [rows[t].to(on, copy=True) for rows in actions], t
-                )
+                action = [rows[t].to(on, copy=True) for rows in actions]
+                obs, reward, ended, cut, info = self._step(action, t)
                 done = ended | cut
                 last, unknown = self._last(obs, done, info) if self._self_resetting else (obs, None)
                 for rows, leaf in zip(after, last, strict=True):
@@ -258,19 +263,24 @@ class TorchEnvs(
                 for rows, leaf in zip(observations, obs, strict=True):
                     rows[t + 1].copy_(leaf)
                 if valid is not None:
-                    valid[t].fill_(True) if unknown is None else valid[t].copy_(~unknown)
+                    if unknown is None:
+                        valid[t].fill_(True)
+                    else:
+                        valid[t].copy_(~unknown)
                 waiting = None if self._self_resetting else done
                 if self._limit is not None:
                     self._count += 1
                     late = (self._count >= self._limit) & ~done
-                    cut, done = cut | late, done | late
+                    cut = cut | late
+                    done = done | late
                     waiting = late if self._self_resetting else done
                     self._count.masked_fill_(done, 0)
                 rewards[t].copy_(reward)
                 terminated[t].copy_(ended)
                 truncated[t].copy_(cut)
                 if waiting is not None:
-                    for rows, leaf in zip(observations, self._reset_some(waiting, {}), strict=True):
+                    first = self._reset_some(waiting, {})
+                    for rows, leaf in zip(observations, first, strict=True):
                         rows[t + 1].copy_(_where(waiting, leaf, rows[t + 1].to(on)))
                 for rows, is_init in states:  # recurrent states at the start of an episode
                     if is_init:
@@ -286,10 +296,12 @@ class TorchEnvs(
     ) -> tuple[Leaves, torch.Tensor, torch.Tensor, torch.Tensor, Any]:
         got = checks.call(self.env, "step", self.spec.name, self.actions.build(action))
         self.executed_in_row = self.spec.num_envs
-        obs, reward, terminated, truncated, info = checks.step_values(got, f"{self.spec.name}.step")
-        leaves = self._leaves(obs, f"{self.spec.name}.step (row {t} of the batch)")
-        flags = self._column(terminated, "terminated"), self._column(truncated, "truncated")
-        return leaves, self._column(reward, "reward"), *flags, info
+        who = f"{self.spec.name}.step"
+        obs, reward, terminated, truncated, info = checks.step_values(got, who)
+        leaves = self._leaves(obs, f"{who} (row {t} of the batch)")
+        ended = self._column(terminated, "terminated")
+        cut = self._column(truncated, "truncated")
+        return leaves, self._column(reward, "reward"), ended, cut, info
 
     def _last(
         self, obs: Leaves, done: torch.Tensor, info: Any
@@ -297,24 +309,25 @@ class TorchEnvs(
         """Return the true last observations if ``done``, else ``obs``; and the mask of unknown ones
         (NaN or 0).
         """
-        name = next(
-            (name for name in FINAL if isinstance(info, Mapping) and info.get(name) is not None),
-            None,
-        )
-        if name is None:
+        names = []
+        if isinstance(info, Mapping):
+            names = [name for name in FINAL if info.get(name) is not None]
+        if not names:
             last = obs
             unknown = done
         else:
+            name = names[0]
             final = self._leaves(info[name], f"{self.spec.name}: info[{name!r}]")
             last = [_where(done, end, leaf) for end, leaf in zip(final, obs, strict=True)]
             given = info.get(f"_{name}")
             if not torch.is_tensor(given):
                 return last, None
             unknown = done & ~self._column(given, f"info['_{name}']")
-        blank = [float("nan") if leaf.is_floating_point() else 0 for leaf in last]
-        return [
-            leaf.masked_fill(_like(unknown, leaf), x) for leaf, x in zip(last, blank, strict=True)
-        ], unknown
+        blanked = []
+        for leaf in last:
+            blank = float("nan") if leaf.is_floating_point() else 0
+            blanked.append(leaf.masked_fill(_like(unknown, leaf), blank))
+        return blanked, unknown
 
     def _leaves(self, obs: Any, who: str) -> Leaves:
         """Return the leaves of the observation, ``[B, *shape]``, after a check of shapes and
@@ -322,18 +335,20 @@ class TorchEnvs(
         """
         leaves = self.observations.flatten(obs, who)
         for (key, expected, dtype), leaf in zip(self._expected, leaves, strict=True):
-            if (
-                not torch.is_tensor(leaf)
-                or tuple(leaf.shape) != expected
-                or not self._fits(leaf.dtype, dtype, key)
-            ):
+            shaped = torch.is_tensor(leaf) and tuple(leaf.shape) == expected
+            if not shaped or not self._fits(leaf.dtype, dtype, key):
                 raise BadEnvOutput(
                     f"{who}: {dotted(key)} is {_describe(leaf)}, expected a tensor of shape"
                     f" {expected} and dtype {dtype}, as its space says. {FIX}"
                 )
         return leaves
 
-    def _fits(self, got: torch.dtype, dtype: torch.dtype, key: Key) -> bool:
+    def _fits(
+        self,
+        got: torch.dtype,
+        dtype: torch.dtype,
+        key: Key,
+    ) -> bool:
         """Decide like ``Casts.problem``, without the values, which are on the device: accept any
         float for a float.
         """
@@ -347,28 +362,28 @@ class TorchEnvs(
     def _column(self, value: Any, name: str) -> torch.Tensor:
         """Return a reward, or a flag as bool, ``[B]``."""
         flag = name != "reward"
-        if (
-            not torch.is_tensor(value)
-            or value.numel() != self.spec.num_envs
-            or (flag and value.is_floating_point())
-        ):
+        count = self.spec.num_envs
+        shaped = torch.is_tensor(value) and value.numel() == count
+        if not shaped or (flag and value.is_floating_point()):
             raise BadEnvOutput(
                 f"{self.spec.name}.step: {name} is {_describe(value)}, expected a tensor of"
-                f" {self.spec.num_envs} {'bools' if flag else 'numbers'}. {FIX}"
+                f" {count} {'bools' if flag else 'numbers'}. {FIX}"
             )
-        column = value.reshape(self.spec.num_envs)
+        column: torch.Tensor = value.reshape(count)
         return column.bool() if flag else column
 
     # --- resets -----------------------------------------------------------------------------------
 
     def _reset(self, given: Mapping[str, Any]) -> Leaves:
-        obs, _ = checks.reset_pair(
-            checks.call(self.env, "reset", self.spec.name, **given), self.spec.name
-        )
-        return self._leaves(obs, f"{self.spec.name}.reset")
+        who = self.spec.name
+        obs, _ = checks.reset_pair(checks.call(self.env, "reset", who, **given), who)
+        return self._leaves(obs, f"{who}.reset")
 
     def _reset_some(
-        self, mask: torch.Tensor, given: dict[str, Any], which: Sequence[int] = ()
+        self,
+        mask: torch.Tensor,
+        given: dict[str, Any],
+        which: Sequence[int] = (),
     ) -> Leaves:
         """Reset the environments in ``mask``; ``which`` has their indices, for environments that
         need these.
@@ -377,9 +392,9 @@ class TorchEnvs(
         self.check_partial_reset()
         assert how is not None
         value: Any = torch.as_tensor(which, device=self._on) if how.indices else mask
-        given[how.keyword] = (
-            {**given.get(how.keyword, {}), how.option: value} if how.option else value
-        )
+        if how.option:
+            value = {**given.get(how.keyword, {}), how.option: value}
+        given[how.keyword] = value
         return self._reset(given)
 
     def check_partial_reset(self) -> None:
@@ -417,7 +432,12 @@ class TorchEnvs(
         self.executed_in_row = 0
         return self._reset(given)
 
-    def _check_mask_respected(self, before: Leaves, after: Leaves, mask: torch.Tensor) -> None:
+    def _check_mask_respected(
+        self,
+        before: Leaves,
+        after: Leaves,
+        mask: torch.Tensor,
+    ) -> None:
         for old, new in zip(before, after, strict=True):
             same = (old.to(self._on) == new.to(old.dtype)) | (new != new)
             if not (same | _like(mask, new)).all():
@@ -433,11 +453,10 @@ def _mode(env: Any, name: str) -> AutoresetMode:
     if declared is None and (mani_skill or _is_from(env, *ISAAC_LAB)):
         return AutoresetMode.SAME_STEP
     if declared is None or declared is AutoresetMode.NEXT_STEP:
+        what = "resets at the next step" if declared else "does not say how it resets"
         raise UnsupportedEnv(
-            f"{name}"
-            f" {'resets at the next step' if declared else 'does not say how it resets'}:"
-            " Muster takes batches on tensors with metadata['autoreset_mode'] SAME_STEP (it"
-            " returns the first observations of new episodes, and the last ones as"
+            f"{name} {what}: Muster takes batches on tensors with metadata['autoreset_mode']"
+            " SAME_STEP (it returns the first observations of new episodes, and the last ones as"
             " info['final_obs']) or DISABLED (reset() takes a mask). ManiSkill: pass"
             " ManiSkillVectorEnv(env, auto_reset=True)."
         )
@@ -457,22 +476,23 @@ class _Partial:
 
 def _partial_reset(env: Any) -> _Partial | None:
     parameters = inspect.signature(env.reset).parameters
-    if name := next((name for name in ("mask", "reset_mask") if name in parameters), None):
-        return _Partial(name)
+    for name in ("mask", "reset_mask"):
+        if name in parameters:
+            return _Partial(name)
     if "env_ids" in parameters:
         return _Partial("env_ids", indices=True)
     if _is_from(env, MANI_SKILL):
         return _Partial("options", "env_idx", indices=True)
-    return (
-        _Partial("options", "reset_mask")
-        if "options" in parameters and not _is_from(env, *ISAAC_LAB)
-        else None
-    )
+    if "options" in parameters and not _is_from(env, *ISAAC_LAB):
+        return _Partial("options", "reset_mask")
+    return None
 
 
 def _is_from(obj: Any, *packages: str) -> bool:
-    classes = (*type(obj).__mro__, *type(getattr(obj, "unwrapped", obj)).__mro__)
-    return any(f"{cls.__module__}.".startswith(f"{name}.") for cls in classes for name in packages)
+    inner = getattr(obj, "unwrapped", obj)
+    classes = (*type(obj).__mro__, *type(inner).__mro__)
+    modules = [f"{cls.__module__}." for cls in classes]
+    return any(module.startswith(f"{name}.") for module in modules for name in packages)
 
 
 def _like(mask: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
@@ -480,7 +500,11 @@ def _like(mask: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     return mask.reshape(-1, *[1] * (leaf.ndim - 1))
 
 
-def _where(mask: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _where(
+    mask: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+) -> torch.Tensor:
     return torch.where(_like(mask, a), a, b)
 
 
@@ -495,18 +519,24 @@ def _describe(value: Any) -> str:
 
 def _drawing(spec: ArraySpec, B: int, on: torch.device) -> Draw:
     assert spec.low is not None and spec.high is not None
-    size, dtype = (B, *spec.shape), torch_dtype(spec.dtype)
-    low, high = (torch.as_tensor(np.array(x, np.float64), device=on) for x in (spec.low, spec.high))
+    size = (B, *spec.shape)
+    dtype = torch_dtype(spec.dtype)
+    low = torch.as_tensor(np.array(spec.low, np.float64), device=on)
+    high = torch.as_tensor(np.array(spec.high, np.float64), device=on)
 
     def uniform(generator: torch.Generator) -> torch.Tensor:
         return torch.rand(size, generator=generator, dtype=torch.float64, device=on)
 
+    def integers(generator: torch.Generator) -> torch.Tensor:
+        steps = (uniform(generator) * (high - low + 1)).floor()
+        return torch.minimum(low + steps, high).to(dtype)
+
     if spec.dtype.kind in "iub":
-        return lambda g: torch.minimum(low + (uniform(g) * (high - low + 1)).floor(), high).to(
-            dtype
-        )
-    below, above = low.isfinite(), high.isfinite()
-    low0, high0 = low.where(below, torch.zeros_like(low)), high.where(above, torch.zeros_like(high))
+        return integers
+    below = low.isfinite()
+    above = high.isfinite()
+    low0 = low.where(below, torch.zeros_like(low))
+    high0 = high.where(above, torch.zeros_like(high))
 
     def floats(generator: torch.Generator) -> torch.Tensor:
         u = uniform(generator)
@@ -514,14 +544,17 @@ def _drawing(spec: ArraySpec, B: int, on: torch.device) -> Draw:
         tail = -torch.log1p(-u)
         one_sided = torch.where(below, low0 + tail, high0 - tail)
         both = low0 + u * (high0 - low0)
-        return torch.where(below & above, both, torch.where(below | above, one_sided, normal)).to(
-            dtype
-        )
+        unbounded = torch.where(below | above, one_sided, normal)
+        return torch.where(below & above, both, unbounded).to(dtype)
 
     return floats
 
 
-def _first_allowed(spec: ArraySpec, mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _first_allowed(
+    spec: ArraySpec,
+    mask: torch.Tensor,
+    shape: tuple[int, ...],
+) -> torch.Tensor:
     """Return the first allowed choice of each variable, ``[B, variables]``; ``shape``: of the mask
     of an environment.
 
@@ -534,14 +567,17 @@ def _first_allowed(spec: ArraySpec, mask: torch.Tensor, shape: tuple[int, ...]) 
         chosen = list(torch.unravel_index(legal.byte().argmax(1), nvec))
     else:
         chosen = [part.byte().argmax(1) for part in torch.split(legal, list(nvec), 1)]
-    return torch.stack([choice + first for choice, first in zip(chosen, low, strict=True)], 1)
+    choices = [choice + first for choice, first in zip(chosen, low, strict=True)]
+    return torch.stack(choices, 1)
 
 
 def _single_space(env: Any, name: str, B: int) -> spaces.Space[Any]:
     """Return the space of one environment; wrappers have the space of the batch only."""
-    base, batched = getattr(env, "unwrapped", env), getattr(env, name, None)
-    if hasattr(env, f"single_{name}") or batched is getattr(base, name, None):
-        space = getattr(env, f"single_{name}", getattr(base, f"single_{name}", None))
+    base = getattr(env, "unwrapped", env)
+    batched = getattr(env, name, None)
+    single = f"single_{name}"
+    if hasattr(env, single) or batched is getattr(base, name, None):
+        space = getattr(env, single, getattr(base, single, None))
         if isinstance(space, spaces.Space):
             return space
     return _unbatched(batched, B)

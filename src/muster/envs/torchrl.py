@@ -21,7 +21,7 @@ from muster.envs.checks import check_distinct, close_all
 from muster.envs.spaces import action_masks
 from muster.envs.torchrl_gym import PlainGym, fast_step, is_plain_gym, plain_parts
 from muster.envs.torchrl_one import OneEnv
-from muster.envs.torchrl_specs import declared, drawers, masked
+from muster.envs.torchrl_specs import Declared, declared, drawers, masked
 from muster.errors import BadOption, UnsupportedEnv
 from muster.keys import ACTION, Key
 from muster.memory.cells import take
@@ -75,13 +75,11 @@ class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWith
                 )
         self.declared = specs  # with what ``spec`` does not tell
         self._ones = _ones_of(self.envs, name)
-        bookkeeping = frozenset(
-            key
-            for key in specs.observations
-            if key in specs.state_only or key in specs.done or key[-1] in COUNTERS
-        )
+        bookkeeping = frozenset(key for key in specs.observations if _is_bookkeeping(key, specs))
         # masks of agents are those of the environment's action spec
-        masked_at_root = [*specs.actions] == [ACTION]
+        masks: dict[Key, Key] = {}
+        if [*specs.actions] == [ACTION]:
+            masks = action_masks(specs.observations, specs.actions)
         B = sum(one.count for one in self._ones)
         self.spec = EnvSpec(
             name,
@@ -92,18 +90,23 @@ class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWith
             step_specs=specs.steps,
             bookkeeping=bookkeeping,
             own_dtype=bookkeeping | specs.state,
-            action_masks=action_masks(specs.observations, specs.actions) if masked_at_root else {},
+            action_masks=masks,
             samples_allowed=_samples_allowed(first),
             flags=specs.flags,
             reward_key=specs.reward_key,
             reward_dtype=specs.reward_dtype,
             final_obs_certain=not first.__dict__.get("_torchrl_native_autoreset", False),
             single=not specs.lead,
+            seeds_episodes=not specs.lead,
         )
         self._draw = drawers(first.full_action_spec, len(specs.lead))
         self._chooses = False  # in the next rollout, environments choose actions themselves
 
-    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
+    def sample(
+        self,
+        rng: GroupRng,
+        shape: tuple[int, ...],
+    ) -> dict[Key, Array]:
         """Draw random actions like ``env.rand_action``.
 
         If that depends on the state (a mask, or the environment's own ``rand_action``), actions for
@@ -112,24 +115,29 @@ class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWith
         if _is_stateful(self.envs[0]):
             return self._sample_stateful(shape)
         if self._draw is not None:
-            return {
-                key: draw(rng.stream(i), shape) for i, (key, draw) in enumerate(self._draw.items())
-            }
+            draws = enumerate(self._draw.items())
+            return {key: draw(rng.stream(i), shape) for i, (key, draw) in draws}
         rows = int(np.prod(shape, dtype=int)) // self.spec.num_envs
         out = self._no_actions((rows, self.spec.num_envs))
         with torch.random.fork_rng(devices=[]):
             for t in range(rows):
                 for one in self._ones:
-                    torch.default_generator.manual_seed(int(rng.stream(0).integers(1 << 62)))
+                    seed = int(rng.stream(0).integers(1 << 62))
+                    torch.default_generator.manual_seed(seed)
                     self._put(out, t, one, one.env.full_action_spec.rand())
         return {key: array.reshape((*shape, *array.shape[2:])) for key, array in out.items()}
 
     def reset(
-        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
+        self,
+        arrays: Mapping[Key, Any],
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
     ) -> None:
         options = self.take_options()
         for one in self._ones:
-            mine = [n for n, i in enumerate(which) if one.columns.start <= i < one.columns.stop]
+            columns = one.columns
+            mine = [n for n, i in enumerate(which) if columns.start <= i < columns.stop]
             if mine:
                 own = None if seeds is None else [seeds[n] for n in mine]
                 one.reset(arrays, row, [which[n] for n in mine], own, options)
@@ -138,7 +146,8 @@ class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWith
         self.reset_options = options  # TorchRL's ``reset(**kwargs)`` takes any, also a seed
 
     def start(self, lane: Lane) -> Step:
-        chooses, self._chooses = self._chooses, False
+        chooses = self._chooses
+        self._chooses = False
         for one in self._ones:
             one.choosing = chooses
         step = lane.cache.get(self)
@@ -156,7 +165,8 @@ class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWith
         close_all([env.close for env in self.envs if not env.is_closed])
 
     def _make_step(self, lane: Lane) -> Step:
-        ones, advances = self._ones, [one.start(lane) for one in self._ones]
+        ones = self._ones
+        advances = [one.start(lane) for one in ones]
 
         def step(t: int) -> Sequence[int] | None:
             finished: list[int] | None = None
@@ -169,9 +179,8 @@ class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWith
                     if ended is not None:
                         finished = ended if finished is None else finished + ended
             except BaseException:
-                self.executed_in_row = sum(
-                    one.count for i, one in enumerate(ones) if i < n or one.executed
-                )
+                returned = [one.count for i, one in enumerate(ones) if i < n or one.executed]
+                self.executed_in_row = sum(returned)
                 raise
             return finished
 
@@ -179,7 +188,8 @@ class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWith
 
     def _sample_stateful(self, shape: tuple[int, ...]) -> dict[Key, Array]:
         B = self.spec.num_envs
-        out = self._no_actions((int(np.prod(shape, dtype=int)) // B, B))
+        rows = int(np.prod(shape, dtype=int)) // B
+        out = self._no_actions((rows, B))
         if all(len(array) == 1 for array in out.values()):
             for one in self._ones:
                 self._put(out, 0, one, one.rand_action())
@@ -193,7 +203,13 @@ class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWith
             for key, spec in self.spec.action_specs.items()
         }
 
-    def _put(self, out: dict[Key, Array], t: int, one: OneEnv, td: Any) -> None:
+    def _put(
+        self,
+        out: dict[Key, Array],
+        t: int,
+        one: OneEnv,
+        td: Any,
+    ) -> None:
         for key, spec in self.spec.action_specs.items():
             row = out[key][t, one.columns]
             if spec.is_tensor:
@@ -201,6 +217,10 @@ class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWith
             else:
                 cells = take(td, key, one.specs.lead)
                 row[...] = None if cells is None else cells.reshape(-1)
+
+
+def _is_bookkeeping(key: Key, specs: Declared) -> bool:
+    return key in specs.state_only or key in specs.done or key[-1] in COUNTERS
 
 
 def _check(envs: Sequence[EnvBase], name: str) -> None:
@@ -228,23 +248,21 @@ def _ones_of(envs: Sequence[EnvBase], name: str) -> list[OneEnv]:
     parts = plain_parts(envs[0]) or envs
     names = [f"{name}[{i}]" for i in range(len(parts))] if len(parts) > 1 else [name]
     specs = declared(parts[0])
-    if all(is_plain_gym(env, specs) for env in parts):
-        return [
-            PlainGym(env, specs, who, i)
-            for i, (env, who) in enumerate(zip(parts, names, strict=True))
-        ]
-    return [
-        OneEnv(env, specs, who, i, fast_step(env))
-        for i, (env, who) in enumerate(zip(parts, names, strict=True))
-    ]
+    plain = all(is_plain_gym(env, specs) for env in parts)
+    ones: list[OneEnv] = []
+    for i, (env, who) in enumerate(zip(parts, names, strict=True)):
+        if plain:
+            ones.append(PlainGym(env, specs, who, i))
+        else:
+            ones.append(OneEnv(env, specs, who, i, fast_step(env)))
+    return ones
 
 
 def _is_stateful(env: EnvBase) -> bool:
     """Return whether random actions depend on the state: a mask, or an own ``rand_action``."""
-    own = (type(part).rand_action for part in _chain(env))
-    return masked(env.full_action_spec) or any(
-        f not in (EnvBase.rand_action, TransformedEnv.rand_action) for f in own
-    )
+    usual = (EnvBase.rand_action, TransformedEnv.rand_action)
+    own = any(type(part).rand_action not in usual for part in _chain(env))
+    return own or masked(env.full_action_spec)
 
 
 def _samples_allowed(env: EnvBase) -> bool:
@@ -254,7 +272,8 @@ def _samples_allowed(env: EnvBase) -> bool:
 
 def _transforms(env: EnvBase) -> Iterator[Any]:
     for part in _chain(env):
-        yield from part.transform.modules() if isinstance(part, TransformedEnv) else ()
+        if isinstance(part, TransformedEnv):
+            yield from part.transform.modules()
 
 
 def _chain(env: Any) -> Iterator[Any]:
@@ -267,4 +286,6 @@ def _chain(env: Any) -> Iterator[Any]:
 
 def _name_of(env: EnvBase) -> str:
     *_, base = _chain(env)
-    return str(getattr(base, "env_name", None) if isinstance(base, GymEnv) else type(base).__name__)
+    if isinstance(base, GymEnv):
+        return str(getattr(base, "env_name", None))
+    return type(base).__name__

@@ -28,52 +28,50 @@ from muster.memory.slots import Lane
 from muster.utils.private_names import tensordict_maker
 
 PATCHABLE = {
-    *(
-        "_step",
-        "_reset",
-        "step",
-        "reset",
-        "read_obs",
-        "read_reward",
-        "read_action",
-        "read_done",
-        "rand_action",
-    ),
-    *("_output_transform", "_reset_output_transform", "_set_seed", "set_seed"),
+    "_step",
+    "_reset",
+    "step",
+    "reset",
+    "read_obs",
+    "read_reward",
+    "read_action",
+    "read_done",
+    "rand_action",
+    "_output_transform",
+    "_reset_output_transform",
+    "_set_seed",
+    "set_seed",
 }
-TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
+TERMINATED = next_of(("terminated",))
+TRUNCATED = next_of(("truncated",))
 
 
 def is_plain_gym(env: EnvBase, specs: Declared) -> bool:
     """Return whether ``PlainGym`` produces the same data as ``env``."""
-    own = (value for name, value in env.__dict__.items() if name in PATCHABLE)
-    patched = any(not str(getattr(value, "__module__", "")).startswith("torchrl.") for value in own)
-    if type(env) not in (GymEnv, GymWrapper) or patched:
+    if type(env) not in (GymEnv, GymWrapper) or _is_patched(env):
         return False
-    inner: Any = env._env
-    usual = (
-        not (env._is_batched or env.info_dict_reader or env.from_pixels)
-        and env.wrapper_frame_skip == 1
-    )
-    if (
-        not usual
-        or not isinstance(inner, gymnasium.Env)
-        or (env.device is not None and env.device.type != "cpu")
-    ):
+    if env._is_batched or env.info_dict_reader or env.from_pixels or env.wrapper_frame_skip != 1:
+        return False
+    if env.device is not None and env.device.type != "cpu":
         return False
     if len(specs.observations) != 1 or specs.flags != FLAGS or specs.reward_key != REWARD:
         return False
-    (observation,), space = specs.observations.values(), inner.observation_space
-    same = isinstance(space, spaces.Box) and (space.shape, space.dtype) == (
-        observation.shape,
-        observation.dtype,
-    )
-    return (
-        same
-        and bool(observation.shape)
-        and len(specs.actions) == 1
-        and _action_reader(env) is not None
-    )
+    inner: Any = env._env
+    if not isinstance(inner, gymnasium.Env):
+        return False
+    (observation,) = specs.observations.values()
+    space = inner.observation_space
+    if not isinstance(space, spaces.Box) or not observation.shape:
+        return False
+    if space.shape != observation.shape or space.dtype != observation.dtype:
+        return False
+    return len(specs.actions) == 1 and _action_reader(env) is not None
+
+
+def _is_patched(env: EnvBase) -> bool:
+    own = [value for name, value in env.__dict__.items() if name in PATCHABLE]
+    modules = [str(getattr(value, "__module__", "")) for value in own]
+    return any(not module.startswith("torchrl.") for module in modules)
 
 
 def plain_parts(env: EnvBase) -> list[Any] | None:
@@ -90,24 +88,21 @@ def fast_step(env: EnvBase) -> Callable[[Any], Any] | None:
     """Return a faster ``_step`` for a ``TransformedEnv`` around a plain environment; None for other
     environments.
     """
-    if (
-        type(env) is not TransformedEnv
-        or "_step" in env.__dict__
-        or env.base_env.device != env.device
-    ):
+    if type(env) is not TransformedEnv or "_step" in env.__dict__:
+        return None
+    if env.base_env.device != env.device:
         return None
     base: Any = env.base_env
     specs = declared(base)
     if not is_plain_gym(base, specs):
         return None
-    ((key, spec),), (action_key,) = specs.observations.items(), specs.actions
-    step, read, shape, dtype, transform = (
-        base._env.step,
-        _action_reader(base),
-        spec.shape,
-        spec.dtype,
-        env.transform,
-    )
+    ((key, spec),) = specs.observations.items()
+    (action_key,) = specs.actions
+    step = base._env.step
+    read = _action_reader(base)
+    shape = spec.shape
+    dtype = spec.dtype
+    transform = env.transform
     assert read is not None
     make_td = tensordict_maker()
 
@@ -115,15 +110,12 @@ def fast_step(env: EnvBase) -> Callable[[Any], Any] | None:
         obs, reward, terminated, truncated, _ = step(read(td.get(action_key).numpy()))
         plain = type(obs) is np.ndarray and obs.shape == shape and obs.dtype == dtype
         out = {key[0]: torch.from_numpy(obs.copy())} if plain else base.read_obs(obs)
-        out["reward"] = (
-            torch.tensor([float(reward)], device="cpu")
-            if isinstance(reward, float)
-            else base.read_reward(reward)
-        )
-        ended, cut = (
-            as_flag(terminated, "terminated", "env"),
-            as_flag(truncated, "truncated", "env"),
-        )
+        if isinstance(reward, float):
+            out["reward"] = torch.tensor([float(reward)], device="cpu")
+        else:
+            out["reward"] = base.read_reward(reward)
+        ended = as_flag(terminated, "terminated", "env")
+        cut = as_flag(truncated, "truncated", "env")
         flags = torch.tensor([[ended or cut], [ended], [cut]], device="cpu")
         out["done"], out["terminated"], out["truncated"] = flags.unbind(0)
         return make_td(out, batch_size=torch.Size([]), device=base.device)
@@ -146,9 +138,15 @@ class PlainGym(OneEnv):
         env = self.env
         i = self.columns.start
         name = self.name
-        ((key, spec),), (action_key,) = self.specs.observations.items(), self.specs.actions
-        step, read, shape, dtype = env._env.step, _action_reader(env), spec.shape, spec.dtype
-        observations, actions, rewards = (lane.arrays[k][:, i] for k in (key, action_key, REWARD))
+        ((key, spec),) = self.specs.observations.items()
+        (action_key,) = self.specs.actions
+        step = env._env.step
+        read = _action_reader(env)
+        shape = spec.shape
+        dtype = spec.dtype
+        observations = lane.arrays[key][:, i]
+        actions = lane.arrays[action_key][:, i]
+        rewards = lane.arrays[REWARD][:, i]
         terminated_rows = lane.arrays[TERMINATED]
         truncated_rows = lane.arrays[TRUNCATED]
         assert read is not None
@@ -174,11 +172,10 @@ class PlainGym(OneEnv):
             rewards[t] = reward if isinstance(reward, float) else env.read_reward(reward).item()
             if terminated is False and truncated is False:
                 return None
-            ended, cut = (
-                as_flag(terminated, "terminated", name),
-                as_flag(truncated, "truncated", name),
-            )
-            terminated_rows[t, i], truncated_rows[t, i] = ended, cut
+            ended = as_flag(terminated, "terminated", name)
+            cut = as_flag(truncated, "truncated", name)
+            terminated_rows[t, i] = ended
+            truncated_rows[t, i] = cut
             return [i] if ended or cut else None
 
         return advance
@@ -228,9 +225,6 @@ def _action_reader(env: Any) -> Callable[[Any], Any] | None:
             return lambda row: int(row.argmax())
         if type(spec) is Categorical and not spec.shape:
             return int
-    continuous = (
-        isinstance(space, spaces.Box)
-        and isinstance(spec, (Bounded, Unbounded))
-        and bool(spec.shape)
-    )
-    return np.copy if continuous and spec.dtype.is_floating_point else None
+    if not isinstance(space, spaces.Box) or not isinstance(spec, (Bounded, Unbounded)):
+        return None
+    return np.copy if spec.shape and spec.dtype.is_floating_point else None

@@ -54,9 +54,8 @@ class OneEnv:
         self._corrected: Specs = {**specs.done, **specs.rewards}  # EnvBase.step reshapes these
         self._own_step = type(env).step is not EnvBase.step or "step" in env.__dict__
         self._native = bool(env.__dict__.get("_torchrl_native_autoreset", False))
-        self._stepped: tuple[Any, Any] | None = (
-            None  # the last step's TensorDict and result; None: it failed, or a reset followed
-        )
+        # the last step's TensorDict and result; None: it failed, or a reset followed
+        self._stepped: tuple[Any, Any] | None = None
         # result of the last reset, or of the last step if the environment resets itself
         self._current: Any = None
         self._fresh: list[int] = []  # columns that the environment has reset itself
@@ -72,15 +71,8 @@ class OneEnv:
         objects: list[tuple[Key, Any, int]] = []
         for key, spec in specs.observations.items():
             if spec.is_tensor:
-                plain.append(
-                    (
-                        _name(key),
-                        self._rows(lane.tensors[key]),
-                        1,
-                        key in carried,
-                        torch_dtype(spec.dtype),
-                    )
-                )
+                rows = self._rows(lane.tensors[key])
+                plain.append((_name(key), rows, 1, key in carried, torch_dtype(spec.dtype)))
             else:
                 objects.append((key, self._rows(lane.arrays[key]), 1))
         for key, spec in specs.steps.items():
@@ -107,9 +99,8 @@ class OneEnv:
                 if value is None or value.shape != row.shape or value.dtype != dtype:
                     if value is None and by_policy:
                         continue
-                    value = self._fitted(
-                        name, td, after, row.shape, dtype, f"step (row {t} of the batch)"
-                    )
+                    where = f"step (row {t} of the batch)"
+                    value = self._fitted(name, td, after, row.shape, dtype, where)
                 row.copy_(value)
             for key, rows, later in objects:
                 self._write_cells(key, rows[t + later], after, td, f"step (row {t} of the batch)")
@@ -153,11 +144,13 @@ class OneEnv:
                 for i in rows:
                     target[i] = cells.reshape(-1)[i]
                 continue
-            shape, dtype = torch.Size((*self.specs.lead, *spec.shape)), torch_dtype(spec.dtype)
+            shape = torch.Size((*self.specs.lead, *spec.shape))
+            dtype = torch_dtype(spec.dtype)
             value = td.get(_name(key), None)
             if value is None or value.shape != shape or value.dtype != dtype:
                 value = self._fitted(_name(key), None, td, shape, dtype, "reset")
-            target[rows] = value.detach().cpu().numpy().reshape(self.count, *spec.shape)[rows]
+            values = value.detach().cpu().numpy().reshape(self.count, *spec.shape)
+            target[rows] = values[rows]
 
     def now(self) -> Any:
         """Return the input of the next step, without the action."""
@@ -173,7 +166,12 @@ class OneEnv:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def _step(self, make: Callable[[int], Any], lane: Lane, t: int) -> tuple[Any, Any]:
+    def _step(
+        self,
+        make: Callable[[int], Any],
+        lane: Lane,
+        t: int,
+    ) -> tuple[Any, Any]:
         env = self.env
         with self._explained(f"step (row {t} of the batch)"):
             td = make(t)
@@ -210,14 +208,14 @@ class OneEnv:
         specs = self.specs
         self._complete(after)
         done = self._any(after, specs.ends)
-        own = [
-            self._any(after, [key]) if key in specs.flags else None
-            for key in (TERMINATED, TRUNCATED)
-        ]
-        ended, cut = own
-        if ended is None:
-            ended = self._any(after, [key for key in specs.ends if key[-1] != "truncated"]) & done
-        if cut is None:
+        if TERMINATED in specs.flags:
+            ended = self._any(after, [TERMINATED])
+        else:
+            others = [key for key in specs.ends if key[-1] != "truncated"]
+            ended = self._any(after, others) & done
+        if TRUNCATED in specs.flags:
+            cut = self._any(after, [TRUNCATED])
+        else:
             cut = done & ~ended
         if ((ended | cut) != done).any():
             raise BadEnvOutput(
@@ -232,7 +230,8 @@ class OneEnv:
         finished: list[int] = (np.flatnonzero(done) + self.columns.start).tolist()
         # the environment returned the next episode's observation instead of the last one
         if self._native:
-            lane.arrays[NEXT_OBS_VALID][t, finished], self._fresh = False, finished
+            lane.arrays[NEXT_OBS_VALID][t, finished] = False
+            self._fresh = finished
         return finished
 
     def _any(self, td: Any, keys: Sequence[Key]) -> Any:
@@ -248,11 +247,10 @@ class OneEnv:
     def _write_team_reward(self, row: Any, after: Any, t: int) -> None:
         """Write the sum of all rewards, ``[count]``."""
         for i, key in enumerate(self.specs.rewards):
-            value = (
-                after.get(_name(key), None)
-                if self._corrected[key].is_tensor
-                else take(after, key, self.specs.lead)
-            )
+            if self._corrected[key].is_tensor:
+                value = after.get(_name(key), None)
+            else:
+                value = take(after, key, self.specs.lead)
             if torch.is_tensor(value) and value.numel() % self.count == 0:
                 total = value.detach().cpu().numpy().reshape(self.count, -1).sum(1)
             elif isinstance(value, np.ndarray):
@@ -261,7 +259,14 @@ class OneEnv:
                 raise self._misfit(key, value, f"step (row {t} of the batch)")
             row[:] = total if i == 0 else row + total
 
-    def _write_cells(self, key: Key, row: Any, after: Any, td: Any, method: str) -> None:
+    def _write_cells(
+        self,
+        key: Key,
+        row: Any,
+        after: Any,
+        td: Any,
+        method: str,
+    ) -> None:
         cells = self._cells(after, key, method)
         if cells is None and key in self.specs.state_only:
             cells = self._cells(td, key, method)
@@ -277,7 +282,13 @@ class OneEnv:
             raise BadEnvOutput(f"{self.name}.{method}: {dotted(key)} is {error}. {FIX}") from error
 
     def _fitted(
-        self, name: Any, td: Any, after: Any, shape: torch.Size, dtype: torch.dtype, method: str
+        self,
+        name: Any,
+        td: Any,
+        after: Any,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        method: str,
     ) -> torch.Tensor:
         """Return a value that did not fit its column, corrected as by ``EnvBase.step``; raise if it
         still does not fit.
@@ -291,18 +302,19 @@ class OneEnv:
         if value is None and td is not None and key in self.specs.state_only:
             value = td.get(name)
         fits = torch.is_tensor(value) and value.dtype == dtype
-        if (
-            fits
-            and value.shape != shape
-            and value.numel() == shape.numel()
-            and key in self._corrected
-        ):
+        corrected = key in self._corrected and fits and value.numel() == shape.numel()
+        if corrected and value.shape != shape:
             value = value.reshape(shape)
         if not fits or value.shape != shape:
             raise self._misfit(key, value, method)
         return value  # type: ignore[no-any-return]
 
-    def _misfit(self, key: Key, value: Any, method: str) -> BadEnvOutput:
+    def _misfit(
+        self,
+        key: Key,
+        value: Any,
+        method: str,
+    ) -> BadEnvOutput:
         got = "missing" if value is None else type(value).__name__
         if torch.is_tensor(value):
             got = f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
@@ -314,12 +326,20 @@ class OneEnv:
 
     # --- a reset ----------------------------------------------------------------------------------
 
-    def _reset(self, rows: Any, options: dict[str, Any], *, reseeded: bool) -> Any:
+    def _reset(
+        self,
+        rows: Any,
+        options: dict[str, Any],
+        *,
+        reseeded: bool,
+    ) -> Any:
         env = self.env
         whole = len(rows) == self.count
         td = self.now()
-        stepped, self._stepped = self._stepped is not None, None
-        fresh, self._fresh = self._fresh, []
+        stepped = self._stepped is not None
+        self._stepped = None
+        fresh = self._fresh
+        self._fresh = []
         rows = np.setdiff1d(rows, np.asarray(fresh, int) - self.columns.start)
         if stepped and not reseeded and not len(rows):
             return td
@@ -334,13 +354,13 @@ class OneEnv:
         cut = torch.from_numpy((wanted & ~ended).reshape(self.specs.lead))
         for key in env.done_keys:  # maybe_reset uses these flags
             flag = td.get(key)
-            td.set(
-                key,
-                flag | cut.to(flag.device).reshape((*cut.shape, *(1,) * (flag.ndim - cut.ndim))),
-            )
+            added = cut.to(flag.device).reshape((*cut.shape, *(1,) * (flag.ndim - cut.ndim)))
+            td.set(key, flag | added)
         if not options:
             return env.maybe_reset(td)
-        return env.reset(td, select_reset_only=True, **options) if env.any_done(td) else td
+        if env.any_done(td):
+            return env.reset(td, select_reset_only=True, **options)
+        return td
 
     @contextmanager
     def _explained(self, method: str) -> Iterator[None]:
@@ -371,26 +391,28 @@ class OneEnv:
         leaves: dict[Key, tuple[Any, int]] = {}
         for column in lane.layout.columns:
             key = column.key
-            mine = key in specs.observations or key in specs.actions
-            if not mine and (key[0] in RESERVED - {"action"} or column.host):
+            observed = specs.observations.get(key)
+            mine = observed is not None or key in specs.actions
+            reserved = key[0] in RESERVED - {"action"}
+            if not mine and (column.host or reserved):
                 continue
             source: Any = lane.tensors[key] if column.is_tensor else lane.arrays[key]
             rows = self._rows(source.unsqueeze(-1) if column.trailing else source)
-            if key in specs.observations and column.dtype != specs.observations[key].dtype:
-                rows = _InOwnDtype(rows, torch_dtype(specs.observations[key].dtype))
-            leaves[key] = rows, 0
+            if observed is not None and column.dtype != observed.dtype:
+                rows = _InOwnDtype(rows, torch_dtype(observed.dtype))
+            leaves[key] = (rows, 0)
             if column.by_policy:
-                leaves[next_of(key)] = leaves[key][0], 1
+                leaves[next_of(key)] = (rows, 1)
         no = torch.zeros((*specs.lead, 1), dtype=torch.bool, device=self._device)
         flags = dict.fromkeys(specs.flags, no)
         if any(column.ragged for column in lane.layout.columns):
             inner = {path: node.shape for path, node in specs.nodes.items() if node.shape}
 
             def gather(t: int) -> Any:
-                given = {key: rows[t + later] for key, (rows, later) in leaves.items()}
-                given = {
-                    key: v if torch.is_tensor(v) else copied_cells(v) for key, v in given.items()
-                }
+                given = {}
+                for key, (rows, later) in leaves.items():
+                    value = rows[t + later]
+                    given[key] = value if torch.is_tensor(value) else copied_cells(value)
                 td = assemble({**given, **flags}, specs.lead, None, inner).clone()
                 return td if self._device is None else td.to(self._device)
 
@@ -400,20 +422,21 @@ class OneEnv:
         make_td = tensordict_maker()
 
         def make(part: dict[str, Any], path: Key, t: int) -> Any:
-            out = {
-                name: (
-                    make(value, (*path, name), t)
-                    if type(value) is dict
-                    else self._entry(value[0][t + value[1]])
-                )
-                for name, value in part.items()
-            }
+            out: dict[str, Any] = {}
+            for name, value in part.items():
+                if type(value) is dict:
+                    out[name] = make(value, (*path, name), t)
+                else:
+                    rows, later = value
+                    out[name] = self._entry(rows[t + later])
             node = nodes.get(path)
             if not path:
                 out.update({key[0]: flag.clone() for key, flag in flags.items()})
-            size = torch.Size(specs.lead if node is None else (*specs.lead, *node.shape))
-            td = make_td(out, batch_size=size, device=self._device)
-            return td if node is None or node.kind is None else node.kind.from_tensordict(td)
+            lead = specs.lead if node is None else (*specs.lead, *node.shape)
+            td = make_td(out, batch_size=torch.Size(lead), device=self._device)
+            if node is None or node.kind is None:
+                return td
+            return node.kind.from_tensordict(td)
 
         return lambda t: make(tree, (), t)
 
@@ -439,11 +462,10 @@ def _name(key: Key) -> Any:
 
 
 def _total(cell: Any) -> float:
-    leaves = (
-        [cell]
-        if torch.is_tensor(cell)
-        else [part for td in cell.unbind(0) for part in td.values(True, True)]
-    )
+    if torch.is_tensor(cell):
+        leaves = [cell]
+    else:
+        leaves = [part for td in cell.unbind(0) for part in td.values(True, True)]
     return float(sum(float(leaf.sum()) for leaf in leaves))
 
 

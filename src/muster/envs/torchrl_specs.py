@@ -82,9 +82,7 @@ class Declared:
             *self.done.items(),
             *self.rewards.items(),
         ]
-        bounds = [
-            [b if b is None else b.tobytes() for b in (spec.low, spec.high)] for _, spec in every
-        ]
+        bounds = [(_raw(spec.low), _raw(spec.high)) for _, spec in every]
         leaves = [(key, str(spec), spec.ragged) for key, spec in every], bounds
         return self.lead, self.flags, self.ends, self.reward_key, leaves
 
@@ -95,19 +93,20 @@ def declared(env: EnvBase) -> Declared:
     nodes: dict[Key, Nesting] = {}
 
     def specs(composite: Composite) -> Specs:
-        found = {
-            key: _array_spec(spec, len(lead)) for key, spec in _leaves(composite, len(lead), nodes)
-        }
-        inner = {
-            key: len(nodes[key[:-1]].shape) if len(key) > 1 and s.is_tensor else 0
-            for key, s in found.items()
-        }
-        return {key: replace(spec, inner=inner[key]) for key, spec in found.items()}
+        found: Specs = {}
+        for key, leaf in _leaves(composite, len(lead), nodes):
+            spec = _array_spec(leaf, len(lead))
+            nested = len(key) > 1 and spec.is_tensor
+            inner = len(nodes[key[:-1]].shape) if nested else 0
+            found[key] = replace(spec, inner=inner)
+        return found
 
-    done, rewards = specs(env.full_done_spec), specs(env.full_reward_spec)
+    done = specs(env.full_done_spec)
+    rewards = specs(env.full_reward_spec)
     flags = tuple(key for key in FLAGS if key in done and done[key].shape == (1,))
     # A reward that is also a state is carried from step to step.
-    state, returned = specs(env.full_state_spec), specs(env.full_observation_spec)
+    state = specs(env.full_state_spec)
+    returned = specs(env.full_observation_spec)
     observations = {**state, **returned}
     observations |= {key: spec for key, spec in done.items() if key not in flags}
     for key in observations:
@@ -116,18 +115,18 @@ def declared(env: EnvBase) -> Declared:
                 f"{type(env).__name__} has an observation or state {key}, a name that a batch needs"
                 " for itself. Rename it with torchrl.envs.RenameTransform."
             )
-    reward, *more = rewards.items() if rewards else [(("reward",), ArraySpec((), OBJECT))]
-    plain = (
-        not more
-        and next_of(reward[0]) == REWARD
-        and reward[1].shape == (1,)
-        and reward[1].dtype.kind == "f"
-    )
+    reward_key: Key = ("reward",)
+    reward = ArraySpec((), OBJECT)
+    if rewards:
+        reward_key, reward = next(iter(rewards.items()))
+    at_root = len(rewards) <= 1 and next_of(reward_key) == REWARD
+    plain = at_root and reward.shape == (1,) and reward.dtype.kind == "f"
+    steps = {} if plain else {key: s for key, s in rewards.items() if key not in observations}
     return Declared(
         lead,
         observations,
         specs(env.full_action_spec),
-        {} if plain else {key: spec for key, spec in rewards.items() if key not in observations},
+        steps,
         flags,
         _ends(done),
         frozenset(state),
@@ -135,9 +134,13 @@ def declared(env: EnvBase) -> Declared:
         done,
         rewards,
         REWARD if plain else TEAM_REWARD,
-        reward[1].dtype if plain else np.dtype(np.float32),
+        reward.dtype if plain else np.dtype(np.float32),
         {key: node for key, node in nodes.items() if node != Nesting()},
     )
+
+
+def _raw(bound: Array | None) -> bytes | None:
+    return None if bound is None else bound.tobytes()
 
 
 def _ends(done: Specs) -> tuple[Key, ...]:
@@ -147,17 +150,26 @@ def _ends(done: Specs) -> tuple[Key, ...]:
     if ("done",) in done and ("terminated",) in done:
         return (("done",),)
     parents = {key[:-1] for key in done}
-    return tuple(key for key in done if not any(key[:n] in parents for n in range(len(key) - 1)))
+
+    def has_parent(key: Key) -> bool:
+        return any(key[:depth] in parents for depth in range(len(key) - 1))
+
+    return tuple(key for key in done if not has_parent(key))
 
 
 def _leaves(
-    composite: Composite, dims: int, nodes: dict[Key, Nesting], path: Key = ()
+    composite: Composite,
+    dims: int,
+    nodes: dict[Key, Nesting],
+    path: Key = (),
 ) -> Iterator[tuple[Key, TensorSpec | None]]:
     """Yield leaves by key; None for a leaf that only some parts of a stack have."""
     if path:
-        nodes[path] = Nesting(tuple(composite.shape[dims:]), getattr(composite, "data_cls", None))
+        kind = getattr(composite, "data_cls", None)
+        nodes[path] = Nesting(tuple(composite.shape[dims:]), kind)
     if isinstance(composite, StackedComposite):
-        names = dict.fromkeys(name for part in composite._specs for name in list(part.keys()))
+        parts = composite._specs
+        names = dict.fromkeys(name for part in parts for name in list(part.keys()))
     else:
         names = dict.fromkeys(composite.keys())
     shared = set(composite.keys())
@@ -184,14 +196,17 @@ def _array_spec(spec: TensorSpec | None, dims: int) -> ArraySpec:
     low, high = _bounds(spec, dims)
     if low is None or high is None:
         return ArraySpec(shape, dtype)
-    low, high = (np.broadcast_to(bound, shape).astype(dtype) for bound in (low, high))
+    low = np.broadcast_to(low, shape).astype(dtype)
+    high = np.broadcast_to(high, shape).astype(dtype)
     return ArraySpec(shape, dtype, low, high, one_hot=_one_hot_sizes(spec))
 
 
 def _one_hot_sizes(spec: TensorSpec) -> tuple[int, ...]:
     if isinstance(spec, MultiOneHot):
         return tuple(int(space.n) for space in spec.space)
-    return (int(spec.space.n),) if isinstance(spec, OneHot) else ()
+    if isinstance(spec, OneHot):
+        return (int(spec.space.n),)
+    return ()
 
 
 def _bounds(spec: TensorSpec, dims: int) -> tuple[Any, Any]:
@@ -199,13 +214,17 @@ def _bounds(spec: TensorSpec, dims: int) -> tuple[Any, Any]:
     if isinstance(spec, (OneHot, Binary)) or spec.dtype == torch.bool:
         return 0, 1
     if isinstance(spec, MultiCategorical):
-        return 0, spec.nvec.reshape(-1, spec.nvec.shape[-1]).amax(0).numpy() - 1
+        nvec = spec.nvec.reshape(-1, spec.nvec.shape[-1])
+        return 0, nvec.amax(0).numpy() - 1
     if isinstance(spec, Categorical):
-        return (0, spec.space.n - 1) if spec.space.n > 0 else (None, None)
+        n = spec.space.n
+        return (0, n - 1) if n > 0 else (None, None)
     if isinstance(spec, Bounded):
-        low, high = spec.space.low.cpu(), spec.space.high.cpu()
+        low = spec.space.low.cpu()
+        high = spec.space.high.cpu()
         for _ in range(dims):
-            low, high = low.amin(0), high.amax(0)
+            low = low.amin(0)
+            high = high.amax(0)
         return low.numpy(), high.numpy()
     return None, None
 
@@ -230,7 +249,8 @@ def drawers(composite: Composite, dims: int) -> dict[Key, Draw] | None:
 
 def masked(composite: Composite) -> bool:
     """Return whether a spec has an action mask."""
-    return any(getattr(spec, "mask", None) is not None for _, spec in _leaves(composite, 0, {}))
+    leaves = _leaves(composite, 0, {})
+    return any(getattr(spec, "mask", None) is not None for _, spec in leaves)
 
 
 def _drawer(spec: TensorSpec, row: ArraySpec, dims: int) -> Draw | None:
@@ -241,14 +261,20 @@ def _drawer(spec: TensorSpec, row: ArraySpec, dims: int) -> Draw | None:
     shape = row.shape
     if kind is OneHot:
         table = np.eye(int(spec.space.n), dtype=dtype)
-        return lambda rng, size: table[rng.integers(len(table), size=(*size, *shape[:-1]))]
+
+        def one_hot(rng: np.random.Generator, size: tuple[int, ...]) -> Array:
+            chosen = rng.integers(len(table), size=(*size, *shape[:-1]))
+            return table[chosen]
+
+        return one_hot
     if kind is MultiOneHot:
         tables = [np.eye(int(space.n), dtype=dtype) for space in spec.space]
         widths = [len(table) for table in tables]
 
         def several(rng: np.random.Generator, size: tuple[int, ...]) -> Array:
             chosen = rng.integers(widths, size=(*size, *shape[:-1], len(widths)))
-            return np.concatenate([table[chosen[..., i]] for i, table in enumerate(tables)], -1)
+            hot = [table[chosen[..., i]] for i, table in enumerate(tables)]
+            return np.concatenate(hot, -1)
 
         return several
     alike = kind in (Categorical, Binary) or (isinstance(spec, Unbounded) and dtype.kind == "f")

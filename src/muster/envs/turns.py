@@ -55,7 +55,8 @@ from muster.memory.specs import Array, ArraySpec, Specs, choices_of, is_joint_ma
 from muster.protocols import EnvBatch, Step
 from muster.rng import GroupRng
 
-BOOL, INTEGER = np.dtype(bool), np.dtype(np.int64)
+BOOL = np.dtype(bool)
+INTEGER = np.dtype(np.int64)
 (MASK,) = ACTION_MASK
 # written when a row is complete
 NOT_HELD = {"next", "collector", "done", "terminated", "truncated", "step_count"}
@@ -75,15 +76,22 @@ class AgentSpaces:
     """
 
     def __init__(
-        self, who: str, env: Any, agents: Sequence[str], infos: Mapping[str, Any], root: Key = ()
+        self,
+        who: str,
+        env: Any,
+        agents: Sequence[str],
+        infos: Mapping[str, Any],
+        root: Key = (),
     ) -> None:
-        space, action_space = env.observation_space(agents[0]), env.action_space(agents[0])
+        space = env.observation_space(agents[0])
+        action_space = env.action_space(agents[0])
         self._mask_in_obs = isinstance(space, spaces.Dict) and MASK in space.spaces
         if self._mask_in_obs:
             space = spaces.Dict({key: part for key, part in space.spaces.items() if key != MASK})
-        self.observation = (
-            SpaceCodec(space, (*root, "observation")) if root else observation_codec(space)
-        )
+        if root:
+            self.observation = SpaceCodec(space, (*root, "observation"))
+        else:
+            self.observation = observation_codec(space)
         self.action = SpaceCodec(action_space, (*root, "action"))
         self.mask_shape = self._find_mask(env, agents, infos)
         if self.mask_shape is not None:
@@ -122,7 +130,10 @@ class AgentSpaces:
         return leaves, True if mask is None else np.array(mask, bool)
 
     def _find_mask(
-        self, env: Any, agents: Sequence[str], infos: Mapping[str, Any]
+        self,
+        env: Any,
+        agents: Sequence[str],
+        infos: Mapping[str, Any],
     ) -> tuple[int, ...] | None:
         """Return the shape of an agent's mask: that of its space, or of the first info that has
         one.
@@ -130,8 +141,12 @@ class AgentSpaces:
         if self._mask_in_obs:
             space = env.observation_space(agents[0])[MASK]
             return tuple(space.shape) if space.shape is not None else ()
-        masks = [info[MASK] for agent in agents if MASK in (info := infos.get(agent) or {})]
-        return np.shape(masks[0]) if masks else None
+        for agent in agents:
+            info = infos.get(agent) or {}
+            if MASK in info:
+                shape: tuple[int, ...] = np.shape(info[MASK])
+                return shape
+        return None
 
 
 def name_of_game(envs: Sequence[Any]) -> str:
@@ -139,11 +154,9 @@ def name_of_game(envs: Sequence[Any]) -> str:
     the same object.
     """
     env = envs[0]
-    name = str(
-        (getattr(env, "metadata", None) or {}).get(
-            "name", type(getattr(env, "unwrapped", env)).__name__
-        )
-    )
+    metadata = getattr(env, "metadata", None) or {}
+    class_name = type(getattr(env, "unwrapped", env)).__name__
+    name = str(metadata.get("name", class_name))
     if not getattr(env, "possible_agents", None):
         raise UnsupportedEnv(
             f"{name} has no possible_agents: Muster must know all agents that may ever come"
@@ -229,8 +242,9 @@ class TurnEnvs(
         specs: Specs = dict(self._spaces.observation.specs)
         if self._spaces.mask_shape is not None:
             specs[ACTION_MASK] = ArraySpec(self._spaces.mask_shape, BOOL)
-        low, high = np.asarray(0), np.asarray(len(agents) - 1)
-        observed = {**specs, AGENT: ArraySpec((), INTEGER, low, high)}
+        last = np.asarray(len(agents) - 1)
+        number = ArraySpec((), INTEGER, np.asarray(0), last)
+        observed = {**specs, AGENT: number}
         checks.check_arrays(name, observed, self._actions.specs)
         self.spec = EnvSpec(
             name,
@@ -249,15 +263,16 @@ class TurnEnvs(
     @property
     def late(self) -> int:  # type: ignore[override]
         """The number of steps to make before the next row can be complete."""
-        return (
-            len(self.spec.agents)
-            - 1
-            - min(len(game.open) + len(game.complete) for game in self._games)
-        )
+        fewest = min(len(game.open) + len(game.complete) for game in self._games)
+        return len(self.spec.agents) - 1 - fewest
 
     # --- EnvBatch ---------------------------------------------------------------------------------
 
-    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
+    def sample(
+        self,
+        rng: GroupRng,
+        shape: tuple[int, ...],
+    ) -> dict[Key, Array]:
         return self._actions.sample(rng, shape)
 
     def reset(
@@ -271,7 +286,8 @@ class TurnEnvs(
         for n, b in enumerate(which):
             self._cut(b)
             seed = None if seeds is None else int(seeds[n])
-            self._call(b, "reset", seed=seed, **checks.kept_info(options))
+            given = checks.seed_argument(self._games[b].env, seed, self.spec.name, self.casts)
+            self._call(b, "reset", **given, **checks.kept_info(options))
             self._next_turn(b)
             self._show(arrays, row, b)
 
@@ -280,11 +296,9 @@ class TurnEnvs(
         own = [key for key in arrays if key[0] not in NOT_HELD]
         held = [*own, *(key for key in (AGENT, POLICY_VERSION) if key in arrays)]
         actions = [arrays[key] for key in self.spec.action_specs]
-        rewards, terminated, truncated = (
-            arrays[REWARD],
-            arrays[next_of(TERMINATED)],
-            arrays[next_of(TRUNCATED)],
-        )
+        rewards = arrays[REWARD]
+        terminated = arrays[next_of(TERMINATED)]
+        truncated = arrays[next_of(TRUNCATED)]
         after = [(key, arrays[next_of(key)]) for key in self.spec.observation_specs]
 
         def step(t: int) -> None:
@@ -294,26 +308,25 @@ class TurnEnvs(
                 agent = game.agent
                 game.open[agent] = Turn({key: np.array(arrays[key][t, b]) for key in held})
                 game.turns[agent] = game.turns.get(agent, 0) + 1
-                self._call(
-                    b, "step", self._actions.build([self._given(rows[t, b]) for rows in actions])
-                )
+                action = self._actions.build([self._given(rows[t, b]) for rows in actions])
+                self._call(b, "step", action)
                 for other, open_turn in game.open.items():
                     open_turn.reward += float(checks.number(game.env.rewards.get(other, 0.0)))
                 self._next_turn(b)
                 self.executed_in_row = b + 1
                 self._show(arrays, t + 1, b)
             self.executed_in_row = 0
-            for b, game in enumerate(self._games) if delivers else ():
+            if not delivers:
+                return
+            for b, game in enumerate(self._games):
                 turn = game.complete.popleft()
                 for key, cell in turn.cells.items():
                     arrays[key][t, b] = cell
                 for key, rows in after:
                     rows[t, b] = turn.after[key]
-                rewards[t, b], terminated[t, b], truncated[t, b] = (
-                    turn.reward,
-                    turn.terminated,
-                    turn.truncated,
-                )
+                rewards[t, b] = turn.reward
+                terminated[t, b] = turn.terminated
+                truncated[t, b] = turn.truncated
 
         return step
 
@@ -332,23 +345,14 @@ class TurnEnvs(
         return [game.env for game in self._games]
 
     def snapshot(self) -> dict[str, Any]:
-        return {
-            "games": [
-                {
-                    "open": {agent: asdict(turn) for agent, turn in game.open.items()},
-                    "complete": [asdict(turn) for turn in game.complete],
-                    "turns": dict(game.turns),
-                    "seen": dict(game.seen),
-                }
-                for game in self._games
-            ]
-        }
+        return {"games": [_plain(game) for game in self._games]}
 
     def restore(self, state: dict[str, Any]) -> None:
         for game, saved in zip(self._games, state["games"], strict=True):
             game.open = {agent: Turn(**plain) for agent, plain in saved["open"].items()}
             game.complete = deque(Turn(**plain) for plain in saved["complete"])
-            game.turns, game.seen = dict(saved["turns"]), dict(saved["seen"])
+            game.turns = dict(saved["turns"])
+            game.seen = dict(saved["seen"])
 
     def close(self) -> None:
         checks.close_all([game.env.close for game in self._games])
@@ -366,7 +370,8 @@ class TurnEnvs(
         resets = 0
         while True:
             if not game.env.agents:
-                if gone := list(game.open):
+                gone = list(game.open)
+                if gone:
                     raise BadEnvOutput(
                         f"{who}: {gone} left without a last turn, in which they are done. {FIX}"
                     )
@@ -388,15 +393,16 @@ class TurnEnvs(
             ended = checks.as_flag(ended, f"termination of {agent}", who)
             cut = checks.as_flag(cut, f"truncation of {agent}", who)
             game.seen = self._leaves(b, agent, obs, info)
-            if turn := game.open.pop(agent, None):
-                if problem := self.casts.reward_problem(reward):
+            turn = game.open.pop(agent, None)
+            if turn is not None:
+                problem = self.casts.reward_problem(reward)
+                if problem:
                     raise BadEnvOutput(f"{who}.last: {agent}: {problem}. {FIX}")
-                limited = self._limit is not None and game.turns[agent] >= self._limit and not ended
-                turn.reward, turn.terminated, turn.truncated = (
-                    float(checks.number(reward)),
-                    ended,
-                    cut or limited,
-                )
+                at_limit = self._limit is not None and game.turns[agent] >= self._limit
+                limited = at_limit and not ended
+                turn.reward = float(checks.number(reward))
+                turn.terminated = ended
+                turn.truncated = cut or limited
                 turn.after = game.seen
                 game.complete.append(turn)
                 if limited and not cut:
@@ -411,35 +417,62 @@ class TurnEnvs(
         """Complete all open turns as truncated: the environment will be reset."""
         game = self._games[b]
         for agent, turn in game.open.items():
-            turn.after = self._leaves(
-                b, agent, self._call(b, "observe", agent), game.env.infos.get(agent)
-            )
+            obs = self._call(b, "observe", agent)
+            turn.after = self._leaves(b, agent, obs, game.env.infos.get(agent))
             turn.truncated = True
             game.complete.append(turn)
         game.open.clear()
         game.turns.clear()
 
-    def _leaves(self, b: int, agent: str, obs: Any, info: Any) -> Leaves:
+    def _leaves(
+        self,
+        b: int,
+        agent: str,
+        obs: Any,
+        info: Any,
+    ) -> Leaves:
         """Return the observation of an agent, with its mask and number."""
-        parts, mask = self._spaces.leaves(self.casts, obs, info, f"{self.spec.name}[{b}]: {agent}")
+        who = f"{self.spec.name}[{b}]: {agent}"
+        parts, mask = self._spaces.leaves(self.casts, obs, info, who)
         leaves: Leaves = {AGENT: np.array(self.spec.agents.index(agent))}
         if ACTION_MASK in self.spec.observation_specs:
-            leaves[ACTION_MASK] = np.full(self.spec.observation_specs[ACTION_MASK].shape, mask)
+            shape = self.spec.observation_specs[ACTION_MASK].shape
+            leaves[ACTION_MASK] = np.full(shape, mask)
         for key, leaf in zip(self._spaces.observation.specs, parts, strict=True):
             leaves[key] = np.array(leaf)
         return leaves
 
-    def _show(self, arrays: Mapping[Key, Array], row: int, b: int) -> None:
+    def _show(
+        self,
+        arrays: Mapping[Key, Array],
+        row: int,
+        b: int,
+    ) -> None:
         for key, leaf in self._games[b].seen.items():
             arrays[key][row, b] = leaf
 
     def _given(self, action: Any) -> Any:
         """Return a copy of the action, which the environment may keep; a number as an int."""
-        return (
-            int(action) if np.ndim(action) == 0 and action.dtype.kind in "iu" else np.array(action)
-        )
+        if np.ndim(action) == 0 and action.dtype.kind in "iu":
+            return int(action)
+        return np.array(action)
 
-    def _call(self, b: int, method: str, *args: Any, **given: Any) -> Any:
-        return checks.call(
-            self._games[b].env, method, f"{self.spec.name}[{b}]", *args, index=b, **given
-        )
+    def _call(
+        self,
+        b: int,
+        method: str,
+        *args: Any,
+        **given: Any,
+    ) -> Any:
+        who = f"{self.spec.name}[{b}]"
+        return checks.call(self._games[b].env, method, who, *args, index=b, **given)
+
+
+def _plain(game: Game) -> dict[str, Any]:
+    """Return the state of a game besides its environment, in plain values, for ``snapshot``."""
+    return {
+        "open": {agent: asdict(turn) for agent, turn in game.open.items()},
+        "complete": [asdict(turn) for turn in game.complete],
+        "turns": dict(game.turns),
+        "seen": dict(game.seen),
+    }

@@ -39,7 +39,8 @@ from muster.protocols import ALL, EnvBatch, Step
 from muster.rng import GroupRng
 
 STATISTICS = ("episode", *mask_of(("episode",)))  # what Gymnasium's wrapper of batches adds
-TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
+TERMINATED = next_of(("terminated",))
+TRUNCATED = next_of(("truncated",))
 
 
 class VectorEnvBatch(
@@ -54,14 +55,12 @@ class VectorEnvBatch(
         B = env.num_envs
         name = checks.env_name(env)
         self.mode = _mode(env, name)
-        exact = (
-            isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
-            or _is_ale(env.unwrapped)
-            or has_masks(env)
-        )
-        self._known = exact or bool(getattr(env.unwrapped, "muster_exact", False))
-        if self.mode is AutoresetMode.SAME_STEP and isinstance(env.unwrapped, SyncVectorEnv):
-            with_own_memory(env.unwrapped)
+        base = env.unwrapped
+        gymnasiums_own = isinstance(base, (SyncVectorEnv, AsyncVectorEnv))
+        exact = gymnasiums_own or _is_ale(base) or has_masks(env)
+        self._known = exact or bool(getattr(base, "muster_exact", False))
+        if self.mode is AutoresetMode.SAME_STEP and isinstance(base, SyncVectorEnv):
+            with_own_memory(base)
         self.observations: SpaceCodec = observation_codec(env.single_observation_space)
         self.actions: SpaceCodec = action_codec(env.single_action_space)
         self.spec = EnvSpec(
@@ -72,6 +71,7 @@ class VectorEnvBatch(
             self.actions.specs,
             action_masks=action_masks(self.observations.specs, self.actions.specs),
             final_obs_certain=self.mode is not AutoresetMode.SAME_STEP or self._known,
+            seeds_episodes=isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)),
         )
         self._batched = [  # specs of the returned observations
             ArraySpec((B, *spec.shape), spec.dtype) for spec in self.observations.specs.values()
@@ -81,13 +81,17 @@ class VectorEnvBatch(
         self._masks = self._known or self.mode is AutoresetMode.SAME_STEP or B == 1
         # SAME_STEP: environments that have reset themselves and await ``reset``, and their first
         # observations: copies.
-        self._fresh: tuple[list[int], list[Array]] = [], []
+        self._fresh: tuple[list[int], list[Array]] = ([], [])
         self._keeps_infos = False
         self._reset_info: dict[str, Any] = {}
         self.new_infos: list[tuple[Any, Any]] = []
         self._infos_of: Callable[[Any], Any] = getattr(env, "muster_infos", lambda info: info)
 
-    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
+    def sample(
+        self,
+        rng: GroupRng,
+        shape: tuple[int, ...],
+    ) -> dict[Key, Array]:
         return self.actions.sample(rng, shape)
 
     def reset(
@@ -99,7 +103,7 @@ class VectorEnvBatch(
     ) -> None:
         targets = [arrays[key][row] for key in self.spec.observation_specs]
         fresh, first = self._fresh
-        self._fresh = [], []
+        self._fresh = ([], [])
         now = seeds is not None or self.reset_options
         waiting = [] if now else sorted(set(which).intersection(fresh))
         if waiting:
@@ -110,7 +114,8 @@ class VectorEnvBatch(
         self.new_infos = []
         if not rest:
             return
-        leaves = self._leaves(self._masked_reset(rest, seeds), f"{self.spec.name}.reset")
+        returned = self._masked_reset(rest, seeds)
+        leaves = self._leaves(returned, f"{self.spec.name}.reset")
         if self._keeps_infos:
             self.new_infos = [(self._infos_of(self._reset_info), rest)]
         if not self._known and len(rest) < self.spec.num_envs:
@@ -120,14 +125,13 @@ class VectorEnvBatch(
 
     def start(self, lane: Lane) -> Step:
         obs_arrays = [lane.arrays[key] for key in self.spec.observation_specs]
-        specs = self.spec.action_specs.items()
-        actions: list[tuple[Array, Callable[[Any], Array]]] = [
-            (lane.arrays[key], np.ndarray.copy if spec.is_tensor else copied_cells)
-            for key, spec in specs
-        ]
-        rewards, terminated, truncated = (
-            lane.arrays[key] for key in (REWARD, TERMINATED, TRUNCATED)
-        )
+        actions: list[tuple[Array, Callable[[Any], Array]]] = []
+        for key, spec in self.spec.action_specs.items():
+            copier = np.ndarray.copy if spec.is_tensor else copied_cells
+            actions.append((lane.arrays[key], copier))
+        rewards = lane.arrays[REWARD]
+        terminated = lane.arrays[TERMINATED]
+        truncated = lane.arrays[TRUNCATED]
         known = lane.arrays.get(NEXT_OBS_VALID)
 
         def step(t: int) -> Sequence[int] | None:
@@ -188,24 +192,33 @@ class VectorEnvBatch(
             final = {} if final is None else final
             # wrappers of the batch add the step's statistics outside of it
             if isinstance(final, Mapping):
-                final = {**{name: info[name] for name in STATISTICS if name in info}, **final}
+                statistics = {name: info[name] for name in STATISTICS if name in info}
+                final = {**statistics, **final}
                 told = {name: value for name, value in told.items() if name not in STATISTICS}
             self.new_infos = [(told, ALL), (final, finished)]
 
     def _take_final(
-        self, i: int, info: Any, rows: list[Array], known: Array | None, t: int
+        self,
+        i: int,
+        info: Any,
+        rows: list[Array],
+        known: Array | None,
+        t: int,
     ) -> None:
         """For SAME_STEP: write the true last observation into row ``t + 1``."""
         final = info.get("final_obs") if isinstance(info, dict) else None
         if final is not None and final[i] is not None:
-            leaves = [final[i]] if self.observations.single else self.observations.flatten(final[i])
-            for (key, spec), row, leaf in zip(
-                self.observations.specs.items(), rows, leaves, strict=True
-            ):
-                who, what = f"{self.spec.name}[{i}]", f"final_obs {dotted(key)}"
+            single = self.observations.single
+            leaves = [final[i]] if single else self.observations.flatten(final[i])
+            specs = self.observations.specs.items()
+            for (key, spec), row, leaf in zip(specs, rows, leaves, strict=True):
+                who = f"{self.spec.name}[{i}]"
+                what = f"final_obs {dotted(key)}"
                 if spec.is_tensor:
                     self.casts.check(leaf, spec, what, who)
-                row[i] = leaf if spec.is_tensor else checks.stored_copy(leaf, f"{who}: {what}")
+                    row[i] = leaf
+                else:
+                    row[i] = checks.stored_copy(leaf, f"{who}: {what}")
             return
         if known is None:
             raise BadEnvOutput(
@@ -220,40 +233,43 @@ class VectorEnvBatch(
         """Test before the first batch, with environment 0, whether a class unknown to Muster
         respects masks.
         """
-        before = [
-            leaf.copy()
-            for leaf in self._leaves(
-                self._reset(seed=self._seeds(seeds)), f"{self.spec.name}.reset"
-            )
-        ]
-        after = self._leaves(self._masked_reset([0], None), f"{self.spec.name}.reset")
+        who = f"{self.spec.name}.reset"
+        first = self._reset(seed=self._seeds(seeds))
+        before = [leaf.copy() for leaf in self._leaves(first, who)]
+        after = self._leaves(self._masked_reset([0], None), who)
         self._check_mask_respected(before, after, [0])
         self._masks = True
 
-    def _masked_reset(self, which: list[int], seeds: Sequence[int] | None) -> Any:
+    def _masked_reset(
+        self,
+        which: list[int],
+        seeds: Sequence[int] | None,
+    ) -> Any:
         given = self.take_options()
-        if given.keys() - {"options"}:
-            raise BadOption(
-                f"{self.spec.name}.reset takes options=, not {sorted(given.keys() - {'options'})}"
-            )
+        unknown = given.keys() - {"options"}
+        if unknown:
+            raise BadOption(f"{self.spec.name}.reset takes options=, not {sorted(unknown)}")
         if len(which) == self.spec.num_envs:
             if not self._masks:
                 self._try_mask(seeds)
             return self._reset(seed=self._seeds(seeds), **given)
         mask = np.zeros(self.spec.num_envs, bool)
         mask[which] = True
-        if seeds is not None:
-            full: Any = [None] * self.spec.num_envs
+        seed_arg: Any = None
+        if seeds is not None and _is_ale(self.env.unwrapped):
+            seed_arg = np.asarray(list(seeds))
+        elif seeds is not None:
+            seed_arg = [None] * self.spec.num_envs
             for i, seed in zip(which, seeds, strict=True):
-                full[i] = seed
-            seed_arg: Any = np.asarray(list(seeds)) if _is_ale(self.env.unwrapped) else full
-        else:
-            seed_arg = None
+                seed_arg[i] = seed
         options = {**(given.get("options") or {}), "reset_mask": mask}
         return self._reset(seed=seed_arg, options=options)
 
     def _check_mask_respected(
-        self, before: list[Array], after: list[Array], which: list[int]
+        self,
+        before: list[Array],
+        after: list[Array],
+        which: list[int],
     ) -> None:
         others = np.ones(self.spec.num_envs, bool)
         others[which] = False
@@ -270,20 +286,22 @@ class VectorEnvBatch(
     def _seeds(self, seeds: Sequence[int] | None) -> Any:
         if seeds is None:
             return None
-        return np.asarray(list(seeds)) if _is_ale(self.env.unwrapped) else checks.batch_seed(seeds)
+        if _is_ale(self.env.unwrapped):
+            return np.asarray(list(seeds))
+        return checks.batch_seed(seeds)
 
-    def _reset(self, **given: Any) -> Any:
-        obs, self._reset_info = checks.reset_pair(
-            checks.call(self.env, "reset", self.spec.name, **given), self.spec.name
-        )
+    def _reset(self, seed: Any, **given: Any) -> Any:
+        who = self.spec.name
+        given |= checks.seed_argument(self.env, seed, who, self.casts)
+        got = checks.call(self.env, "reset", who, **given)
+        obs, self._reset_info = checks.reset_pair(got, who)
         return obs
 
     def _leaves(self, obs: Any, who: str) -> list[Array]:
         """Return the leaves of a batched observation as checked arrays ``[B, *shape]``."""
         leaves = self.observations.flatten(obs, who)
-        for n, (key, spec) in enumerate(
-            zip(self.spec.observation_specs, self._batched, strict=True)
-        ):
+        named = zip(self.spec.observation_specs, self._batched, strict=True)
+        for n, (key, spec) in enumerate(named):
             if spec.is_tensor:
                 self.casts.check(leaves[n], spec, dotted(key), who)
             else:
@@ -292,11 +310,9 @@ class VectorEnvBatch(
 
     def _column(self, value: Any, name: str, kinds: str) -> Array:
         array = np.asarray(value)
-        if (
-            kinds == checks.NUMBERS
-            and array.shape == (self.spec.num_envs, 1)
-            and not self.casts.refused
-        ):
+        B = self.spec.num_envs
+        number_in_array = kinds == checks.NUMBERS and array.shape == (B, 1)
+        if number_in_array and not self.casts.refused:
             self.casts.note(f"rewards have shape {array.shape}, expected ({self.spec.num_envs},)")
             array = array[:, 0]
         if array.shape != (self.spec.num_envs,) or array.dtype.kind not in kinds:
@@ -316,19 +332,14 @@ def _mode(env: VectorEnv[Any, Any, Any], name: str) -> AutoresetMode:
             "gymnasium.vector.AutoresetMode. Guessing would corrupt the ends of episodes."
         )
     base = env.unwrapped
-    if (
-        mode is AutoresetMode.NEXT_STEP
-        and isinstance(base, AsyncVectorEnv)
-        and not base.shared_memory
-    ):
+    by_pipe = isinstance(base, AsyncVectorEnv) and not base.shared_memory
+    if mode is AutoresetMode.NEXT_STEP and by_pipe:
         raise UnsupportedEnv(
             f"{name}: AsyncVectorEnv(shared_memory=False) forgets masked resets in"
             " NEXT_STEP mode. Use shared_memory=True or autoreset_mode=AutoresetMode.DISABLED."
         )
-    if (
-        mode is not AutoresetMode.SAME_STEP
-        and getattr(base, "batch_size", env.num_envs) != env.num_envs
-    ):
+    lockstep = getattr(base, "batch_size", env.num_envs) == env.num_envs
+    if mode is not AutoresetMode.SAME_STEP and not lockstep:
         raise UnsupportedEnv(
             f"{name}: batch_size < num_envs is not lockstep; use batch_size = num_envs"
         )
@@ -344,8 +355,11 @@ def autoreset_mode(env: Any) -> AutoresetMode | None:
     metadata = getattr(env, "metadata", None) or {}
     shared = metadata is gymnasium.Env.metadata or metadata is VectorEnv.metadata
     declared = None if shared else metadata.get("autoreset_mode")
-    for owner in (env, getattr(env, "unwrapped", env)):
-        declared = getattr(owner, "autoreset_mode", None) if declared is None else declared
+    if declared is None:
+        declared = getattr(env, "autoreset_mode", None)
+    if declared is None:
+        inner = getattr(env, "unwrapped", env)
+        declared = getattr(inner, "autoreset_mode", None)
     return None if declared is None else AutoresetMode(declared)
 
 

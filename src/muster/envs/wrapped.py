@@ -31,12 +31,17 @@ class WrappedEnvs(Wraps, CountsSteps):
         return () if self._bypassing is None else self._bypassing.bypassed
 
     def reset(
-        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
+        self,
+        arrays: Mapping[Key, Any],
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
     ) -> None:
         self.inner.reset(arrays, row, which, seeds)
 
     def start(self, lane: Lane) -> Step:
-        step, note = self.inner.start(lane), self.after_step(lane)
+        step = self.inner.start(lane)
+        note = self.after_step(lane)
 
         def step_and_note(t: int) -> Sequence[int] | None:
             finished = step(t)

@@ -81,18 +81,17 @@ class TrajectoryClock:
             "steps": self.steps,
             "returns": self.returns,
         }
-        return {name: array.copy() for name, array in arrays.items()} | {
-            "total_envs": self.total_envs
-        }
+        state: dict[str, Any] = {name: array.copy() for name, array in arrays.items()}
+        state["total_envs"] = self.total_envs
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict()``.
 
         Raises ``BadCheckpoint`` if it belongs to other environments.
         """
-        if state["total_envs"] != self.total_envs or not np.array_equal(
-            state["env_ids"], self.env_ids
-        ):
+        same_envs = np.array_equal(state["env_ids"], self.env_ids)
+        if state["total_envs"] != self.total_envs or not same_envs:
             raise BadCheckpoint(
                 f"The trajectories are those of environments {state['env_ids'].tolist()} of"
                 f" {state['total_envs']}, and these are {self.env_ids.tolist()} of"
@@ -142,7 +141,13 @@ class TrajectoryClock:
         np.copyto(began[1:], rows[1:], where=done[:-1])
         np.subtract(rows, np.maximum.accumulate(began, axis=0), out=counts)
 
-    def advance(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
+    def advance(
+        self,
+        reward: Array,
+        terminated: Array,
+        truncated: Array,
+        done: Array,
+    ) -> Episodes:
         """Advance to the end of the rows (``[T, B]`` each).
 
         Return the episodes that ended, in order.
@@ -168,15 +173,16 @@ class TrajectoryClock:
         first = np.searchsorted(begin, lane)
         total[first] += self.returns
         begin[first] -= self.steps
-        piece = first[env] + np.arange(len(end)) - np.searchsorted(env, env)
+        number = np.arange(len(end)) - np.searchsorted(env, env)  # of the end, of its environment
+        piece = first[env] + number
+        traj_id = self.env_ids[env] + self.total_envs * (self.episode[env] + number)
+        length = end + 1 - begin[piece]
         in_time = np.argsort(t, kind="stable")
         episodes = Episodes(
-            (self.env_ids[env] + self.total_envs * (self.episode[env] + piece - first[env]))[
-                in_time
-            ],
+            traj_id[in_time],
             self.env_ids[env][in_time],
             total[piece][in_time],
-            (end + 1 - begin[piece])[in_time],
+            length[in_time],
             terminated[t, env][in_time],
             truncated[t, env][in_time],
         )
@@ -211,12 +217,13 @@ class TrajectoryClock:
                 )
             )
             self.episode[env] += 1
-            begin[env], returns[env] = t + 1, 0.0
+            begin[env] = t + 1
+            returns[env] = 0.0
         self.steps[...] = len(done) - begin
         self._number()
-        return Episodes(
-            *(parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True)))
-        )
+        if len(parts) == 1:
+            return Episodes(*parts[0])
+        return Episodes(*map(np.concatenate, zip(*parts, strict=True)))
 
     def _number(self) -> None:
         self._ids = self.env_ids + self.total_envs * self.episode
@@ -230,7 +237,12 @@ class AgentClock:
     in ``info["agent"]``. ``episode`` and ``steps`` are ``[B * agents]``.
     """
 
-    def __init__(self, env_ids: Array, total_envs: int, agents: Sequence[str]) -> None:
+    def __init__(
+        self,
+        env_ids: Array,
+        total_envs: int,
+        agents: Sequence[str],
+    ) -> None:
         self.env_ids = env_ids
         self.total_envs = total_envs
         self.agents = agents
@@ -255,12 +267,15 @@ class AgentClock:
     def begin_at(self, episode: Array) -> None:
         self._clock.begin_at(episode)
 
-    def abandon(self, which: Sequence[int] | Array, agent: int | None = None) -> None:
+    def abandon(
+        self,
+        which: Sequence[int] | Array,
+        agent: int | None = None,
+    ) -> None:
         """Start new trajectories of all agents of the environments ``which``, or of one agent."""
         agents = np.arange(len(self.agents)) if agent is None else np.array([agent])
-        self._clock.abandon(
-            (np.asarray(which, np.int64)[:, None] * len(self.agents) + agents).reshape(-1)
-        )
+        first = np.asarray(which, np.int64)[:, None] * len(self.agents)
+        self._clock.abandon((first + agents).reshape(-1))
 
     def sort(self, agent: Array) -> None:
         """Take the agents of the rows (``[T, B]``) to which the following calls apply.
@@ -271,7 +286,8 @@ class AgentClock:
         for number in range(len(self.agents)):
             of_agent = agent == number
             place[of_agent] = (of_agent.cumsum(0) - 1)[of_agent]
-        self._at = place, agent + len(self.agents) * np.arange(len(self.env_ids))
+        column = agent + len(self.agents) * np.arange(len(self.env_ids))
+        self._at = (place, column)
 
     def fill_ids(self, ids: Array, done: Array) -> None:
         """See ``TrajectoryClock``."""
@@ -281,27 +297,37 @@ class AgentClock:
         """See ``TrajectoryClock``."""
         self._fill(self._clock.fill_step_counts, counts, done)
 
-    def advance(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
+    def advance(
+        self,
+        reward: Array,
+        terminated: Array,
+        truncated: Array,
+        done: Array,
+    ) -> Episodes:
         """See ``TrajectoryClock``."""
         T = len(reward)
         columns = len(self._clock.env_ids)
-        records = self._clock.advance(
-            *(self._apart(values) for values in (reward, terminated, truncated, done))
-        )
-        # the zeros
-        self._clock.take_back(T - np.bincount(self._at[1].reshape(-1), minlength=columns), [])
+        apart = [self._apart(values) for values in (reward, terminated, truncated, done)]
+        records = self._clock.advance(*apart)
+        _, own_column = self._at
+        rows_of_agent = np.bincount(own_column.reshape(-1), minlength=columns)
+        self._clock.take_back(T - rows_of_agent, [])  # the zeros
         if not len(records):
             return records
         rows = np.broadcast_to(np.arange(T)[:, None], reward.shape)
         place, column = self._apart(done).nonzero()  # in the order of the records
         in_time = np.lexsort((column, self._apart(rows)[place, column]))
         ended = Episodes(*(values[in_time] for values in records.columns()))
-        infos: Array = np.array(
-            [{"agent": self.agents[i]} for i in ended.env_id // self.total_envs], OBJECT
-        )
+        names = [self.agents[i] for i in ended.env_id // self.total_envs]
+        infos: Array = np.array([{"agent": name} for name in names], OBJECT)
         return replace(ended, env_id=ended.env_id % self.total_envs, info=infos)
 
-    def _fill(self, fill: Callable[[Array, Array], None], out: Array, done: Array) -> None:
+    def _fill(
+        self,
+        fill: Callable[[Array, Array], None],
+        out: Array,
+        done: Array,
+    ) -> None:
         apart = self._apart(done)
         values = np.empty(apart.shape, np.int64)
         fill(values, apart)

@@ -46,10 +46,15 @@ class EpisodeTotals:
 
     def plus(self, episodes: Episodes) -> EpisodeTotals:
         """Return the sums after further episodes."""
-        returns, lengths = episodes.episode_return, episodes.length.astype(np.float64)
-        if not (finite := np.isfinite(returns)).all():
-            returns, lengths = returns[finite], lengths[finite]
-        origin = self.origin if self.episodes or not len(returns) else float(returns[0])
+        returns = episodes.episode_return
+        lengths = episodes.length.astype(np.float64)
+        finite = np.isfinite(returns)
+        if not finite.all():
+            returns = returns[finite]
+            lengths = lengths[finite]
+        origin = self.origin
+        if not self.episodes and len(returns):
+            origin = float(returns[0])
         found = successes(episodes)
         with np.errstate(over="ignore"):
             shifted = returns - origin
@@ -87,7 +92,9 @@ class EpisodeTotals:
         if n <= 0:
             return 0, math.nan, math.nan
         mean = total / n
-        variance = max(0.0, squares / n - mean * mean) if math.isfinite(squares) else math.nan
+        variance = math.nan
+        if math.isfinite(squares):
+            variance = max(0.0, squares / n - mean * mean)
         return n, origin + mean, _Z * math.sqrt(variance / n)
 
 
@@ -112,7 +119,8 @@ class EpisodeCurve:
             points.pop()  # the newest point is always kept
         points.append((frames, self.totals))
         if len(points) > MOST_POINTS:
-            self._stride = max(1, 2 * (points[-1][0] - points[0][0]) // MOST_POINTS)
+            frames_in_all = points[-1][0] - points[0][0]
+            self._stride = max(1, 2 * frames_in_all // MOST_POINTS)
             del points[1:-1:2]
 
 
@@ -132,7 +140,8 @@ def running_means(points: Sequence[tuple[float, EpisodeTotals]], what: Quantity)
     newest = 0
 
     def count(index: int) -> int:
-        return every[index][1].judged if what == "success" else every[index][1].episodes
+        totals = every[index][1]
+        return totals.judged if what == "success" else totals.episodes
 
     for index in range(1, len(every)):
         if count(index) == newest:
@@ -140,6 +149,7 @@ def running_means(points: Sequence[tuple[float, EpisodeTotals]], what: Quantity)
         newest = count(index)
         while newest - count(first + 1) >= WINDOW:
             first += 1
-        _, mean, half = every[index][1].mean(what, every[first][1])
-        rows.append((every[index][0], mean, half))
+        frames, totals = every[index]
+        _, mean, half = totals.mean(what, every[first][1])
+        rows.append((frames, mean, half))
     return np.array(rows, np.float64).reshape(-1, 3)

@@ -88,7 +88,8 @@ def gather(parts: Parts) -> tuple[TensorDict, Array]:
     for chunk, span in parts:
         of_chunk.setdefault(chunk, []).append(span)
     if len(of_chunk) == 1:
-        return parts[0][0].rows, _row_numbers([span for _, span in parts])
+        ((chunk, spans),) = of_chunk.items()
+        return chunk.rows, _row_numbers(spans)
     rows = [take(chunk.rows, _row_numbers(spans)) for chunk, spans in of_chunk.items()]
     equalize(rows)
     joined: Any = torch.cat(rows)
@@ -101,7 +102,10 @@ def gather(parts: Parts) -> tuple[TensorDict, Array]:
     return joined, _row_numbers([moved[span] for _, span in parts])
 
 
-def cut_out(episodes: Sequence[Parts], hidden: Sequence[Key] = ()) -> list[TensorDict]:
+def cut_out(
+    episodes: Sequence[Parts],
+    hidden: Sequence[Key] = (),
+) -> list[TensorDict]:
     """Return the rows of each episode, ``[L]``, without the ``hidden`` columns.
 
     An episode of one part is a view of its chunk, which it keeps alive; others are copied, all

@@ -18,7 +18,9 @@ def is_tensordict(item: Any) -> bool:
     """Return whether ``to_plain`` takes this object."""
     from tensordict import is_non_tensor, is_tensor_collection
 
-    return is_tensor_collection(item) and not is_non_tensor(item) and hasattr(item, "names")
+    if not is_tensor_collection(item) or is_non_tensor(item):
+        return False
+    return hasattr(item, "names")
 
 
 def to_plain(node: TensorDict) -> dict[str, Any]:
@@ -36,9 +38,15 @@ def to_plain(node: TensorDict) -> dict[str, Any]:
     for name, value in node.items():
         if is_non_tensor(value):
             entries[name] = {"ndim": value.ndim, "objects": _objects(value)}
+        elif is_tensor_collection(value):
+            entries[name] = to_plain(value)
         else:
-            entries[name] = to_plain(value) if is_tensor_collection(value) else value
-    return {"shape": list(node.batch_size), "names": list(node.names), "entries": entries}
+            entries[name] = value
+    return {
+        "shape": list(node.batch_size),
+        "names": list(node.names),
+        "entries": entries,
+    }
 
 
 @dataclass(frozen=True)
@@ -71,22 +79,22 @@ def from_plain(plain: dict[str, Any]) -> TensorDict:
     for name, value in plain["entries"].items():
         if torch.is_tensor(value):
             entries[name] = value
+        elif "entries" in value:
+            entries[name] = from_plain(value)
         else:
-            entries[name] = (
-                from_plain(value) if "entries" in value else _stack(value["objects"], value["ndim"])
-            )
+            entries[name] = _stack(value["objects"], value["ndim"])
     return TensorDict(entries, plain["shape"], names=plain["names"])
 
 
 def _objects(value: Any) -> Any:
-    return [_objects(part) for part in value.unbind(0)] if value.ndim else copied(value.data)
+    if value.ndim:
+        return [_objects(part) for part in value.unbind(0)]
+    return copied(value.data)
 
 
 def _stack(objects: Any, ndim: int) -> Any:
     from tensordict import NonTensorData, NonTensorStack
 
-    return (
-        NonTensorStack(*(_stack(part, ndim - 1) for part in objects))
-        if ndim
-        else NonTensorData(objects)
-    )
+    if not ndim:
+        return NonTensorData(objects)
+    return NonTensorStack(*(_stack(part, ndim - 1) for part in objects))

@@ -24,7 +24,9 @@ class EpisodeRecord(NamedTuple):
         terminated, truncated: flags of the last step. An episode that ``reset()`` cuts has no
             record.
         info: fields of the last step's ``info`` that the option ``info`` stores and that were
-            present; None without it.
+            present; None without it. Where agents act at the same time, also ``"agent_returns"``,
+            the return of each by name; where they take turns, ``"agent"``, the agent whose episode
+            it is.
     """
 
     traj_id: int
@@ -54,7 +56,8 @@ class Episodes(Sequence[EpisodeRecord]):
     def __getitem__(self, index: slice) -> Sequence[EpisodeRecord]: ...
     def __getitem__(self, index: int | slice) -> EpisodeRecord | Sequence[EpisodeRecord]:
         if isinstance(index, slice):
-            return list(map(EpisodeRecord, *(column[index].tolist() for column in self.columns())))
+            columns = [column[index].tolist() for column in self.columns()]
+            return list(map(EpisodeRecord, *columns))
         return EpisodeRecord(*(column.item(index) for column in self.columns()))
 
     def __len__(self) -> int:
@@ -64,24 +67,27 @@ class Episodes(Sequence[EpisodeRecord]):
         return iter(self[:])
 
     def __eq__(self, other: object) -> bool:
-        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return list(self) == list(other)
 
     def state_dict(self) -> list[Any]:
         """Return the columns as plain data that shares no memory with them."""
-        return [
-            column.tolist() if column.dtype == OBJECT else column.copy()
-            for column in self.columns()
-        ]
+        columns = []
+        for column in self.columns():
+            columns.append(column.tolist() if column.dtype == OBJECT else column.copy())
+        return columns
 
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> Self:
         """Restore ``state_dict()``."""
         columns = list(state)
         if len(columns) == len(NO_EPISODES.columns()) + 1:
-            infos = np.empty(len(columns[-1]), OBJECT)
-            for row, info in enumerate(columns[-1]):
+            given = columns.pop()
+            infos = np.empty(len(given), OBJECT)
+            for row, info in enumerate(given):
                 infos[row] = info
-            columns[-1] = infos
+            columns.append(infos)
         return cls(*columns)
 
     def columns(self) -> tuple[Array, ...]:
@@ -96,42 +102,51 @@ class Episodes(Sequence[EpisodeRecord]):
         return own if self.info is None else (*own, self.info)
 
 
-NO_EPISODES = Episodes(*(np.empty(0, d) for d in (np.int64, np.int64, float, np.int64, bool, bool)))
+NO_EPISODES = Episodes(
+    traj_id=np.empty(0, np.int64),
+    env_id=np.empty(0, np.int64),
+    episode_return=np.empty(0, float),
+    length=np.empty(0, np.int64),
+    terminated=np.empty(0, bool),
+    truncated=np.empty(0, bool),
+)
 """Where none has ended."""
 
 
 def join_episodes(parts: Sequence[Episodes]) -> Episodes:
     """Join the episodes of several groups, group by group."""
     parts = [part for part in parts if len(part)]
+    if not parts:
+        return NO_EPISODES
     if len(parts) == 1:
         return parts[0]
     columns = zip(*(part.columns() for part in parts), strict=True)
-    return Episodes(*map(np.concatenate, columns)) if parts else NO_EPISODES
+    return Episodes(*map(np.concatenate, columns))
 
 
-def info_records(columns: Mapping[Key, Sequence[Any] | Array], n: int) -> Array:
+def info_records(
+    columns: Mapping[Key, Sequence[Any] | Array],
+    n: int,
+) -> Array:
     """Return the infos of ``n`` steps as dicts, from columns of values and of flags by name, ``[n,
     ...]`` each.
     """
     records = np.empty(n, OBJECT)
-    fields = [
-        (path, values, columns[mask_of(path)])
-        for path, values in columns.items()
-        if mask_of(path) in columns
-    ]
+    fields = []
+    for path, values in columns.items():
+        present = columns.get(mask_of(path))
+        if present is not None:
+            fields.append((path, values, present))
     for row in range(n):
-        records[row] = nested(
-            {path: _plain(values[row]) for path, values, there in fields if there[row]}
-        )
+        found = {path: _plain(values[row]) for path, values, present in fields if present[row]}
+        records[row] = nested(found)
     return records
 
 
 def _plain(value: Any) -> Any:
     """Return a number or text unchanged, an array as a copy."""
-    return (
-        value.item()
-        if isinstance(value, np.generic)
-        else value.copy()
-        if isinstance(value, np.ndarray)
-        else value
-    )
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return value

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from muster.episodes.agent_returns import AgentRewards, joined, with_returns
 from muster.episodes.record import Episodes, info_records
 from muster.episodes.segment import ENDED, find_pieces
 from muster.keys import INFO, TERMINATED, TRUNCATED, Key, next_of
@@ -23,9 +24,18 @@ class Recount:
         num_envs: number of environments over all groups.
         reward_key: column of the reward that episode records sum up.
         with_infos: the batches have columns of infos.
+        agents: see ``AgentRewards``.
     """
 
-    def __init__(self, num_envs: int, reward_key: Key, *, with_infos: bool) -> None:
+    def __init__(
+        self,
+        num_envs: int,
+        reward_key: Key,
+        *,
+        with_infos: bool,
+        agents: AgentRewards,
+    ) -> None:
+        self._agents = agents
         self._num_envs = num_envs
         self._reward_key = reward_key
         self._with_infos = with_infos
@@ -35,7 +45,7 @@ class Recount:
         order.
         """
         pieces = find_pieces(batch if batch.ndim > 1 else batch.unsqueeze(0), ENDED)
-        rows = pieces.rows[pieces.first + pieces.length - 1]
+        last = pieces.rows[pieces.first + pieces.length - 1]
 
         def column(key: Key) -> Array:
             array: Array = batch.get(key).detach().cpu().numpy()
@@ -43,13 +53,25 @@ class Recount:
 
         rewards = column(self._reward_key)[pieces.rows, 0].astype(np.float64)
         returns = np.add.reduceat(rewards, pieces.first)
-        terminated = column(next_of(TERMINATED))[rows, 0]
-        truncated = column(next_of(TRUNCATED))[rows, 0]
-        env_id = pieces.traj_id % self._num_envs
-        infos = _infos_at(batch, rows) if self._with_infos else None
-        return Episodes(
-            pieces.traj_id, env_id, returns, pieces.length, terminated, truncated, infos
+        infos = _infos_at(batch, last) if self._with_infos else None
+        episodes = Episodes(
+            traj_id=pieces.traj_id,
+            env_id=pieces.traj_id % self._num_envs,
+            episode_return=returns,
+            length=pieces.length,
+            terminated=column(next_of(TERMINATED))[last, 0],
+            truncated=column(next_of(TRUNCATED))[last, 0],
+            info=infos,
         )
+        if not self._agents:
+            return episodes
+        shapes = {key: (batch.numel(), len(names), 1) for key, names in self._agents.items()}
+        columns = {key: column(key).reshape(shape) for key, shape in shapes.items()}
+        rewards_of_agents = joined(columns, self._agents, batch.numel())[pieces.rows]
+        totals = np.add.reduceat(rewards_of_agents, pieces.first, axis=0)
+        names = [name for of_team in self._agents.values() for name in of_team]
+        by_agent = [dict(zip(names, total, strict=True)) for total in totals.tolist()]
+        return with_returns(episodes, by_agent)
 
 
 def _infos_at(batch: TensorDict, rows: Array) -> Array:
@@ -64,5 +86,6 @@ def _infos_at(batch: TensorDict, rows: Array) -> Array:
             values: Any = column.cpu().numpy()[rows]
         else:
             values = [column[row].data for row in rows.tolist()]
-        columns[key if isinstance(key, tuple) else (key,)] = values
+        path = key if isinstance(key, tuple) else (key,)
+        columns[path] = values
     return info_records(columns, len(rows))

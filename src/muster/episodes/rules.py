@@ -67,7 +67,13 @@ class PerEnv:
 
     biased = False
 
-    def __init__(self, episodes: int, num_envs: int, *, left: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        episodes: int,
+        num_envs: int,
+        *,
+        left: Sequence[int] | None = None,
+    ) -> None:
         share, more = divmod(episodes, num_envs)
         self._left = [share + (i < more) for i in range(num_envs)]
         if left is not None:
@@ -123,14 +129,17 @@ class Fair:
 
     def ended(self, which: Sequence[int]) -> list[int]:
         share = [i for i in which if self._left[i] > 0]
-        further = [i for i in which if self._left[i] == 0][: self._further]
+        further = [i for i in which if self._left[i] == 0]
+        further = further[: self._further]
         for i in share + further:
             self._left[i] -= 1
         self._further -= len(further)
         return share + further
 
     def awaits(self, env_id: int) -> bool:
-        return self._left[env_id] > 0 or (self._left[env_id] == 0 and self._further > 0)
+        if self._left[env_id] > 0:
+            return True
+        return self._left[env_id] == 0 and self._further > 0
 
     @property
     def complete(self) -> bool:
@@ -142,7 +151,8 @@ class Fair:
             return None
         # An environment needs a step at least for each episode of its share before it can give one
         # of the rest.
-        return sorted(left for left in self._left if left >= 0)[self._further - 1]
+        shares = sorted(left for left in self._left if left >= 0)
+        return shares[self._further - 1]
 
     def part(self, which: Sequence[int]) -> Fair:
         further = len(which) if self._further else 0
@@ -162,7 +172,11 @@ class LastEven:
     biased = False
 
     def __init__(
-        self, episodes: int, num_envs: int, *, running: Iterable[int] | None = None
+        self,
+        episodes: int,
+        num_envs: int,
+        *,
+        running: Iterable[int] | None = None,
     ) -> None:
         self._left = episodes
         self._running = set(range(min(episodes, num_envs)))
@@ -172,7 +186,8 @@ class LastEven:
     def ended(self, which: Sequence[int]) -> list[int]:
         counted = [i for i in which if i in self._running]
         self._left -= len(counted)
-        self._running -= {*counted[: max(0, len(self._running) - self._left)]}
+        surplus = max(0, len(self._running) - self._left)
+        self._running -= {*counted[:surplus]}
         return counted
 
     def awaits(self, env_id: int) -> bool:
@@ -220,7 +235,9 @@ class FirstDone:
 
     @property
     def certain_steps(self) -> int | None:
-        return None if self._left is None else (self._left - 1) // self._num_envs
+        if self._left is None:
+            return None
+        return (self._left - 1) // self._num_envs
 
     def part(self, which: Sequence[int]) -> FirstDone:
         return FirstDone(None, len(which))
@@ -229,7 +246,12 @@ class FirstDone:
 class AtMost:
     """Wraps a rule so that it is complete after a number of episodes; the first to end count."""
 
-    def __init__(self, rule: DivisibleRule, episodes: int, num_envs: int) -> None:
+    def __init__(
+        self,
+        rule: DivisibleRule,
+        episodes: int,
+        num_envs: int,
+    ) -> None:
         self._rule = rule
         self.biased = rule.biased
         self._first = FirstDone(episodes, num_envs)
@@ -246,7 +268,7 @@ class AtMost:
 
     @property
     def certain_steps(self) -> int | None:
-        both = self._rule.certain_steps, self._first.certain_steps
+        both = (self._rule.certain_steps, self._first.certain_steps)
         return min((steps for steps in both if steps is not None), default=None)
 
     def part(self, which: Sequence[int]) -> DivisibleRule:
@@ -283,7 +305,11 @@ def part_of(rule: DivisibleRule, which: Sequence[int]) -> DivisibleRule:
     return rule.part(which)
 
 
-def make_rule(name: RuleName, episodes: int | None, num_envs: int) -> DivisibleRule:
+def make_rule(
+    name: RuleName,
+    episodes: int | None,
+    num_envs: int,
+) -> DivisibleRule:
     """Make a rule for ``episodes`` (None: all count as they end) of ``num_envs`` environments."""
     check_rule(name)
     if episodes is None or name == "first_done":
@@ -378,7 +404,9 @@ def make_queue(name: StreamRule, group: int, num_envs: int) -> EpisodeQueue:
     """
     if name == "first_begun":
         return InOrderOfBeginnings()
-    return EqualShares(group // num_envs, num_envs) if name == "per_env" else EqualShares(1, 1)
+    if name == "per_env":
+        return EqualShares(group // num_envs, num_envs)
+    return EqualShares(1, 1)
 
 
 def check_stream_rule(option: str, name: str) -> None:

@@ -48,8 +48,10 @@ def time_last(batch: TensorDict) -> TensorDict:
     """Return a view of ``batch`` with its time dimension (by name, else the last one) as the last
     one.
     """
-    dims = sorted(range(batch.ndim), key=lambda d: batch.names[d] == "time")
-    return batch if dims == list(range(batch.ndim)) else _stacked_outside(batch.permute(*dims))
+    dims = sorted(range(batch.ndim), key=lambda dim: batch.names[dim] == "time")
+    if dims == list(range(batch.ndim)):
+        return batch
+    return _stacked_outside(batch.permute(*dims))
 
 
 def written(batch: TensorDict) -> Array:
@@ -76,37 +78,61 @@ def find_pieces(batch: TensorDict, done_key: Key = ENDED) -> Pieces:
         )
     ids = _host(ids).reshape(-1, batch.shape[-1])
     ended = np.zeros(ids.shape, bool)
-    if (done := batch.get(done_key, None)) is not None:
+    done = batch.get(done_key, None)
+    if done is not None:
         ended |= _host(done).reshape(*ids.shape, -1).any(-1)
-    if (agent := batch.get(AGENT, None)) is None:
-        return cut(ids, written(batch), ended)
-    agents = _host(agent).reshape(ids.shape)
+    usable = written(batch)
+    agent = batch.get(AGENT, None)
+    if agent is None:
+        return cut(ids, usable, ended)
+    return _cut_by_agent(ids, usable, ended, _host(agent).reshape(ids.shape))
+
+
+def _cut_by_agent(
+    ids: Array,
+    usable: Array,
+    ended: Array,
+    agents: Array,
+) -> Pieces:
+    """Cut rows as ``cut``, those of each agent by themselves; see ``Pieces``."""
     order = np.argsort(agents, axis=1, kind="stable")  # the rows of each agent one after another
-    ids, usable, ended, agents = (
-        np.take_along_axis(x, order, 1) for x in (ids, written(batch), ended, agents)
-    )
-    pieces = cut(ids, usable, ended)
+
+    def sort(column: Array) -> Array:
+        return np.take_along_axis(column, order, 1)
+
+    pieces = cut(sort(ids), sort(usable), sort(ended))
     begin = pieces.rows[pieces.first]
-    agent = agents.reshape(-1)[begin]
-    rows = (order + np.arange(len(order))[:, None] * order.shape[1]).reshape(-1)[pieces.rows]
+    agent = sort(agents).reshape(-1)[begin]
+    envs, T = order.shape
+    place = order + np.arange(envs)[:, None] * T
+    rows = place.reshape(-1)[pieces.rows]
     in_time = np.argsort(rows[pieces.first])
-    length, traj_id, has_ended, agent = (
-        x[in_time] for x in (pieces.length, pieces.traj_id, pieces.ended, agent)
-    )
+    length = pieces.length[in_time]
     first = np.cumsum(length) - length
-    rows = rows[np.arange(len(rows)) + np.repeat(pieces.first[in_time] - first, length)]
-    return Pieces(rows, first, length, traj_id, has_ended, agent)
+    moved = np.repeat(pieces.first[in_time] - first, length)
+    return Pieces(
+        rows=rows[np.arange(len(rows)) + moved],
+        first=first,
+        length=length,
+        traj_id=pieces.traj_id[in_time],
+        ended=pieces.ended[in_time],
+        agent=agent[in_time],
+    )
 
 
 def cut(ids: Array, usable: Array, ended: Array) -> Pieces:
     """Cut rows, ``[envs, T]`` each, at every change of id, after every end, and at rows that are
     not usable.
     """
-    begins, ends = usable.copy(), usable.copy()
-    goes_on = usable[:, 1:] & usable[:, :-1] & (ids[:, 1:] == ids[:, :-1]) & ~ended[:, :-1]
+    begins = usable.copy()
+    ends = usable.copy()
+    goes_on = usable[:, 1:] & usable[:, :-1]
+    goes_on &= ids[:, 1:] == ids[:, :-1]
+    goes_on &= ~ended[:, :-1]
     begins[:, 1:] &= ~goes_on
     ends[:, :-1] &= ~goes_on
-    begin, end = np.flatnonzero(begins), np.flatnonzero(ends)
+    begin = np.flatnonzero(begins)
+    end = np.flatnonzero(ends)
     length = end - begin + 1
     return Pieces(
         np.flatnonzero(usable),
@@ -120,7 +146,8 @@ def cut(ids: Array, usable: Array, ended: Array) -> Pieces:
 
 def take(batch: TensorDict, rows: Array) -> TensorDict:
     """Return a copy of the rows with these indices (a non-empty int64 array), in the array's shape."""
-    index = tuple(torch.from_numpy(i).to(batch.device) for i in np.unravel_index(rows, batch.shape))
+    places = np.unravel_index(rows, batch.shape)
+    index = tuple(torch.from_numpy(place).to(batch.device) for place in places)
     are_all = rows.shape == (batch.numel(),) and bool((rows[1:] > rows[:-1]).all())
     result: TensorDict = _indexed(batch, index, rows.shape, are_all=are_all)
     return result
@@ -131,12 +158,19 @@ def equalize(batches: Sequence[TensorDict]) -> None:
     joined with such.
     """
     without = [batch for batch in batches if batch.get(RESUMED, None) is None]
-    if len(without) < len(batches):
-        for batch in without:
-            batch.set(RESUMED, torch.zeros(batch.batch_size, dtype=torch.bool, device=batch.device))
+    if len(without) == len(batches):
+        return
+    for batch in without:
+        resumed = torch.zeros(batch.batch_size, dtype=torch.bool, device=batch.device)
+        batch.set(RESUMED, resumed)
 
 
-def padded(batch: TensorDict, rows: Array, length: Array, pad_id: int) -> TensorDict:
+def padded(
+    batch: TensorDict,
+    rows: Array,
+    length: Array,
+    pad_id: int,
+) -> TensorDict:
     """Return rows as ``[len(length), max(length)]``: line ``i`` has the next ``length[i]`` of them,
     then zeros.
 
@@ -198,9 +232,14 @@ def _stacked_outside(node: TensorDict) -> TensorDict:
 
     if isinstance(node, LazyStackedTensorDict):
         parts = [_stacked_outside(part) for part in node.unbind(0)]
-        return LazyStackedTensorDict.lazy_stack(parts, 0) if node.stack_dim else node
+        if not node.stack_dim:  # its parts were changed in place
+            return node
+        return LazyStackedTensorDict.lazy_stack(parts, 0)
     for key, value in node.items():
-        if is_tensor_collection(value) and (stacked := _stacked_outside(value)) is not value:
+        if not is_tensor_collection(value):
+            continue
+        stacked = _stacked_outside(value)
+        if stacked is not value:
             node.set(key, stacked)
     return node
 
@@ -210,7 +249,11 @@ def _host(tensor: torch.Tensor) -> Array:
 
 
 def _indexed(
-    node: Any, index: tuple[torch.Tensor, ...], shape: tuple[int, ...], *, are_all: bool
+    node: Any,
+    index: tuple[torch.Tensor, ...],
+    shape: tuple[int, ...],
+    *,
+    are_all: bool,
 ) -> Any:
     """Return a copy of the rows of ``index``, of this shape. Every row gets its own object.
 
@@ -224,13 +267,15 @@ def _indexed(
     from muster.memory.cells import objects_of, stacked_objects
 
     if isinstance(node, (NonTensorStack, NonTensorData)):
-        objects = copied_cells(objects_of(node)[tuple(each.cpu().numpy() for each in index)])
+        place = tuple(each.cpu().numpy() for each in index)
+        objects = copied_cells(objects_of(node)[place])
         stack = stacked_objects(objects)
         return stack if node.device is None else stack.to(node.device)
     if isinstance(node, LazyStackedTensorDict):
         return node[index].clone()
     if are_all and isinstance(node, torch.Tensor):
-        return node.clone(memory_format=torch.contiguous_format).flatten(0, len(index) - 1)
+        whole = node.clone(memory_format=torch.contiguous_format)
+        return whole.flatten(0, len(index) - 1)
     if type(node) is not TensorDict:
         return node[index]
     entries = {key: _indexed(value, index, shape, are_all=are_all) for key, value in node.items()}
@@ -248,7 +293,10 @@ class Cuts:
     """
 
     def __init__(
-        self, lengths: Sequence[list[int]], pieces: Sequence[Sequence[int]], rows: Sequence[int]
+        self,
+        lengths: Sequence[list[int]],
+        pieces: Sequence[Sequence[int]],
+        rows: Sequence[int],
     ) -> None:
         self.lengths = lengths
         self.rows = rows
@@ -261,11 +309,15 @@ def split(batch: TensorDict, lengths: list[int]) -> list[TensorDict]:
     """Return views of a batch, ``[frames]``, with these numbers of rows, faster than
     ``TensorDict.split``.
     """
-    return cut_apart([batch], Cuts([lengths], [[piece] for piece in range(len(lengths))], lengths))
+    pieces = [[piece] for piece in range(len(lengths))]
+    return cut_apart([batch], Cuts([lengths], pieces, lengths))
 
 
 def cut_apart(
-    nodes: Sequence[Any], cuts: Cuts, hidden: Sequence[Key] = (), path: Key = ()
+    nodes: Sequence[Any],
+    cuts: Cuts,
+    hidden: Sequence[Key] = (),
+    path: Key = (),
 ) -> list[Any]:
     """Return the TensorDicts of ``cuts``, with names ``["time"]``. Those of one piece are views,
     the others are copied together.
@@ -282,28 +334,31 @@ def cut_apart(
     entries: list[dict[str, Any]] = [{} for _ in cuts.rows]
     for key in first.keys():  # noqa: SIM118 (TensorDicts iterate over rows)
         here = (*path, key)
-        if here not in hidden:
-            for entry, value in zip(
-                entries, cut_apart([n.get(key) for n in nodes], cuts, hidden, here), strict=True
-            ):
-                entry[key] = value
-    make, inner, device = tensordict_maker(), first.batch_size[1:], first.device
+        if here in hidden:
+            continue
+        parts = cut_apart([node.get(key) for node in nodes], cuts, hidden, here)
+        for entry, value in zip(entries, parts, strict=True):
+            entry[key] = value
+    make = tensordict_maker()
+    inner = first.batch_size[1:]
+    device = first.device
     names = ["time", *[None] * len(inner)]
-    return [
-        make(entry, batch_size=torch.Size((rows, *inner)), names=names, device=device)
-        for entry, rows in zip(entries, cuts.rows, strict=True)
-    ]
+    made = []
+    for entry, rows in zip(entries, cuts.rows, strict=True):
+        size = torch.Size((rows, *inner))
+        made.append(make(entry, batch_size=size, names=names, device=device))
+    return made
 
 
 def _cut_leaves(nodes: Sequence[Any], cuts: Cuts) -> list[Any]:
-    cut = [_parts(node, lengths) for node, lengths in zip(nodes, cuts.lengths, strict=True)]
-    pieces = [piece for parts in cut for piece in parts]
+    pieces: list[Any] = []
+    for node, lengths in zip(nodes, cuts.lengths, strict=True):
+        pieces += _parts(node, lengths)
     result = [pieces[number] for number in cuts.first]
     if cuts.several:
         joined: Any = torch.cat([pieces[number] for number in cuts.joined])
-        for number, rows in zip(
-            cuts.several, _parts(joined, [cuts.rows[n] for n in cuts.several]), strict=True
-        ):
+        parts = _parts(joined, [cuts.rows[number] for number in cuts.several])
+        for number, rows in zip(cuts.several, parts, strict=True):
             result[number] = rows
     return result
 
@@ -313,11 +368,11 @@ def _parts(node: Any, lengths: list[int]) -> Sequence[Any]:
 
     They have no common version counter for autograd, which takes time, too.
     """
-    parts: Sequence[Any] = (
-        torch.unsafe_split_with_sizes(node, lengths)
-        if isinstance(node, torch.Tensor)
-        else node.split(lengths)
-    )
+    parts: Sequence[Any]
+    if isinstance(node, torch.Tensor):
+        parts = torch.unsafe_split_with_sizes(node, lengths)
+    else:
+        parts = node.split(lengths)
     return parts
 
 

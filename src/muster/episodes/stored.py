@@ -52,9 +52,9 @@ class StoredItems:
         """Whether a batch with a problem is an error: the buffer is here, and has no transform of
         its own.
         """
-        transform = (
-            None if _storage(self._buffer) is None else getattr(self._buffer, "transform", None)
-        )
+        if _storage(self._buffer) is None:
+            return False
+        transform = getattr(self._buffer, "transform", None)
         return transform is not None and not len(transform)
 
     def problem(self, batch: Any) -> str:
@@ -117,13 +117,14 @@ def _storage(buffer: Any) -> Any:
     kind = type(buffer)
     if not (hasattr(kind, "dim_extend") and hasattr(kind, "storage")):
         return None
-    return buffer.storage if getattr(buffer, "service_backend", "direct") == "direct" else None
+    if getattr(buffer, "service_backend", "direct") != "direct":
+        return None
+    return buffer.storage
 
 
 def _too_flat(shape: list[int], dims: int) -> str:
-    expected = {2: "[environments, T]", 3: "[groups, environments, T]"}.get(
-        dims, f"of {dims} dimensions"
-    )
+    names = {2: "[environments, T]", 3: "[groups, environments, T]"}
+    expected = names.get(dims, f"of {dims} dimensions")
     remedy = f"Use ndim={len(shape)}"
     if len(shape) == 1:
         remedy += (
@@ -156,7 +157,12 @@ def _of_other_columns(allocated: Any, batch: Any) -> str:
     return ""
 
 
-def _of_other_shape(expected: list[Any], shape: list[int], *, is_padded: bool) -> str:
+def _of_other_shape(
+    expected: list[Any],
+    shape: list[int],
+    *,
+    is_padded: bool,
+) -> str:
     remedy = "Use a buffer for each shape, or a ListStorage"
     if is_padded:
         remedy = (

@@ -48,7 +48,9 @@ class SequenceSummaryStats:
             off = numbers - mean
             # faster than np.std: loggers call this for every batch
             std = math.sqrt(np.dot(off, off) / numbers.size)
-        return cls(mean, std, float(np.maximum.reduce(numbers)), float(np.minimum.reduce(numbers)))
+        most = float(np.maximum.reduce(numbers))
+        least = float(np.minimum.reduce(numbers))
+        return cls(mean, std, most, least)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -111,7 +113,8 @@ class CollectStats(CollectStatsBase):
         Raises:
             BadOption: a length is not an integer.
         """
-        given, returns = np.asarray(lens), np.array(returns, np.float64)
+        given = np.asarray(lens)
+        returns = np.array(returns, np.float64)
         with np.errstate(invalid="ignore"):  # NaN has no integer; the comparison below detects it
             lens = given.astype(np.int64)
         if not np.array_equal(lens, given):
@@ -129,13 +132,21 @@ class CollectStats(CollectStatsBase):
 
     @classmethod
     def _summarised(cls, returns: Array, lens: Array, **others: Any) -> Self:
-        returns_stat, lens_stat = map(SequenceSummaryStats.from_sequence, (returns, lens))
         return cls(
-            returns=returns, returns_stat=returns_stat, lens=lens, lens_stat=lens_stat, **others
+            returns=returns,
+            returns_stat=SequenceSummaryStats.from_sequence(returns),
+            lens=lens,
+            lens_stat=SequenceSummaryStats.from_sequence(lens),
+            **others,
         )
 
 
-def stats_of_call(episodes: Episodes, steps: int, seconds: float, **others: Any) -> CollectStats:
+def stats_of_call(
+    episodes: Episodes,
+    steps: int,
+    seconds: float,
+    **others: Any,
+) -> CollectStats:
     """Return the statistics of a call of ``collect`` that took ``seconds`` and delivered ``steps``.
 
     Args:
@@ -155,7 +166,8 @@ def stats_of_call(episodes: Episodes, steps: int, seconds: float, **others: Any)
 def stats_state(stats: CollectStats) -> dict[str, Any]:
     """Return the statistics of a call as plain data."""
     state = {field.name: getattr(stats, field.name) for field in fields(stats)}
-    del state["returns_stat"], state["lens_stat"]
+    del state["returns_stat"]
+    del state["lens_stat"]
     return state
 
 
@@ -174,17 +186,19 @@ def successes(episodes: Episodes) -> list[float]:
 
 
 class EpisodeWindow:
-    """The number of all episodes, and means over the last ``WINDOW``: of "returns", "lengths" and
+    """The numbers of all episodes and of their steps, and means over the last ``WINDOW``: of "returns", "lengths" and
     "successes".
     """
 
     def __init__(self) -> None:
         self.count = 0
-        names = "returns", "lengths", "successes"
+        self.frames = 0
+        names = ("returns", "lengths", "successes")
         self._last: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in names}
 
     def add(self, episodes: Episodes) -> None:
         self.count += len(episodes)
+        self.frames += int(episodes.length.sum())
         self._last["returns"].extend(episodes.episode_return[-WINDOW:].tolist())
         self._last["lengths"].extend(episodes.length[-WINDOW:].tolist())
         self._last["successes"].extend(successes(episodes))
@@ -192,13 +206,17 @@ class EpisodeWindow:
     def mean(self, name: str) -> float | None:
         """None before the first."""
         values = self._last[name]
-        return sum(values) / len(values) if values else None
+        if not values:
+            return None
+        return sum(values) / len(values)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, **{name: list(values) for name, values in self._last.items()}}
+        windows = {name: list(values) for name, values in self._last.items()}
+        return {"count": self.count, "frames": self.frames, **windows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.count = index(state["count"])
+        self.frames = index(state.get("frames", 0))  # older states have none
         for name, values in self._last.items():
             values.clear()
             values.extend(map(float, state.get(name, ())))

@@ -170,7 +170,8 @@ class WholeEpisodes:
         self._asked = 0  # earlier ends were returned by ``new_ends`` already
         # Some of their rows were dropped since the last batch, or before that (see ``_compact``).
         # Episodes keep them.
-        self._sparse, self._sparser = WeakSet[CopiedRows](), WeakSet[CopiedRows]()
+        self._sparse = WeakSet[CopiedRows]()
+        self._sparser = WeakSet[CopiedRows]()
 
     @property
     def held(self) -> list[int]:
@@ -190,41 +191,48 @@ class WholeEpisodes:
         pieces = find_pieces(batch, self.done_key)
         T = batch.shape[-1]
         if len(pieces.rows):
-            chunk = CopiedRows(take(batch, pieces.rows))
-            self._make_room(int(pieces.agent.max()) + 1)
-            place, t = np.divmod(pieces.rows[pieces.first], T)
-            env, end = (
-                numbers[place],
-                self._time.sum() + pieces.rows[pieces.first + pieces.length - 1] % T,
-            )
-            begin = (self._time[env] + t) * self.num_envs + env
-            version = self._versions(batch, pieces)
-            columns = (
-                env,
-                pieces.agent,
-                begin,
-                pieces.first,
-                pieces.length,
-                pieces.traj_id,
-                version,
-            )
-            ends = np.where(pieces.ended, end, GOING).tolist()
-            ended = []
-            for piece, row in zip(
-                zip(*(c.tolist() for c in columns), strict=True), ends, strict=True
-            ):
-                episode = self._follow(chunk, *piece)
-                if row != GOING:
-                    episode.end_at(row)
-                    del self._open[episode.env, episode.agent]
-                    self._first_open[episode.env, episode.agent] = NO_MORE
-                    ended.append(episode)
-            self._hold(ended)
-            self._sparse.add(chunk)
-            np.add.at(self._without_end, env, pieces.length)
-            self._without_end[env[pieces.ended]] = 0
+            self._add_pieces(batch, pieces, numbers)
         self._time[numbers] += T
         self._compact()
+
+    def _add_pieces(
+        self,
+        batch: TensorDict,
+        pieces: Pieces,
+        numbers: Array,
+    ) -> None:
+        T = batch.shape[-1]
+        chunk = CopiedRows(take(batch, pieces.rows))
+        self._make_room(int(pieces.agent.max()) + 1)
+        place, t = np.divmod(pieces.rows[pieces.first], T)
+        last = pieces.rows[pieces.first + pieces.length - 1]
+        env = numbers[place]
+        end = self._time.sum() + last % T
+        begin = (self._time[env] + t) * self.num_envs + env
+        version = self._versions(batch, pieces)
+        columns = (
+            env,
+            pieces.agent,
+            begin,
+            pieces.first,
+            pieces.length,
+            pieces.traj_id,
+            version,
+        )
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        ends = np.where(pieces.ended, end, GOING).tolist()
+        ended = []
+        for piece, row in zip(rows, ends, strict=True):
+            episode = self._follow(chunk, *piece)
+            if row != GOING:
+                episode.end_at(row)
+                del self._open[episode.env, episode.agent]
+                self._first_open[episode.env, episode.agent] = NO_MORE
+                ended.append(episode)
+        self._hold(ended)
+        self._sparse.add(chunk)
+        np.add.at(self._without_end, env, pieces.length)
+        self._without_end[env[pieces.ended]] = 0
 
     def groups(self) -> list[EpisodeGroup]:
         """Return the groups that are now complete, often none."""
@@ -232,11 +240,12 @@ class WholeEpisodes:
             return []
         # no later episode starts before these
         coming = self._time * self.num_envs + np.arange(self.num_envs)
-        self._due += self._queue.pop(int(min(coming.min(), self._first_open.min())))
-        chosen = [
-            [self._ended[number] for number in self._due[begin : begin + self.n]]
-            for begin in range(0, len(self._due) - self.n + 1, self.n)
-        ]
+        first_open = min(coming.min(), self._first_open.min())
+        self._due += self._queue.pop(int(first_open))
+        chosen = []
+        for begin in range(0, len(self._due) - self.n + 1, self.n):
+            numbers = self._due[begin : begin + self.n]
+            chosen.append([self._ended[number] for number in numbers])
         made = [self._joined(episodes) for episodes in chosen]
         for episodes in chosen:
             self._let_go(episodes)
@@ -247,12 +256,14 @@ class WholeEpisodes:
         """Return the kept episodes that ended since the last call: a list per time step, ascending
         by environment.
         """
-        last_first = takewhile(
-            lambda number: self._ended[number].end >= self._asked, reversed(self._ended)
-        )
+
+        def end_of(number: int) -> int:
+            return self._ended[number].end
+
+        last_first = takewhile(lambda number: end_of(number) >= self._asked, reversed(self._ended))
         new = list(last_first)[::-1]
         self._asked = int(self._time.sum())
-        return [list(step) for _, step in groupby(new, lambda number: self._ended[number].end)]
+        return [list(step) for _, step in groupby(new, end_of)]
 
     def take(self, numbers: Sequence[int]) -> EpisodeGroup:
         """Remove these complete episodes, and return them as a group in this order.
@@ -290,20 +301,20 @@ class WholeEpisodes:
         """
         steps = self._without_end
         worst = int(steps.argmin() if self.rule == "first_done" else steps.argmax())
-        if (made := int(steps[worst])) <= ENDLESS:
+        made = int(steps[worst])
+        if made <= ENDLESS:
             return
         steps[:] = 0
-        raise BadOption(
-            f"environment {worst} has made {made:,} steps, no episode of it has ended, and"
-            f" {waiting} waits for that. "
-            + (
+        remedy = "Episodes need an end:"
+        if resets:
+            remedy = (
                 "reset_at_each_iter=True cuts its episodes at the end of every batch: leave it out,"
                 " collect batches longer than episodes (frames_per_batch), or"
-                if resets
-                else "Episodes need an end:"
             )
-            + " give the collector max_frames_per_traj=, which truncates them. Nothing was lost:"
-            " another call waits on."
+        raise BadOption(
+            f"environment {worst} has made {made:,} steps, no episode of it has ended, and"
+            f" {waiting} waits for that. {remedy} give the collector max_frames_per_traj=, which"
+            " truncates them. Nothing was lost: another call waits on."
         )
 
     def skip(self, batch: TensorDict, envs: Envs = None) -> None:
@@ -316,8 +327,9 @@ class WholeEpisodes:
         self.flush(numbers.tolist())
         env = numbers[pieces.rows[pieces.first] // batch.shape[-1]]
         self._make_room(int(pieces.agent.max(initial=0)) + 1)
-        columns = env, pieces.agent, pieces.traj_id, pieces.ended
-        for i, agent, traj_id, ended in zip(*(column.tolist() for column in columns), strict=True):
+        columns = (env, pieces.agent, pieces.traj_id, pieces.ended)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for i, agent, traj_id, ended in rows:
             self._open.pop((i, agent), None)
             if not ended:
                 self._open[i, agent] = HeldEpisode(i, traj_id, CUT, 0, agent=agent)
@@ -391,7 +403,11 @@ class WholeEpisodes:
             "rows": to_plain(take(*_gathered(episodes))) if self.frames_held else None,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], place: Place | None = None) -> None:
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],
+        place: Place | None = None,
+    ) -> None:
         """Restore ``state_dict()``. ``n``, ``layout`` and ``rule`` may be different, but not
         ``num_envs`` (``BadOption``).
 
@@ -404,12 +420,12 @@ class WholeEpisodes:
                 f"the state is of {state['num_envs']} environments, but num_envs={self.num_envs}"
             )
         self.clear("")
-        self._time, self.dropped = state["time"].numpy().copy(), Counter(state["dropped"])
+        self._time = state["time"].numpy().copy()
+        self.dropped = Counter(state["dropped"])
         self._without_end[:] = 0
         episodes = [HeldEpisode(*columns) for columns in state["episodes"].tolist()]
-        self._open = {
-            (episode.env, episode.agent): episode for episode in episodes if episode.end == GOING
-        }
+        going = [episode for episode in episodes if episode.end == GOING]
+        self._open = {(episode.env, episode.agent): episode for episode in going}
         self._make_room(1 + max((agent for _, agent in self._open), default=0))
         self._first_open[:] = NO_MORE
         for number, episode in self._open.items():
@@ -418,7 +434,8 @@ class WholeEpisodes:
         chunk = None if state["rows"] is None else CopiedRows(place.take(state["rows"]))
         for episode in episodes:
             if chunk is not None and episode.length:
-                episode.parts.append((chunk, chunk.keep(self.frames_held, episode.length)))
+                span = chunk.keep(self.frames_held, episode.length)
+                episode.parts.append((chunk, span))
                 self.frames_held += episode.length
         self._hold(episode for episode in episodes if episode.end != GOING)
         self._asked = state["asked"]
@@ -427,32 +444,33 @@ class WholeEpisodes:
 
     def _numbers(self, batch: TensorDict, envs: Envs) -> Array:
         numbers = np.arange(self.num_envs) if envs is None else np.asarray(envs)
-        if envs is not None and not (
-            numbers.ndim == 1
-            and numbers.dtype.kind in "iu"
-            and len({*numbers.tolist()}.intersection(range(self.num_envs))) == len(numbers)
-        ):
+        if envs is not None and not self._are_environments(numbers):
             raise BadOption(
                 f"envs={envs}: expected different numbers from 0 to {self.num_envs - 1}"
             )
         found = batch.numel() // max(batch.shape[-1], 1) if batch.ndim else 0
         if found != len(numbers):
+            which = "num_envs; envs= names those of a part" if envs is None else f"envs={envs}"
             raise BadOption(
                 f"a batch of shape {list(batch.shape)} has {found} environments and then time;"
-                f" expected {len(numbers)} environments, as in"
-                f" {'num_envs; envs= names those of a part' if envs is None else f'envs={envs}'}"
+                f" expected {len(numbers)} environments, as in {which}"
             )
         return numbers.astype(np.int64)
 
+    def _are_environments(self, numbers: Array) -> bool:
+        if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+            return False
+        known = {*numbers.tolist()}.intersection(range(self.num_envs))
+        return len(known) == len(numbers)
+
     def _check(self, batch: TensorDict) -> None:
-        for key, why in (
-            (self.done_key, "where episodes end; name the column that does: done_key="),
-            (
-                POLICY_VERSION,
-                "which policy acted, for on_policy_only=True: track_policy_version=True",
-            ),
-        ):
-            if (key != POLICY_VERSION or self.on_policy_only) and batch.get(key, None) is None:
+        needed = {self.done_key: "where episodes end; name the column that does: done_key="}
+        if self.on_policy_only:
+            needed[POLICY_VERSION] = (
+                "which policy acted, for on_policy_only=True: track_policy_version=True"
+            )
+        for key, why in needed.items():
+            if batch.get(key, None) is None:
                 raise BadOption(f"the batch has no {dotted(key)}, which says {why}")
 
     def _versions(self, batch: TensorDict, pieces: Pieces) -> Array:
@@ -462,9 +480,8 @@ class WholeEpisodes:
         if not self.on_policy_only:
             return np.zeros_like(pieces.first)
         versions = batch[POLICY_VERSION].reshape(-1).cpu().numpy()[pieces.rows]
-        low, high = (
-            function.reduceat(versions, pieces.first) for function in (np.minimum, np.maximum)
-        )
+        low = np.minimum.reduceat(versions, pieces.first)
+        high = np.maximum.reduceat(versions, pieces.first)
         return np.where(low == high, low, MIXED)
 
     def _make_room(self, agents: int) -> None:
@@ -557,8 +574,8 @@ class WholeEpisodes:
         """
         for chunk in self._sparser:
             chunk.compact()
-        self._sparser.clear()
-        self._sparser, self._sparse = self._sparse, self._sparser
+        self._sparser = self._sparse
+        self._sparse = WeakSet[CopiedRows]()
 
 
 def _gathered(episodes: Iterable[HeldEpisode]) -> tuple[TensorDict, Array]:

@@ -48,7 +48,8 @@ from muster.restore.pickling import MAKE_POLICY, dumps, loads
 from muster.rng import GroupRng
 from muster.rollout.options import Execution
 from muster.utils.attributes import name_of
-from muster.utils.checked import check_choice
+from muster.utils.checked import check_choice, list_of_seeds
+from muster.utils.containers import is_several
 from muster.utils.forks import Owner
 from muster.utils.integers import integer
 from muster.utils.interrupts import postponed
@@ -81,6 +82,7 @@ PASSED_ON = (
     *("device", "env_device", "policy_device", "execution", "compile_policy", "cudagraph_policy"),
     *("inference", "start_method", "num_sub_threads", "timeouts", "policy_factory"),
     *("max_frames_per_traj", "obs_dtype", "prev_action_reward", "traj_done_key", "validate"),
+    "episode_seeds",
     *("crash_dir", "trust_policy"),
 )
 OF_EVALUATOR = (
@@ -107,7 +109,8 @@ class Evaluator:
     first ``episodes`` seeds, however many environments and workers share them. There are no more
     resets and steps than the episodes need. (Batches that reset themselves, such as vector
     environments, are seeded only once, and go on until the last episode ends; see
-    ``Evaluation.started``.)
+    ``Evaluation.started``.) ``episode_seeds=[3, 14, 15]`` replaces these seeds by the entries of
+    your list, in the same order.
 
     ``trigger()`` evaluates a copy of the present weights in the background, in worker processes::
 
@@ -202,12 +205,20 @@ class Evaluator:
         options |= {"exploration_type": exploration_type, "num_envs": num_envs}
         options |= {"execution": replace(execution, policy_mode="eval")}
         options |= {} if create_env_kwargs is None else {"create_env_kwargs": create_env_kwargs}
-        several, factories = isinstance(create_env_fn, (list, tuple)), factories_of(create_env_fn)
+        several, factories = is_several(create_env_fn), factories_of(create_env_fn)
         self._factories = factories if several else factories * max(1, num_workers)
         self._stacked = several or num_workers > 0
         self._num_envs = len(self._factories) * (num_envs or 1)
         self._record = record_actions
         self._options = options
+        self._chosen = options.get("episode_seeds")
+        if self._chosen is not None:
+            if reseed:
+                raise BadOption(
+                    "episode_seeds are the same in each evaluation, and reseed takes others: give"
+                    " one of them"
+                )
+            self._chosen = list_of_seeds("episode_seeds", self._chosen)
         self._unused: list[Any] = []  # environments that take no part
         self._leave_out_groups()
         self.plan.check(self._num_envs)
@@ -467,7 +478,14 @@ class Evaluator:
                 weights, model=weight_bearer(self._own) if function else None
             )
         collector.set_seed(seed)
-        run = Run(self.plan, num_envs, seed=seed, seeded=self._seeded, version=version)
+        run = Run(
+            self.plan,
+            num_envs,
+            seed=seed,
+            seeded=self._seeded,
+            version=version,
+            chosen=self._chosen,
+        )
         apart = len(collector._engine.source.pool.counters) > 1
         tape = None
         if self._record:
@@ -563,7 +581,9 @@ class Evaluator:
                 )
 
     def _make(self) -> BaseCollector:
-        sources = [_seeding(factory, self._num_envs) for factory in self._factories]
+        sources = self._factories
+        if self._chosen is None:
+            sources = [_seeding(factory, self._num_envs) for factory in self._factories]
         options = self._options | {
             "frames_per_batch": ROWS * self._num_envs,
             "layout": "time_major",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 GRID = 100_001
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """The episodes of one evaluation, and the steps that no episode has.
 
@@ -219,6 +219,9 @@ class Evaluation:
             "confidence_interval_95": interval,
             **plain,
         }
+
+    def __repr__(self) -> str:
+        return f"Evaluation({self})"
 
     def __str__(self) -> str:
         low, high = self.confidence_interval()

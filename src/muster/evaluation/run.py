@@ -15,6 +15,7 @@ from muster.evaluation.episodes import EvaluatedEpisode, UnfinishedEpisode
 from muster.evaluation.result import Evaluation
 from muster.evaluation.video import Tape
 from muster.memory.specs import Array
+from muster.rng import entries
 from muster.utils.integers import integer
 
 
@@ -85,7 +86,14 @@ class Run:
     """
 
     def __init__(
-        self, plan: Plan, num_envs: int, *, seed: int, seeded: bool, version: int | str
+        self,
+        plan: Plan,
+        num_envs: int,
+        *,
+        seed: int,
+        seeded: bool,
+        version: int | str,
+        chosen: Sequence[int] | None = None,
     ) -> None:
         plan.check(num_envs)
         self.plan = plan
@@ -96,6 +104,7 @@ class Run:
             self.rule = AtMost(self.rule, plan.max_trajectories, num_envs)
         self._seed = seed
         self._seeded = seeded
+        self._chosen = chosen
         self.t = self.frames = self.overrun = 0
         self.stopped_by = ""
         self.records: list[EvaluatedEpisode] = []
@@ -230,7 +239,11 @@ class Run:
 
     def _seed_of(self, env_id: int, episode: int | None = None) -> int | None:
         number = self._number[env_id] if episode is None else episode
-        return self._seed + env_id + self.num_envs * number if self._seeded or number == 0 else None
+        place = env_id + self.num_envs * number
+        if self._chosen is not None:
+            (seed,) = entries(self._chosen, [place])
+            return seed
+        return self._seed + place if self._seeded or number == 0 else None
 
     def _check_limits(self) -> None:
         plan = self.plan

@@ -40,7 +40,13 @@ class Arena:
         fd: descriptor, owned by this object.
     """
 
-    def __init__(self, fd: int, *, name: str = "", creator: bool = False) -> None:
+    def __init__(
+        self,
+        fd: int,
+        *,
+        name: str = "",
+        creator: bool = False,
+    ) -> None:
         self.fd = fd
         self.name = name
         self._creator = Owner() if creator else None
@@ -81,7 +87,8 @@ class Arena:
         size = _pages(nbytes)
         reusable = self._released[size]
         offset = reusable[-1] if reusable else self._end
-        if size > (room := _room()):  # allocating it would start the out-of-memory killer
+        room = _room()
+        if size > room:  # allocating it would start the out-of-memory killer
             raise SlotsExhausted(self._lack(size, f"about {room:,} are available"))
         try:
             if hasattr(os, "posix_fallocate"):
@@ -159,7 +166,12 @@ class _Mapping:
     would need one.
     """
 
-    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
+    def __init__(
+        self,
+        fd: int,
+        offset: int,
+        nbytes: int,
+    ) -> None:
         length = _pages(nbytes)
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         address = _call(
@@ -218,11 +230,9 @@ def _room() -> int:
     process.
     """
     machine = _numbers("/proc/meminfo")
-    room = (
-        (machine["MemAvailable"] + machine["SwapFree"]) * 1024
-        if "MemAvailable" in machine
-        else sys.maxsize
-    )
+    room = sys.maxsize
+    if "MemAvailable" in machine:
+        room = (machine["MemAvailable"] + machine["SwapFree"]) * 1024
     used = _numbers("/sys/fs/cgroup/memory.stat")
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
@@ -236,4 +246,8 @@ def _numbers(path: str) -> dict[str, int]:
         lines = Path(path).read_text().splitlines()
     except OSError:
         return {}
-    return {name.rstrip(":"): int(value) for name, value, *_ in map(str.split, lines)}
+    numbers = {}
+    for line in lines:
+        name, value, *_ = line.split()
+        numbers[name.rstrip(":")] = int(value)
+    return numbers

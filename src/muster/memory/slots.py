@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 import gc
-import itertools
 import math
 import sys
 import weakref
@@ -79,7 +78,9 @@ class Layout:
     @cached_property
     def lead(self) -> tuple[int, ...]:
         """``batch_shape``, ``(B,)`` by default."""
-        return (self.B,) if self.batch_shape is None else self.batch_shape
+        if self.batch_shape is None:
+            return (self.B,)
+        return self.batch_shape
 
     def rows(self, column: Column) -> int:
         return self.T + 1 if column.carry else self.T
@@ -87,8 +88,12 @@ class Layout:
     @cached_property
     def offsets(self) -> dict[Key, int]:
         """First byte of each tensor column within a lane."""
-        ends = itertools.accumulate((self._padded(c) for c in self.tensor_columns), initial=0)
-        return {c.key: start for c, start in zip(self.tensor_columns, ends, strict=False)}
+        found: dict[Key, int] = {}
+        start = 0
+        for column in self.tensor_columns:
+            found[column.key] = start
+            start += self._padded(column)
+        return found
 
     @cached_property
     def lane_bytes(self) -> int:
@@ -124,6 +129,7 @@ class Lane:
             error.
         stopped: the rollout ended before row T.
         acts_from: row of the policy's first ``act`` in this rollout.
+        acts_until: row before which the present request ends; T unless the rollout stays open.
         cache: objects that policies, environments and groups keep per lane; the key is the owner,
             or a name.
     """
@@ -137,21 +143,23 @@ class Lane:
         tensors: dict[Key, torch.Tensor] = {}
         self.cache: dict[Any, Any] = {}
         self.mirrored = not isinstance(block, np.ndarray)
-        self.done_steps = self.acts_from = 0
+        self.done_steps = 0
+        self.acts_from = 0
+        self.acts_until = layout.T
         self.stopped = False
         for column in layout.tensor_columns:
             shape = (layout.rows(column), self.B, *column.shape)
             start = layout.offsets[column.key]
             part = block[start : start + math.prod(shape) * column.dtype.itemsize]
-            if not isinstance(part, np.ndarray):
-                tensors[column.key] = part.view(torch_dtype(column.dtype)).reshape(shape)
-                if column.host:
-                    pin = part.is_cuda  # copies take a tenth of the time
-                    self.arrays[column.key] = torch.zeros(
-                        shape, dtype=torch_dtype(column.dtype), pin_memory=pin, device="cpu"
-                    ).numpy()
-            else:
+            if isinstance(part, np.ndarray):
                 self.arrays[column.key] = part.view(column.dtype).reshape(shape)
+                continue
+            dtype = torch_dtype(column.dtype)
+            tensors[column.key] = part.view(dtype).reshape(shape)
+            if column.host:
+                pin = part.is_cuda  # copies take a tenth of the time
+                mirror = torch.zeros(shape, dtype=dtype, pin_memory=pin, device="cpu")
+                self.arrays[column.key] = mirror.numpy()
         for column in layout.object_columns:
             self.arrays[column.key] = np.empty((layout.rows(column), self.B), OBJECT)
         if self.mirrored:
@@ -172,6 +180,7 @@ class Lane:
         """Begin a rollout at row 0: no row is complete."""
         self.done_steps = 0
         self.acts_from = 0
+        self.acts_until = self.T
         self.stopped = False
 
     def begin_at(self, row: int) -> None:
@@ -182,6 +191,10 @@ class Lane:
     def act_from(self, row: int) -> None:
         """Let the policy's first ``act`` be for ``row``; rows before it have their actions."""
         self.acts_from = row
+
+    def act_until(self, row: int) -> None:
+        """Let the present request end before ``row``."""
+        self.acts_until = row
 
     def complete(self, rows: int) -> None:
         """Set the number of complete rows."""
@@ -215,13 +228,15 @@ class Lane:
 
     def pull(self, keys: Iterable[Key]) -> None:
         """Copy columns from the device to their arrays; waits for the device."""
-        for key in keys if self.mirrored else ():
-            torch.from_numpy(self.arrays[key]).copy_(self.tensors[key])
+        if self.mirrored:
+            for key in keys:
+                torch.from_numpy(self.arrays[key]).copy_(self.tensors[key])
 
     def push(self, keys: Iterable[Key]) -> None:
         """Copy columns from their arrays to the device."""
-        for key in keys if self.mirrored else ():
-            self.tensors[key].copy_(torch.from_numpy(self.arrays[key]))
+        if self.mirrored:
+            for key in keys:
+                self.tensors[key].copy_(torch.from_numpy(self.arrays[key]))
 
 
 class Slot:
@@ -243,9 +258,8 @@ class Slot:
         elif memory not in ("heap", "pinned"):
             self.block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=memory)
         elif memory == "pinned":
-            self.block = torch.zeros(
-                layout.nbytes, dtype=torch.uint8, pin_memory=True, device="cpu"
-            ).numpy()
+            pinned = torch.zeros(layout.nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
+            self.block = pinned.numpy()
         else:
             self.block = _aligned(layout.nbytes)
         self.state = SlotState.FREE
@@ -301,7 +315,13 @@ class SlotRing:
             their memory.
     """
 
-    def __init__(self, layout: Layout, *, limit_bytes: int, memory: Memory = "heap") -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        limit_bytes: int,
+        memory: Memory = "heap",
+    ) -> None:
         self.layout = layout
         self.limit_bytes = limit_bytes
         self.memory: Memory = memory
@@ -444,7 +464,9 @@ def as_tensor(rows: Any) -> torch.Tensor:
     """Return a tensor over an array's memory, on the host whatever torch's default device is; a
     tensor as it is.
     """
-    return rows if isinstance(rows, torch.Tensor) else torch.from_numpy(np.asarray(rows))
+    if isinstance(rows, torch.Tensor):
+        return rows
+    return torch.from_numpy(np.asarray(rows))
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:

@@ -75,22 +75,22 @@ class BatchView:
         self.names.insert(self.time_dim, "time")
         self._stacked = stacked
         self._time_first = time_first
-        self._leaves = [
-            self._leaf(layout, c) for c in layout.tensor_columns if hidden or not c.hidden
-        ]
-        self._objects = [c for c in layout.object_columns if hidden or not c.hidden]
+        shown = [column for column in layout.columns if hidden or not column.hidden]
+        self._leaves = [self._leaf(layout, column) for column in shown if column.is_tensor]
+        self._objects = [column for column in shown if not column.is_tensor]
         inner = {c.key[:-1]: c.shape[: c.inner] for c in layout.tensor_columns if c.inner}
-        shown = [(*leaf.path, leaf.name) for leaf in self._leaves] + [
-            c.key for c in self._objects if not c.ragged
-        ]
-        paths = dict.fromkeys(key[:depth] for key in shown for depth in range(1, len(key)))
-        self._nodes = [
-            self._node(path, inner.get(path, ()))
-            for path in (*sorted(paths, key=len, reverse=True), ())
-        ]
+        keys = [(*leaf.path, leaf.name) for leaf in self._leaves]
+        keys += [column.key for column in self._objects if not column.ragged]
+        paths = dict.fromkeys(key[:depth] for key in keys for depth in range(1, len(key)))
+        deepest_first = sorted(paths, key=len, reverse=True)
+        self._nodes = [self._node(path, inner.get(path, ())) for path in (*deepest_first, ())]
         self._leaves = self._ordered(())
 
-    def tensordict(self, memory: torch.Tensor | Sequence[torch.Tensor], slot: Slot) -> TensorDict:
+    def tensordict(
+        self,
+        memory: torch.Tensor | Sequence[torch.Tensor],
+        slot: Slot,
+    ) -> TensorDict:
         """Return the batch over ``memory``.
 
         Args:
@@ -108,7 +108,8 @@ class BatchView:
             entries[leaf.path][leaf.name] = tensor
         for column in self._objects:
             if not column.ragged:
-                entries[column.key[:-1]][column.key[-1]] = self._non_tensor(column, slot)
+                *path, name = column.key
+                entries[tuple(path)][name] = self._non_tensor(column, slot)
         # Without TensorDict's checks: the shapes are known, and checks would dominate the time of a
         # short batch.
         make: Any = tensordict_maker()
@@ -121,9 +122,8 @@ class BatchView:
                 entries[node.path[:-1]][node.path[-1]] = batch
         for column in self._objects:
             if column.ragged:
-                batch = _add_ragged(
-                    batch, column.key, _filled(self._cells(column, slot)), self.time_dim
-                )
+                cells = _filled(self._cells(column, slot))
+                batch = _add_ragged(batch, column.key, cells, self.time_dim)
                 batch.names = self.names  # stacking loses them
         return batch
 
@@ -167,7 +167,8 @@ class BatchView:
         return tensors
 
     def _node(self, path: Key, inner: tuple[int, ...]) -> _Node:
-        return _Node(path, torch.Size((*self.batch_size, *inner)), self.names + [None] * len(inner))
+        size = torch.Size((*self.batch_size, *inner))
+        return _Node(path, size, self.names + [None] * len(inner))
 
     def refresh_objects(self, batch: TensorDict, slot: Slot) -> None:
         """Replace the non-tensor entries of ``batch`` by the current ones of ``slot``."""
@@ -177,24 +178,25 @@ class BatchView:
     def _leaf(self, layout: Layout, column: Column) -> _Leaf:
         item = column.dtype.itemsize
         row = item * math.prod(column.shape)
-        inner = [item * math.prod(column.shape[i + 1 :]) for i in range(len(column.shape))]
         size = list(column.shape)
-        stride = inner
+        stride = [item * math.prod(column.shape[i + 1 :]) for i in range(len(column.shape))]
         if column.trailing:
-            size, stride = [*size, 1], [*stride, item]
+            size.append(1)
+            stride.append(item)
         lead: list[tuple[int, int]] = []
         if self._stacked:
             lead.append((layout.lanes, layout.lane_bytes))
-        lead += [(n, row * math.prod(layout.lead[i + 1 :])) for i, n in enumerate(layout.lead)]
+        for dim, n in enumerate(layout.lead):
+            lead.append((n, row * math.prod(layout.lead[dim + 1 :])))
         time = (layout.T, layout.B * row)
-        lead = [time, *lead] if self._time_first else [*lead, time]
+        lead.insert(0 if self._time_first else len(lead), time)
         return _Leaf(
             column.key[:-1],
             column.key[-1],
             column.dtype,
             layout.offsets[column.key],
-            tuple(n for n, _ in lead) + tuple(size),
-            tuple(s for _, s in lead) + tuple(stride),
+            (*(n for n, _ in lead), *size),
+            (*(step for _, step in lead), *stride),
         )
 
     def _non_tensor(self, column: Column, slot: Slot) -> Any:
@@ -213,16 +215,21 @@ class BatchView:
         """
         T = self.layout.T
         dims = self.layout.lead
-        # [T, W, ...]
-        stack = np.stack(
-            [lane.arrays[column.key][:T].reshape(T, *dims) for lane in slot.lanes], axis=1
-        )
+        rows = [lane.arrays[column.key][:T].reshape(T, *dims) for lane in slot.lanes]
+        stack = np.stack(rows, axis=1)  # [T, W, ...]
         if not self._stacked:
             stack = stack[:, 0]
-        return copied_cells(stack if self._time_first else np.moveaxis(stack, 0, -1))
+        if not self._time_first:
+            stack = np.moveaxis(stack, 0, -1)
+        return copied_cells(stack)
 
 
-def _add_ragged(batch: Any, key: Key, cells: Array, time: int) -> Any:
+def _add_ragged(
+    batch: Any,
+    key: Key,
+    cells: Array,
+    time: int,
+) -> Any:
     """Add a column whose cells differ in shape to the batch, as a lazy stack like TorchRL's.
 
     Cells that are TensorDicts (see ``cells``) become a nested lazy stack. With tensors, the whole
@@ -237,15 +244,16 @@ def _add_ragged(batch: Any, key: Key, cells: Array, time: int) -> Any:
 
         add_stack(batch, key, joined(cells))
         return batch
-    parts = zip(batch.unbind(time), _parts(cells, time), strict=True)
-    return LazyStackedTensorDict.lazy_stack(
-        [_add_ragged(part, key, cell, 0) for part, cell in parts], time
-    )
+    parts = []
+    for part, cell in zip(batch.unbind(time), _parts(cells, time), strict=True):
+        parts.append(_add_ragged(part, key, cell, 0))
+    return LazyStackedTensorDict.lazy_stack(parts, time)
 
 
 def _filled(cells: Array) -> Array:
     """Fill cells without a step with zeros, in the shape of the first other cell."""
-    some = next((cell for cell in cells.flat if cell is not None), None)
+    present = [cell for cell in cells.flat if cell is not None]
+    some = present[0] if present else None
     for index in np.ndindex(cells.shape):
         if cells[index] is None and some is not None:
             cells[index] = torch.zeros_like(some)

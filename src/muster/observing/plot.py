@@ -13,11 +13,11 @@ import numpy as np
 from muster.episodes.curve import EpisodeTotals, Quantity, running_means
 from muster.errors import BadOption
 from muster.memory.specs import Array
-from muster.observing.progress import clock, short
 from muster.observing.snapshots import RunHistory, snapshot
 from muster.observing.spans import TimeSpan
 from muster.observing.stats import CollectorStats
 from muster.utils.attributes import optional
+from muster.utils.texts import clock, short
 
 # Okabe and Ito's palette
 BLUE = "#0072b2"

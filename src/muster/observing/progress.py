@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from muster.utils.texts import clock, short
+
 if TYPE_CHECKING:
     from muster.observing.stats import CollectorStats, WorkerStats
 
@@ -228,18 +230,3 @@ def troubles(stats: CollectorStats) -> str:
     ]
     told.append((f"unseen at most {stats.unseen:,} frames", str(stats.unseen or "")))
     return "".join(f"  {text}" for text, happened in told if happened)
-
-
-def short(number: float) -> str:
-    """Format ``38200`` as ``38.2k``."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.1f}".removesuffix(".0") + unit
-    return f"{number:.0f}"
-
-
-def clock(seconds: float) -> str:
-    """Format ``3725`` as ``1:02:05``."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from muster.observing.tables import html_of_columns, html_of_rows
+from muster.utils.texts import clock, counted, short
+
+OF_WORKERS = ("worker", "state", "phase", "frames", "share", "frames/s", "restarts", "policy lag")
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,9 @@ class InferenceStats:
         return InferenceStats(self.calls + 1, self.rows + rows, self.busy_s + seconds)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CollectorStats:
-    """A snapshot of a collector.
+    """A snapshot of a collector, which notebooks show as a table.
 
     Frames are environment steps: ``executed = frames + sum(discarded) + in_flight``.
 
@@ -82,6 +87,9 @@ class CollectorStats:
             that wait (for the next call, after an error of a hook), the rows of a batch that an
             error interrupted, and with ``trajs_per_batch`` and ``collect(n_episode=)`` episodes
             that are incomplete or wait for others. 0 after ``shutdown()``, which discards them all.
+        completed: number of frames of all episodes that have ended in collected batches.
+        written: number of frames that the replay buffer has got, before ``postproc``; 0 without
+            one.
         batches, episodes: numbers of delivered batches, and of episodes that ended in them.
         return_mean, length_mean: averages over the last 100 episodes; None before the first.
         success_rate: average over the last 100 episodes whose last ``info`` has ``is_success`` or
@@ -135,6 +143,31 @@ class CollectorStats:
     ended_by: str = ""
     success_rate: float | None = None
     engine: str = ""
+    completed: int = 0
+    written: int = 0
+
+    def __repr__(self) -> str:
+        parts = [
+            f"{counted(self.frames, 'frame')} in {counted(self.batches, 'batch')}",
+            counted(self.episodes, "episode"),
+        ]
+        if self.return_mean is not None:
+            parts.append(f"return {self.return_mean:,.1f}")
+        parts.append(f"{short(self.frames_per_s)} frames/s")
+        if self.workers:
+            parts.append(counted(len(self.workers), "worker"))
+        if self.restarts:
+            parts.append(counted(self.restarts, "restart"))
+        return f"CollectorStats({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        shown = html_of_rows(_rows(self))
+        if not self.workers:
+            return shown
+        nodes = any(worker.node for worker in self.workers)
+        names = (*OF_WORKERS, "node") if nodes else OF_WORKERS
+        cells = [_cells(worker)[: len(names)] for worker in self.workers]
+        return shown + html_of_columns(names, cells)
 
     @property
     def nodes(self) -> int:
@@ -142,3 +175,62 @@ class CollectorStats:
         return len(
             {worker.node for worker in self.workers if worker.node and worker.state == "working"}
         )
+
+
+# --- as a table -----------------------------------------------------------------------------------
+
+
+def _rows(stats: CollectorStats) -> Iterator[tuple[str, str]]:
+    discarded = {reason: number for reason, number in stats.discarded.items() if number}
+    reasons = ", ".join(f"{number:,} {reason}" for reason, number in discarded.items())
+    yield (
+        "frames",
+        f"{stats.executed:,} executed = {stats.frames:,} delivered"
+        f" + {sum(discarded.values()):,} discarded{f' ({reasons})' if reasons else ''}"
+        f" + {stats.in_flight:,} in flight",
+    )
+    yield "batches", f"{stats.batches:,}"
+    yield "episodes", f"{stats.episodes:,}"
+    if stats.return_mean is not None:
+        yield "mean return", f"{stats.return_mean:,.1f}"
+    if stats.length_mean is not None:
+        yield "mean length", f"{stats.length_mean:,.1f}"
+    if stats.success_rate is not None:
+        yield "success rate", f"{stats.success_rate:.0%}"
+    yield "speed", f"{stats.frames_per_s:,.0f} frames/s"
+    yield "time", _shares(stats)
+    if stats.workers:
+        yield "waited for workers", clock(stats.wait_s)
+    yield "policy", f"{stats.policy_path}, version {stats.policy_version}"
+    lags = (f"{lag}: {counted(number, 'batch')}" for lag, number in stats.policy_lag.items())
+    yield "policy lag", ", ".join(lags)
+    yield "batches that you hold", f"{stats.slots.get('lent', 0)}"
+    if stats.engine:
+        yield "engine", stats.engine
+    if stats.ended_by:
+        yield "ended by", stats.ended_by
+
+
+def _shares(stats: CollectorStats) -> str:
+    parts = {
+        "environments": stats.env_s,
+        "policy": stats.policy_s,
+        "copies": stats.copy_s,
+        "rest": stats.rest_s,
+    }
+    total = sum(parts.values()) or 1.0
+    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items())
+
+
+def _cells(worker: WorkerStats) -> tuple[str, ...]:
+    return (
+        f"{worker.index}",
+        worker.state,
+        worker.phase,
+        f"{worker.frames:,}",
+        f"{worker.share:.0%}",
+        short(worker.frames_per_s),
+        f"{worker.restarts}",
+        f"{worker.policy_lag}",
+        worker.node,
+    )

@@ -75,16 +75,15 @@ def adapt(
         of_agents = FunctionPolicy(policy, setting)
         of_agents.raises = MASKED_RAISES
         return of_agents
-    if isinstance(policy, type) or not callable(policy):
-        given = (
-            f"the class {policy.__name__}"
-            if isinstance(policy, type)
-            else f"of type {type(policy).__name__}"
-        )
-        raise BadOption(f"policy is {given}, expected {ACCEPTED}")
+    if isinstance(policy, type):
+        raise BadOption(f"policy is the class {policy.__name__}, expected {ACCEPTED}")
+    if not callable(policy):
+        raise BadOption(f"policy is of type {type(policy).__name__}, expected {ACCEPTED}")
     if is_coroutine_policy(policy):
         policy = AwaitedPolicy(policy, timeouts)
-    if takes_tensordict(policy) if takes_td is None else takes_td:
+    if takes_td is None:
+        takes_td = takes_tensordict(policy)
+    if takes_td:
         from muster.policies.tensordict import TensorDictPolicy
 
         return TensorDictPolicy(policy, setting)
@@ -100,8 +99,10 @@ class AwaitedPolicy:
     """
 
     def __init__(self, policy: Any, timeouts: Mapping[str, float | None]) -> None:
-        self.__name__, self.__wrapped__ = name_of(policy), _function(policy)
-        self._policy, self.coroutines = policy, CoroutineRunner()
+        self.__name__ = name_of(policy)
+        self.__wrapped__ = _function(policy)
+        self._policy = policy
+        self.coroutines = CoroutineRunner()
         setattr(self, BATCH_DIM, getattr(policy, BATCH_DIM, None))
         self.coroutines.timeouts = timeouts
 
@@ -122,7 +123,10 @@ def _function(policy: Any) -> Any:
     return policy.forward if isinstance(policy, torch.nn.Module) else policy
 
 
-def place(policy: Any, device: torch.device | None) -> tuple[Any, torch.device | None]:
+def place(
+    policy: Any,
+    device: torch.device | None,
+) -> tuple[Any, torch.device | None]:
     """Return the policy on ``device`` (a copy if it was on another one), and the device on which it
     computes.
     """
@@ -151,7 +155,8 @@ def observed_dtype(
     floating parameter.
     """
     if wanted is None and isinstance(policy, torch.nn.Module):
-        wanted = next((p.dtype for p in policy.parameters() if p.dtype.is_floating_point), None)
+        floating = [p.dtype for p in policy.parameters() if p.dtype.is_floating_point]
+        wanted = floating[0] if floating else None
     if wanted is None or wanted == "env":
         return None
     return STORED.get(wanted, np.dtype(np.float32))
@@ -173,13 +178,14 @@ def takes_tensordict(policy: Callable[..., Any]) -> bool:
         parameters = list(inspect.signature(_function(policy)).parameters.values())
     except (TypeError, ValueError):
         return False
-    if not parameters or any(
-        p.default is p.empty for p in parameters[1:] if p.kind is p.POSITIONAL_OR_KEYWORD
-    ):
+    if not parameters:
         return False
-    annotation = parameters[0].annotation
+    first, *others = parameters
+    required = [p for p in others if p.default is p.empty]
+    if any(p.kind is p.POSITIONAL_OR_KEYWORD for p in required):
+        return False
+    if first.name in ("td", "tensordict"):
+        return True
+    annotation = first.annotation
     name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-    return parameters[0].name in ("td", "tensordict") or name.rpartition(".")[2] in (
-        "TensorDict",
-        "TensorDictBase",
-    )
+    return name.rpartition(".")[2] in ("TensorDict", "TensorDictBase")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from muster.errors import BadOption, BadPolicyOutput
-from muster.keys import ACTION, LOG_PROB
+from muster.keys import ACTION, LOG_PROB, Key
 from muster.memory.specs import choices_of
 from muster.policies.checks import PolicySetting
 from muster.policies.functions import takes_state
@@ -79,7 +79,12 @@ class PerAgent(nn.Module):
         # values where a policy does not return them
         self._extras: dict[str, torch.Tensor] | None = None
 
-    def bind(self, env_name: str, agents: Sequence[str], setting: PolicySetting) -> None:
+    def bind(
+        self,
+        env_name: str,
+        agents: Sequence[str],
+        setting: PolicySetting,
+    ) -> None:
         """Assign policies to the agents of the environments; ``BadOption`` if names or policies do
         not fit them.
         """
@@ -89,23 +94,20 @@ class PerAgent(nn.Module):
                 f" {list(setting.action_specs)}"
             )
         unknown = [name for name in self.policies if name != OTHERS and name not in agents]
-        without = (
-            []
-            if OTHERS in self.policies
-            else [agent for agent in agents if agent not in self.policies]
-        )
+        without = []
+        if OTHERS not in self.policies:
+            without = [agent for agent in agents if agent not in self.policies]
         if not agents or unknown or without:
-            found = (
-                f"unknown {unknown}, without a policy {without}"
-                if agents
-                else "its agents do not take turns"
-            )
+            found = "its agents do not take turns"
+            if agents:
+                found = f"unknown {unknown}, without a policy {without}"
             raise BadOption(
                 f"policy: {env_name} has the agents {list(agents)}; {found}. Give a policy by the"
                 " name of each agent, or 'others'"
             )
         self._of = [agent if agent in self.policies else OTHERS for agent in agents]
-        spec, mask = setting.action_specs[ACTION], next(iter(setting.masks), None)
+        spec = setting.action_specs[ACTION]
+        mask = next(iter(setting.masks), None)
         self._deterministic = setting.deterministic
         self._mask = mask
         self._shape = spec.shape
@@ -114,7 +116,8 @@ class PerAgent(nn.Module):
             if isinstance(policy, Head):
                 policy.fit(setting.action_specs, setting.masks)
             elif policy is None:
-                if spec.dtype.kind not in "iu" or spec.low is None or spec.high is None:
+                bounded = spec.low is not None and spec.high is not None
+                if spec.dtype.kind not in "iu" or not bounded:
                     raise BadOption(
                         f"the policy of {name!r} is None, and only discrete actions are drawn so,"
                         f" not {spec}"
@@ -126,28 +129,25 @@ class PerAgent(nn.Module):
         agents.
         """
         agent = obs["collector"]["agent"]
-        if single := agent.ndim == 0:
-            obs = {key: value.unsqueeze(0) for key, value in obs.items() if key != "collector"}
-            agent = agent.unsqueeze(0)
         leaves = {key: value for key, value in obs.items() if key != "collector"}
+        single = agent.ndim == 0
+        if single:
+            leaves = {key: value.unsqueeze(0) for key, value in leaves.items()}
+            agent = agent.unsqueeze(0)
         self._check(leaves)
         outputs: dict[str, torch.Tensor] = {}
         if self._extras is None:
             self._extras = self._find_extras(leaves)
         for name in dict.fromkeys(self._of):
-            numbers = torch.tensor(
-                [i for i, of in enumerate(self._of) if of == name], device=agent.device
-            )
+            own = [number for number, of in enumerate(self._of) if of == name]
+            numbers = torch.tensor(own, device=agent.device)
             rows = torch.isin(agent, numbers).nonzero()[:, 0]
             if not len(rows):
                 continue
             action, extras = self._call(name, {key: value[rows] for key, value in leaves.items()})
             for key, value in {**self._extras, **extras, "action": action}.items():
-                value = (
-                    value
-                    if key in extras or key == "action"
-                    else value.expand(len(rows), *value.shape)
-                )
+                if key not in extras and key != "action":  # unknown
+                    value = value.expand(len(rows), *value.shape)
                 if key not in outputs:
                     outputs[key] = value.new_zeros((len(agent), *value.shape[1:]))
                 outputs[key][rows] = value.to(outputs[key].dtype)
@@ -156,7 +156,8 @@ class PerAgent(nn.Module):
         return outputs.pop("action"), outputs
 
     def _policy(self, name: str) -> Any:
-        return self._modules[name] if name in self._modules else self.policies[name]
+        module = self._modules.get(name)
+        return self.policies[name] if module is None else module
 
     def _call(
         self, name: str, leaves: dict[str, Any]
@@ -165,9 +166,8 @@ class PerAgent(nn.Module):
         check_unchanged: Callable[[], None] | None = None
         if policy is not None and all(value.device.type == "cpu" for value in leaves.values()):
             # Changes would be harmless here. But the same policy may not make them elsewhere.
-            given, check_unchanged = unchanged_inputs(
-                {(key,): value for key, value in leaves.items()}, f"of {name!r}"
-            )
+            keyed: dict[Key, Any] = {(key,): value for key, value in leaves.items()}
+            given, check_unchanged = unchanged_inputs(keyed, f"of {name!r}")
             leaves = {key: value for (key,), value in given.items()}
         obs = next(iter(leaves.values())) if len(leaves) == 1 else leaves
         out: Any
@@ -175,27 +175,24 @@ class PerAgent(nn.Module):
             out = self._draw(leaves)
         elif isinstance(policy, Head) and self._deterministic:
             action = policy.mode(obs)
-            out = (
-                action,
-                (
-                    {LOG_PROB[0]: policy.distribution(obs).log_prob(action)}
-                    if policy.has_log_prob
-                    else {}
-                ),
-            )
+            action = policy.mode(obs)
+            log_prob = {}
+            if policy.has_log_prob:
+                log_prob[LOG_PROB[0]] = policy.distribution(obs).log_prob(action)
+            out = (action, log_prob)
         else:
             out = policy(obs)
         if check_unchanged is not None:
             check_unchanged()
-        action, extras = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+        is_pair = isinstance(out, tuple) and len(out) == 2
+        action, extras = out if is_pair else (out, {})
         if not isinstance(extras, Mapping):
             raise BadPolicyOutput(
                 f"the policy of {name!r} returned {type(out).__name__}, expected (action, extras)"
             )
         rows = len(next(iter(leaves.values())))
-        tensors = {
-            key: torch.as_tensor(value) for key, value in {**extras, "action": action}.items()
-        }
+        returned = {**extras, "action": action}
+        tensors = {key: torch.as_tensor(value) for key, value in returned.items()}
         for key, value in tensors.items():
             if value.shape[:1] != (rows,):
                 raise BadPolicyOutput(
@@ -207,9 +204,8 @@ class PerAgent(nn.Module):
     def _draw(self, leaves: dict[str, Any]) -> torch.Tensor:
         like = next(iter(leaves.values()))
         assert self._random is not None  # bound
-        uniform = torch.rand(
-            (len(like), len(self._random.drawn)), dtype=torch.float64, device=like.device
-        )
+        shape = (len(like), len(self._random.drawn))
+        uniform = torch.rand(shape, dtype=torch.float64, device=like.device)
         everything = uniform.new_ones((len(like), sum(self._random.nvec)))
         allowed = everything if self._mask is None else leaves[self._mask.key[0]]
         return self._random.draw_on_device(allowed, uniform).reshape(-1, *self._shape)
@@ -218,17 +214,20 @@ class PerAgent(nn.Module):
         """Call each policy once, and return the value of each extra where it is unknown."""
         found: dict[str, torch.Tensor] = {}
         for name in dict.fromkeys(self._of):
-            for key, value in self._call(name, leaves)[1].items():
+            _, extras = self._call(name, leaves)
+            for key, value in extras.items():
                 unknown = float("nan") if value.is_floating_point() else 0
                 found[key] = torch.full_like(value[0], unknown)
         return found
 
     def _check(self, leaves: dict[str, Any]) -> None:
-        if self._mask is not None and self._mask.key[0] in leaves:
-            rows = leaves[self._mask.key[0]]
-            blank = not (rows != 0).flatten(1).any(-1).all()
-            suspect = blank or len(self._mask.drawn) > 1
-            if suspect and (refused := self._mask.refused(rows.cpu().numpy())) is not None:
+        if self._mask is None or self._mask.key[0] not in leaves:
+            return
+        rows = leaves[self._mask.key[0]]
+        blank = not (rows != 0).flatten(1).any(-1).all()
+        if blank or len(self._mask.drawn) > 1:
+            refused = self._mask.refused(rows.cpu().numpy())
+            if refused is not None:
                 raise refused
 
 

@@ -57,7 +57,11 @@ class PolicySetting:
         return self.exploration_type != "random"
 
 
-def action_problem(action: torch.Tensor, spec: ArraySpec, lead: tuple[int, ...]) -> str | None:
+def action_problem(
+    action: torch.Tensor,
+    spec: ArraySpec,
+    lead: tuple[int, ...],
+) -> str | None:
     """The end of "returned action ..." if ``action`` is wrong, else None; any width of a kind is
     accepted.
     """
@@ -66,12 +70,7 @@ def action_problem(action: torch.Tensor, spec: ArraySpec, lead: tuple[int, ...])
         hint = ""
         if not lead and tuple(action.shape) == (1, *expected):
             hint = f". {NO_BATCH}"
-        elif (
-            spec.shape == ()
-            and spec.high is not None
-            and action.ndim == len(lead) + 1
-            and spec.dtype.kind in "iu"
-        ):
+        elif _is_one_choice(spec) and action.ndim == len(lead) + 1:
             hint = (
                 "; scores or one-hot vectors need an argmax, or a head such as"
                 " muster.policies.categorical(net)"
@@ -84,8 +83,17 @@ def action_problem(action: torch.Tensor, spec: ArraySpec, lead: tuple[int, ...])
     return None
 
 
+def _is_one_choice(spec: ArraySpec) -> bool:
+    return spec.shape == () and spec.high is not None and spec.dtype.kind in "iu"
+
+
 def column_of(
-    key: Key, value: torch.Tensor, lead: tuple[int, ...], policy: str, *, carry: bool = False
+    key: Key,
+    value: torch.Tensor,
+    lead: tuple[int, ...],
+    policy: str,
+    *,
+    carry: bool = False,
 ) -> Column:
     """Return the column for an extra or a state, from its first value ``[B, *shape]``."""
     if tuple(value.shape[: len(lead)]) != lead:
@@ -98,14 +106,15 @@ def column_of(
 
 
 def called_first(
-    call: Callable[[], Result], obs: Mapping[Key, torch.Tensor], lead: tuple[int, ...], policy: str
+    call: Callable[[], Result],
+    obs: Mapping[Key, torch.Tensor],
+    lead: tuple[int, ...],
+    policy: str,
 ) -> Result:
     """Return the result of a policy's first call.
 
-    Without batch dimensions, an error says so (``PolicyError``).
+    An error (``PolicyError``) has the shapes of the observations.
     """
-    if lead:
-        return call()
     try:
         return call()
     except MusterError:
@@ -117,8 +126,9 @@ def called_first(
             dotted(key): tuple(value.shape) for key, value in obs.items() if torch.is_tensor(value)
         }
         shown = str(shapes).strip("{}").replace("'", "")
+        begins = f"The first dimension ({lead[0]}) counts environments." if lead else NO_BATCH
         raise PolicyError(
             f"policy {policy} raised {described(error, ' at row 0 of the batch')}. It got tensors"
-            f" of these shapes: {shown}. {NO_BATCH} No environment was stepped since; the next call"
+            f" of these shapes: {shown}. {begins} No environment was stepped since; the next call"
             " tries again from there."
         ) from error

@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
 import torch
@@ -61,7 +61,10 @@ class Program:
     """
 
     def __init__(
-        self, kind: Literal["torch", "numpy"], steps: tuple[Call, ...], watches: tuple[_Watch, ...]
+        self,
+        kind: Literal["torch", "numpy"],
+        steps: tuple[Call, ...],
+        watches: tuple[_Watch, ...],
     ) -> None:
         self.kind = kind
         self.steps = steps
@@ -99,7 +102,12 @@ class Program:
         return True
 
 
-def plan(module: nn.Module, example: torch.Tensor, *, numpy_ok: bool = True) -> Program | None:
+def plan(
+    module: nn.Module,
+    example: torch.Tensor,
+    *,
+    numpy_ok: bool = True,
+) -> Program | None:
     """Plan ``module`` (a layer, or nested ``nn.Sequential``) for inputs like ``example``, and check
     the program on it.
 
@@ -108,12 +116,9 @@ def plan(module: nn.Module, example: torch.Tensor, *, numpy_ok: bool = True) -> 
     """
     leaves: list[nn.Module] = []
     watches: list[_Watch] = []
-    if (
-        not layers_are_known()
-        or _in_special_mode()
-        or example.ndim == 0
-        or not _collect(module, leaves, watches)
-    ):
+    if not layers_are_known() or _in_special_mode() or example.ndim == 0:
+        return None
+    if not _collect(module, leaves, watches):
         return None
     with torch.no_grad():
         try:
@@ -134,7 +139,11 @@ def plan(module: nn.Module, example: torch.Tensor, *, numpy_ok: bool = True) -> 
         return program if _equal(program(example.clone()), trace[-1]) else None
 
 
-def _collect(module: nn.Module, leaves: list[nn.Module], watches: list[_Watch]) -> bool:
+def _collect(
+    module: nn.Module,
+    leaves: list[nn.Module],
+    watches: list[_Watch],
+) -> bool:
     """Append the layers in the order they run.
 
     False if any module is not a known, unmodified layer.
@@ -146,18 +155,25 @@ def _collect(module: nn.Module, leaves: list[nn.Module], watches: list[_Watch]) 
         watches.append(_Watch(module, type(module), children, (), None, None))
         return all(child is not None and _collect(child, leaves, watches) for child in children)
     kind = _kind(module)
-    if kind not in _CONFIG or (
-        isinstance(kind, type) and any(child is not None for child in children)
-    ):
+    if kind not in _CONFIG:
+        return False
+    if isinstance(kind, type) and any(child is not None for child in children):
         return False
     if type(module) is nn.Dropout and module.training:
         return False
-    tensors = tuple((n, p, 0 if p is None else p.data_ptr()) for n, p in module._parameters.items())
-    if any(p is not None and type(p) not in (nn.Parameter, torch.Tensor) for _, p, _ in tensors):
-        return False
+    tensors: list[tuple[str, torch.Tensor | None, int]] = []
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            tensors.append((name, None, 0))
+            continue
+        if type(parameter) not in (nn.Parameter, torch.Tensor):
+            return False
+        tensors.append((name, parameter, parameter.data_ptr()))
     config = _CONFIG[kind]
-    watches.append(_Watch(module, type(module), None, tensors, config, config and config(module)))
+    planned = None if config is None else config(module)
+    watches.append(_Watch(module, type(module), None, tuple(tensors), config, planned))
     leaves.append(module)
+    return True
     return True
 
 
@@ -165,11 +181,10 @@ def _is_sequential(module: nn.Module) -> bool:
     if type(module).forward is nn.Sequential.forward:
         return True
     # torchrl's MLP overrides forward only to concatenate several inputs and to reshape.
-    return (
-        type(module).__name__ == "MLP"
-        and type(module).__module__.startswith("torchrl.modules.models")
-        and not getattr(module, "_reshape_out", True)
-    )
+    cls = type(module)
+    if cls.__name__ != "MLP" or not cls.__module__.startswith("torchrl.modules.models"):
+        return False
+    return not getattr(module, "_reshape_out", True)
 
 
 @cache
@@ -205,55 +220,58 @@ def _trace(leaves: list[nn.Module], example: torch.Tensor) -> list[Any]:
     trace: list[Any] = [example.clone()]
     for layer in leaves:
         before = trace[-1]
-        trace.append(layer(before.clone() if isinstance(before, torch.Tensor) else before))
+        if isinstance(before, torch.Tensor):
+            before = before.clone()
+        trace.append(layer(before))
     return trace
 
 
 def _small(leaves: list[nn.Module], trace: list[Any]) -> bool:
-    tensors = [x for x in trace if isinstance(x, torch.Tensor)]
-    if len(tensors) < len(trace) or any(
-        x.dtype != torch.float32 or x.device.type != "cpu" for x in tensors
-    ):
-        return False
-    work = sum(
-        y.numel() * layer.in_features
-        for layer, y in zip(leaves, trace[1:], strict=True)
-        if _is_linear(layer)
-    )
-    return bool(work <= NUMPY_LIMIT)
+    work = 0
+    for layer, y in zip([None, *leaves], trace, strict=True):
+        if not isinstance(y, torch.Tensor):
+            return False
+        if y.dtype != torch.float32 or y.device.type != "cpu":
+            return False
+        if layer is not None and _is_linear(layer):
+            work += y.numel() * layer.in_features
+    return work <= NUMPY_LIMIT
 
 
-def _is_linear(layer: nn.Module) -> bool:
+def _is_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
     return type(layer) is nn.Linear
 
 
 def _close(got: Array, expected: torch.Tensor) -> bool:
-    return got.shape == expected.shape and bool(
-        np.allclose(got, expected.numpy(), rtol=1e-4, atol=1e-5)
-    )
+    if got.shape != expected.shape:
+        return False
+    return np.allclose(got, expected.numpy(), rtol=1e-4, atol=1e-5)
 
 
 def _equal(got: Any, expected: Any) -> bool:
     if isinstance(expected, tuple):
-        return len(got) == len(expected) and all(
-            _equal(g, e) for g, e in zip(got, expected, strict=True)
-        )
+        if len(got) != len(expected):
+            return False
+        return all(_equal(g, e) for g, e in zip(got, expected, strict=True))
     return got.dtype == expected.dtype and torch.equal(got, expected)
 
 
 # --- torch ----------------------------------------------------------------------------------------
 
 
-def _torch_steps(leaves: list[nn.Module], trace: list[Any]) -> tuple[Call, ...] | None:
+def _torch_steps(
+    leaves: list[nn.Module],
+    trace: list[Any],
+) -> tuple[Call, ...] | None:
     steps: list[Call] = []
     # the current value is a buffer of the program, so the next layer may work in place
     owned = False
     for layer, x, y in zip(leaves, trace, trace[1:], strict=False):
         if not isinstance(x, torch.Tensor):
             return None  # only the last layer may return several tensors
-        if type(layer) in (nn.Identity, nn.Dropout) or (
-            type(layer) is nn.Flatten and x.shape == y.shape
-        ):
+        if type(layer) in (nn.Identity, nn.Dropout):
+            continue
+        if type(layer) is nn.Flatten and x.shape == y.shape:
             continue
         in_place = _TORCH_IN_PLACE.get(type(layer))
         if not owned and (in_place is not None or getattr(layer, "inplace", False)):
@@ -276,12 +294,14 @@ def _torch_step(layer: Any, x: torch.Tensor, y: Any) -> Call:
     if kind is nn.Linear and x.ndim <= 2:
         return _torch_linear(layer, x, y)
     if kind is nn.LayerNorm:
-        weight, bias = _detached(layer.weight), _detached(layer.bias)
+        weight = _detached(layer.weight)
+        bias = _detached(layer.bias)
         shape = layer.normalized_shape
         eps = layer.eps
         return lambda x: torch.layer_norm(x, shape, weight, bias, eps)
     if kind is nn.Conv2d and layer.padding_mode == "zeros":
-        weight, bias = layer.weight.detach(), _detached(layer.bias)
+        weight = layer.weight.detach()
+        bias = _detached(layer.bias)
         stride = layer.stride
         padding = layer.padding
         dilation = layer.dilation
@@ -295,7 +315,11 @@ def _detached(parameter: torch.Tensor | None) -> torch.Tensor | None:
     return None if parameter is None else parameter.detach()
 
 
-def _torch_linear(layer: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> Call:
+def _torch_linear(
+    layer: nn.Linear,
+    x: torch.Tensor,
+    y: torch.Tensor,
+) -> Call:
     out = torch.empty_like(y)
     weight = layer.weight.detach()
     if layer.bias is None:
@@ -307,7 +331,8 @@ def _torch_linear(layer: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> Call:
     if x.ndim == 1:
         addmv = torch.addmv
         return lambda x: addmv(bias, weight, x, out=out)
-    transposed, addmm = weight.t(), torch.addmm
+    transposed = weight.t()
+    addmm = torch.addmm
     return lambda x: addmm(bias, x, transposed, out=out)
 
 
@@ -316,7 +341,9 @@ def _kind(module: nn.Module) -> type[nn.Module] | str:
     does not import.
     """
     cls = type(module)
-    return f"tensordict:{cls.__name__}" if cls.__module__.startswith("tensordict.nn.") else cls
+    if cls.__module__.startswith("tensordict.nn."):
+        return f"tensordict:{cls.__name__}"
+    return cls
 
 
 # The attributes of each known layer, besides parameters, that a program relies on and that must not

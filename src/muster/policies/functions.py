@@ -47,31 +47,30 @@ class FunctionPolicy:
 
     def __init__(self, fn: Callable[..., Any], setting: PolicySetting) -> None:
         self.fn = fn
-        self.name, self.coroutines = name_of(fn), getattr(fn, "coroutines", None)
-        self.takes_state, self._slow_path = (
-            takes_state(fn),
-            ("module" if self.coroutines is None else "coroutine"),
-        )
+        self.name = name_of(fn)
+        self.coroutines = getattr(fn, "coroutines", None)
+        self.takes_state = takes_state(fn)
+        self._slow_path = "module" if self.coroutines is None else "coroutine"
         self.path = self._slow_path
-        obs_specs, action_specs = self._obs_specs, self._action_specs = (
-            setting.obs_specs,
-            setting.action_specs,
-        )
-        if self.takes_state and STATE[0] in {key[0] for key in obs_specs}:
+        obs_specs = self._obs_specs = setting.obs_specs
+        action_specs = self._action_specs = setting.action_specs
+        observed = {key[0] for key in obs_specs}
+        if self.takes_state and STATE[0] in observed:
             raise BadOption(
                 f"the observation has the key {STATE[0]!r}, where a batch keeps the state of a"
                 " policy"
             )
-        self._taken = (
-            RESERVED | {key[0] for key in obs_specs} | (set(STATE) if self.takes_state else set())
-        )
+        self._taken = RESERVED | observed
+        if self.takes_state:
+            self._taken |= set(STATE)
         self._object_keys = [key for key, spec in obs_specs.items() if not spec.is_tensor]
         self._lead = setting.batch_shape
         self._device = setting.device
         self._on_device = setting.rows_device is not None
         self._columns: list[Column] = []
         one = list(obs_specs) == [OBSERVATION] and list(action_specs) == [ACTION]
-        tensors = all(spec.is_tensor for spec in (*obs_specs.values(), *action_specs.values()))
+        every = (*obs_specs.values(), *action_specs.values())
+        tensors = all(spec.is_tensor for spec in every)
         self._plain = one and tensors and not self.takes_state and self._device is None
         self._executor = setting.executor
         self._program: Program | None = None
@@ -89,21 +88,17 @@ class FunctionPolicy:
         self._state_dims = state_dims(
             self.fn, tensors, self._lead, self.name, lambda fn: self._state_of(fn, given)
         )
+        dims = self._state_dims
         outputs = Outputs(
-            {key: self._action(key, action[key]) for key in self._action_specs},
-            {key: self._tensor(key, value) for key, value in extras.items()},
-            {
-                key: tensor.movedim(self._state_dims.get(key, 0), 0)
-                for key, tensor in tensors.items()
-            },
+            action={key: self._action(key, action[key]) for key in self._action_specs},
+            extras={key: self._tensor(key, value) for key, value in extras.items()},
+            state={key: each.movedim(dims.get(key, 0), 0) for key, each in tensors.items()},
         )
-        self._columns = [
-            column_of(key, value, self._lead, self.name) for key, value in outputs.extras.items()
-        ]
-        self._columns += [
-            column_of(key, value, self._lead, self.name, carry=True)
-            for key, value in outputs.state.items()
-        ]
+        self._columns = []
+        for key, value in outputs.extras.items():
+            self._columns.append(column_of(key, value, self._lead, self.name))
+        for key, value in outputs.state.items():
+            self._columns.append(column_of(key, value, self._lead, self.name, carry=True))
         if self._plain:
             self._plan(obs[OBSERVATION])
         return outputs
@@ -125,43 +120,41 @@ class FunctionPolicy:
         return act  # type: ignore[no-any-return]
 
     def _plan(self, obs: torch.Tensor) -> None:
-        module = (
-            self.fn
-            if self._executor and self._plain and isinstance(self.fn, torch.nn.Module)
-            else None
-        )
-        self._program = None if module is None else plan(module, obs, numpy_ok=not self._on_device)
-        self.path = self._slow_path if self._program is None else f"{self._program.kind} executor"
+        self._program = None
+        self.path = self._slow_path
+        if self._executor and self._plain and isinstance(self.fn, torch.nn.Module):
+            self._program = plan(self.fn, obs, numpy_ok=not self._on_device)
+        if self._program is not None:
+            self.path = f"{self._program.kind} executor"
 
     def _make_act(self, lane: Lane) -> Act:
         if self._program is not None and self._program.kind == "numpy":
             return _make_numpy_act(self._program, lane)
         if self._plain:
             return self._make_plain_act(lane)
-        inputs = InputRows(
-            lane, [key for key, spec in self._obs_specs.items() if spec.is_tensor], self.name
-        )
+        specs = self._obs_specs.items()
+        inputs = InputRows(lane, [key for key, spec in specs if spec.is_tensor], self.name)
         rows = {
-            k: inputs.rows(k) if s.is_tensor else lane.np_rows(k)
-            for k, s in self._obs_specs.items()
+            key: inputs.rows(key) if spec.is_tensor else lane.np_rows(key) for key, spec in specs
         }
-        action_rows = {k: lane.rows(k) for k in self._action_specs}
-        extra_rows = [(c.key, lane.rows(c.key)) for c in self._columns if not c.carry]
-        state_rows = [
-            (c.key, lane.rows(c.key), self._state_dims.get(c.key, 0))
-            for c in self._columns
-            if c.carry
-        ]
-        keys = {c.key for c in self._columns}
+        action_rows = {key: lane.rows(key) for key in self._action_specs}
+        extra_rows = []
+        state_rows = []
+        for column in self._columns:
+            key = column.key
+            if column.carry:
+                state_rows.append((key, lane.rows(key), self._state_dims.get(key, 0)))
+            else:
+                extra_rows.append((key, lane.rows(key)))
+        keys = {column.key for column in self._columns}
 
         def act(t: int) -> None:
             state: Leaves = {  # clones, since fn may change them; contiguous, for cuDNN
                 key: _as_returned(row[t], dim).clone(memory_format=torch.contiguous_format)
                 for key, row, dim in state_rows
             }
-            action, extra, new_state = self._call(
-                {k: row[t] for k, row in rows.items()}, state or None
-            )
+            obs = {key: row[t] for key, row in rows.items()}
+            action, extra, new_state = self._call(obs, state or None)
             for key, row in action_rows.items():
                 row[t].copy_(self._action(key, action[key]))
             if extra.keys() | new_state.keys() != keys:
@@ -179,23 +172,16 @@ class FunctionPolicy:
         output.
         """
         inputs = InputRows(lane, [OBSERVATION], self.name)
-        fn, rows, check, store = (
-            self._program or self.fn,
-            inputs.rows(OBSERVATION),
-            self._action,
-            self._store,
-        )
+        fn = self._program or self.fn
+        rows = inputs.rows(OBSERVATION)
+        check = self._action
+        store = self._store
         action_rows = lane.rows(ACTION)
-        extra_rows = [
-            (
-                c.key,
-                c.key[-1],
-                lane.rows(c.key),
-                lane.rows(c.key)[0].shape,
-                lane.tensors[c.key].dtype,
-            )
-            for c in self._columns
-        ]
+        extra_rows = []
+        for column in self._columns:
+            key = column.key
+            extra = lane.rows(key)
+            extra_rows.append((key, key[-1], extra, extra[0].shape, lane.tensors[key].dtype))
         keys = {c.key for c in self._columns}
         several = bool(self._columns)
         shape = action_rows[0].shape
@@ -235,7 +221,11 @@ class FunctionPolicy:
         # a program writes into no input
         return act if self._program is not None else inputs.watched(act)
 
-    def _call(self, obs: Leaves, state: Leaves | None) -> tuple[Leaves, Leaves, Leaves]:
+    def _call(
+        self,
+        obs: Leaves,
+        state: Leaves | None,
+    ) -> tuple[Leaves, Leaves, Leaves]:
         """Call the function: action leaves, extras, state leaves.
 
         ``obs`` and ``state`` belong to the call.
@@ -243,18 +233,19 @@ class FunctionPolicy:
         for key in self._object_keys:
             obs[key] = copied_cells(obs[key])
         if self._device is not None:
+            device = self._device
             obs = {
-                k: v.to(self._device, non_blocking=True) if torch.is_tensor(v) else v
-                for k, v in obs.items()
+                key: value.to(device, non_blocking=True) if torch.is_tensor(value) else value
+                for key, value in obs.items()
             }
-            state = {k: v.to(self._device) for k, v in state.items()} if state else state
+            if state:
+                state = {key: value.to(device) for key, value in state.items()}
         parts = nested(obs)  # the environment's nesting; entries of tuples are keyed by position
         argument = parts["observation"] if list(parts) == ["observation"] else parts
         if not self.takes_state:
             return self._split(self.fn(argument))
-        return self._split(
-            self.fn(argument, None if state is None else _restore(self._state_shape, state))
-        )
+        given = None if state is None else _restore(self._state_shape, state)
+        return self._split(self.fn(argument, given))
 
     def _split(self, out: Any) -> tuple[Leaves, Leaves, Leaves]:
         parts = out if isinstance(out, tuple) else (out,)
@@ -265,19 +256,22 @@ class FunctionPolicy:
                     f"policy {self.name} takes a state, so it must return (action, state) or"
                     f" (action, extras, state); it returned {_kind(out)}"
                 )
-            self._state_shape, parts = _take_apart(parts[-1], STATE, state), parts[:-1]
+            self._state_shape = _take_apart(parts[-1], STATE, state)
+            parts = parts[:-1]
         if len(parts) > 2 or (len(parts) == 2 and not isinstance(parts[1], Mapping)):
             raise BadPolicyOutput(
                 f"policy {self.name} returned {_kind(out)}, expected an action, or (action, extras)"
                 " with extras a dict of names to tensors"
             )
         extras: Leaves = {}
-        for name, value in (parts[1] if len(parts) == 2 else {}).items():
+        named = parts[1] if len(parts) == 2 else {}
+        for name, value in named.items():
             if not isinstance(name, str) or name in self._taken:
                 raise BadPolicyOutput(
                     f"policy {self.name} returned an extra called {name!r}, which the batch uses"
                 )
-            extras[POLICY_VERSION if name == POLICY_VERSION[-1] else (name,)] = value
+            key = POLICY_VERSION if name == POLICY_VERSION[-1] else (name,)
+            extras[key] = value
         return self._action_leaves(parts[0]), extras, state
 
     def _action_leaves(self, action: Any) -> Leaves:
@@ -307,28 +301,35 @@ class FunctionPolicy:
             raise BadPolicyOutput(f"policy {self.name} returned {dotted(key)} {problem}")
         return tensor
 
-    def _state_of(self, fn: Callable[..., Any], obs: Mapping[Key, Any]) -> Leaves:
+    def _state_of(
+        self,
+        fn: Callable[..., Any],
+        obs: Mapping[Key, Any],
+    ) -> Leaves:
         """Return the state after a call of ``fn``, a copy of the policy, for one environment more
         than there are.
         """
-        more = {
-            key: torch.cat([v, v[:1]]) if torch.is_tensor(v) else np.append(v, v[:1])
-            for key, v in obs.items()
-        }
-        own, shape, self.fn = self.fn, self._state_shape, fn
+        more = {}
+        for key, value in obs.items():
+            more[key] = (
+                torch.cat([value, value[:1]])
+                if torch.is_tensor(value)
+                else np.append(value, value[:1])
+            )
+        own = self.fn
+        shape = self._state_shape
+        self.fn = fn
         try:
-            return {
-                key: self._tensor(key, value) for key, value in self._call(more, None)[2].items()
-            }
+            _, _, state = self._call(more, None)
+            return {key: self._tensor(key, value) for key, value in state.items()}
         finally:
             self.fn = own
             self._state_shape = shape
 
     def _store(self, key: Key, row: torch.Tensor, value: Any) -> None:
         tensor = self._tensor(key, value)
-        if tensor.shape != row.shape or (
-            tensor.is_floating_point() and not row.is_floating_point()
-        ):
+        into_integers = tensor.is_floating_point() and not row.is_floating_point()
+        if tensor.shape != row.shape or into_integers:
             raise BadPolicyOutput(
                 f"policy {self.name} returned {dotted(key)} with shape {tuple(tensor.shape)} and"
                 f" dtype {tensor.dtype}, at its first call it was {tuple(row.shape)} and"
@@ -357,9 +358,8 @@ class FunctionPolicy:
 
     def _version(self, value: Any) -> torch.Tensor:
         version = value.detach() if torch.is_tensor(value) else np.asarray(value)
-        if version.shape not in ((), self._lead) or not str(version.dtype).removeprefix(
-            "torch."
-        ).startswith("int"):
+        kind = str(version.dtype).removeprefix("torch.")
+        if version.shape not in ((), self._lead) or not kind.startswith("int"):
             raise BadPolicyOutput(
                 f"policy {self.name} returned the policy_version {_kind(value)} of shape"
                 f" {tuple(version.shape)} and dtype {version.dtype}, expected an integer, or"
@@ -375,7 +375,9 @@ class FunctionPolicy:
 
 
 def _make_numpy_act(program: Program, lane: Lane) -> Act:
-    rows, actions, copyto = lane.np_rows(OBSERVATION), lane.np_rows(ACTION), np.copyto
+    rows = lane.np_rows(OBSERVATION)
+    actions = lane.np_rows(ACTION)
+    copyto = np.copyto
 
     def act(t: int) -> None:
         copyto(actions[t], program(rows[t]))
@@ -385,12 +387,9 @@ def _make_numpy_act(program: Program, lane: Lane) -> Act:
 
 def takes_state(fn: Callable[..., Any]) -> bool:
     """Return whether the second parameter of a policy is its state."""
+    function = fn.forward if isinstance(fn, torch.nn.Module) else fn
     try:
-        parameters = list(
-            inspect.signature(
-                fn.forward if isinstance(fn, torch.nn.Module) else fn
-            ).parameters.values()
-        )
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -411,7 +410,8 @@ def _take_apart(state: Any, key: Key, out: Leaves) -> Any:
     if isinstance(state, Mapping):
         return {name: _take_apart(value, (*key, str(name)), out) for name, value in state.items()}
     if isinstance(state, (tuple, list)):
-        return type(state)(_take_apart(value, (*key, str(i)), out) for i, value in enumerate(state))
+        parts = [_take_apart(value, (*key, str(i)), out) for i, value in enumerate(state)]
+        return type(state)(parts)
     out[key] = state
     return _Place(key)
 

@@ -68,4 +68,6 @@ def _detached(out: Any) -> Any:
         return {key: _detached(value) for key, value in out.items()}
     if isinstance(out, tuple) and hasattr(out, "_fields"):
         return type(out)(*map(_detached, out))
-    return type(out)(map(_detached, out)) if isinstance(out, (tuple, list)) else out
+    if isinstance(out, (tuple, list)):
+        return type(out)(map(_detached, out))
+    return out

@@ -44,29 +44,28 @@ class HeadPolicy:
         self.name = head.name
         self.path = "module"
         self._mask = head.mask
-        self._obs_keys = tuple(
-            key for key in setting.obs_specs if self._mask is None or key != self._mask.key
-        )
+        mask_key = None if self._mask is None else self._mask.key
+        self._obs_keys = tuple(key for key in setting.obs_specs if key != mask_key)
         self._batch_dims = len(setting.batch_shape)
         self._batched = bool(setting.batch_shape)
         self._deterministic = setting.deterministic
         self._device = setting.device
         self._on_device = setting.rows_device is not None
-        self._executor = (
-            setting.executor and len(self._obs_keys) == 1 and isinstance(head.net, torch.nn.Module)
-        )
+        is_module = isinstance(head.net, torch.nn.Module)
+        self._executor = setting.executor and is_module and len(self._obs_keys) == 1
         self._program: Program | None = None
 
     @torch.no_grad()
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
-        given, check_unchanged = unchanged_inputs(
-            {key: obs[key] for key in self._obs_keys}, self.head.name
-        )
-        leaves = [obs[key] for key in self._obs_keys]
+        own = {key: obs[key] for key in self._obs_keys}
+        given, check_unchanged = unchanged_inputs(own, self.head.name)
+        leaves = list(own.values())
         lead = tuple(leaves[0].shape[: self._batch_dims])
-        out = called_first(
-            lambda: self.head.net(self._input(list(given.values()))), given, lead, self.head.name
-        )
+
+        def call() -> Any:
+            return self.head.net(self._input(list(given.values())))
+
+        out = called_first(call, given, lead, self.head.name)
         check_unchanged()
         x = self._input(leaves)
         B = math.prod(lead)
@@ -75,35 +74,40 @@ class HeadPolicy:
         if self._on_device:
             return self._drawn(out, leaves[0], obs)
         action = np.zeros((1, B, *self._spec.shape), self._spec.dtype)
-        masked = (
-            None
-            if self._mask is None
-            else (self._mask, obs[self._mask.key].numpy().reshape(1, B, -1))
-        )
+        masked = None
+        if self._mask is not None:
+            legal = obs[self._mask.key].numpy().reshape(1, B, -1)
+            masked = (self._mask, legal)
         rows = ActionRows(self.head.name, action, None, masked)
-        self._emitter(rows, 0, rng)(0, _host(out).reshape(B, -1))
-        action = rows.action[0]
-        log_prob = rows.log_prob_array[0]
-        action, log_prob = (a.reshape((*lead, *a.shape[1:])) for a in (action, log_prob))
-        extras = {LOG_PROB: torch.from_numpy(log_prob)} if self.head.has_log_prob else {}
-        return Outputs({self._action_key: torch.from_numpy(action)}, extras)
+        emit = self._emitter(rows, 0, rng)
+        emit(0, _host(out).reshape(B, -1))
+        chosen = torch.from_numpy(rows.action[0].reshape((*lead, *self._spec.shape)))
+        extras = {}
+        if self.head.has_log_prob:
+            extras[LOG_PROB] = torch.from_numpy(rows.log_prob_array[0].reshape(lead))
+        return Outputs({self._action_key: chosen}, extras)
 
     @property
     def draws_globally(self) -> bool:
         return not self.path.endswith("executor")
 
     def columns(self) -> Sequence[Column]:
-        return [Column(LOG_PROB, (), np.dtype(np.float32))] if self.head.has_log_prob else []
+        if not self.head.has_log_prob:
+            return []
+        return [Column(LOG_PROB, (), np.dtype(np.float32))]
 
     def start(self, lane: Lane, rng: GroupRng) -> Act:
         if lane.mirrored:
             return self._start_on_device(lane)
         if self not in lane.cache:
             lane.cache[self] = self._views(lane)
+        inputs: InputRows
         inputs, tensors, arrays, rows = lane.cache[self]
         if self._program is not None and not self._program.current():
             self._plan(self._input([leaf[lane.acts_from] for leaf in tensors]))
-        emit, program, B = self._emitter(rows, lane.acts_from, rng), self._program, lane.B
+        emit = self._emitter_of(lane, rows, rng)
+        program = self._program
+        B = lane.B
         if program is not None and program.kind == "numpy":
             return _act_numpy(program.steps, arrays, emit, self._batched)
         compute: Callable[[Any], Any] = program or self.head.net
@@ -114,14 +118,17 @@ class HeadPolicy:
             def act(t: int) -> None:
                 emit(t, _host(compute(self._input([leaf[t] for leaf in tensors]))).reshape(B, -1))
 
-        return act if program is not None or self._device is not None else inputs.watched(act)
+        if program is not None or self._device is not None:
+            return act
+        return inputs.watched(act)
 
     def _start_on_device(self, lane: Lane) -> Act:
         inputs = InputRows(lane, self._obs_keys, self.head.name)
         tensors = [inputs.rows(key) for key in self._obs_keys]
         if self._program is not None and not self._program.current():
             self._plan(self._input([leaf[lane.acts_from] for leaf in tensors]))
-        actions, log_probs = lane.tensors[self._action_key], lane.tensors.get(LOG_PROB)
+        actions = lane.tensors[self._action_key]
+        log_probs = lane.tensors.get(LOG_PROB)
         compute: Callable[[Any], Any] = self._program or self.head.net
         head = self.head
         deterministic = self._deterministic
@@ -137,10 +144,15 @@ class HeadPolicy:
             if log_probs is not None and log_prob is not None:
                 log_probs[t].copy_(log_prob)
 
-        return act if self._program is not None or self._device is not None else inputs.watched(act)
+        if self._program is not None or self._device is not None:
+            return act
+        return inputs.watched(act)
 
     def _drawn(
-        self, out: torch.Tensor, like: torch.Tensor, obs: Mapping[Key, torch.Tensor]
+        self,
+        out: torch.Tensor,
+        like: torch.Tensor,
+        obs: Mapping[Key, torch.Tensor],
     ) -> Outputs:
         lead = tuple(like.shape[: self._batch_dims])
         flat = out.reshape(math.prod(lead), -1).float()
@@ -151,23 +163,44 @@ class HeadPolicy:
         extras = {} if log_prob is None else {LOG_PROB: log_prob.reshape(lead)}
         return Outputs({self._action_key: action}, extras)
 
-    def _emitter(self, rows: ActionRows, first: int, rng: GroupRng) -> Emit:
-        return self.head.emitter(rows, first, None if self._deterministic else rng.numpy)
+    def _emitter_of(self, lane: Lane, rows: ActionRows, rng: GroupRng) -> Emit:
+        """Return the function that completes the rows of the present request."""
+        first = lane.acts_from
+        until = lane.acts_until
+        if until == lane.T:
+            return self._emitter(rows, first, rng)
+        if first >= until:
+            return _emit_nothing
+        emit = self._emitter(rows.part(first, until), 0, rng)
+        return lambda t, out: emit(t - first, out)
+
+    def _emitter(
+        self,
+        rows: ActionRows,
+        first: int,
+        rng: GroupRng,
+    ) -> Emit:
+        noise = None if self._deterministic else rng.numpy
+        return self.head.emitter(rows, first, noise)
 
     def _plan(self, x: Any) -> None:
-        numpy_ok = self._device is None and not self._on_device
-        self._program = plan(self.head.net, x, numpy_ok=numpy_ok) if self._executor else None
-        self.path = "module" if self._program is None else f"{self._program.kind} executor"
+        self._program = None
+        self.path = "module"
+        if self._executor:
+            numpy_ok = self._device is None and not self._on_device
+            self._program = plan(self.head.net, x, numpy_ok=numpy_ok)
+        if self._program is not None:
+            self.path = f"{self._program.kind} executor"
 
     def _views(self, lane: Lane) -> tuple[InputRows, list[Any], list[Array], ActionRows]:
         inputs = InputRows(lane, self._obs_keys, self.head.name)
         tensors = [inputs.rows(key) for key in self._obs_keys]
         first = lane.arrays[self._obs_keys[0]]
+        arrays = list(first if self._batched else first[:, 0])
         masked = None if self._mask is None else (self._mask, lane.arrays[self._mask.key])
-        rows = ActionRows(
-            self.head.name, lane.arrays[self._action_key], lane.arrays.get(LOG_PROB), masked
-        )
-        return inputs, tensors, list(first if self._batched else first[:, 0]), rows
+        actions = lane.arrays[self._action_key]
+        rows = ActionRows(self.head.name, actions, lane.arrays.get(LOG_PROB), masked)
+        return inputs, tensors, arrays, rows
 
     def _input(self, leaves: Sequence[torch.Tensor]) -> Any:
         if self._device is not None:
@@ -182,10 +215,9 @@ class HeadPolicy:
             raise BadPolicyOutput(
                 f"{self.head.name}: the network returned a {got}, expected one tensor of floats."
             )
-        if tuple(out.shape[: len(lead)]) != lead or out.numel() != math.prod(lead) * self._width:
-            returned = (
-                math.prod(out.shape[len(lead) :]) if tuple(out.shape[: len(lead)]) == lead else None
-            )
+        for_rows = tuple(out.shape[: len(lead)]) == lead
+        if not for_rows or out.numel() != math.prod(lead) * self._width:
+            returned = math.prod(out.shape[len(lead) :]) if for_rows else None
             raise BadPolicyOutput(
                 f"{self.head.name}: the network returned shape {tuple(out.shape)}, expected"
                 f" {(*lead, self._width)}: {self.head.needs(self._spec)}."
@@ -193,8 +225,15 @@ class HeadPolicy:
             )
 
 
+def _emit_nothing(t: int, out: Array) -> None:
+    """Do nothing: the rows of the request have their actions."""
+
+
 def _act_numpy(
-    steps: tuple[Callable[[Any], Any], ...], obs: list[Array], emit: Emit, batched: bool
+    steps: tuple[Callable[[Any], Any], ...],
+    obs: list[Array],
+    emit: Emit,
+    batched: bool,
 ) -> Act:
     def act(t: int) -> None:
         x = obs[t]
@@ -212,7 +251,10 @@ def _act_numpy(
 
 
 def _act_module(
-    compute: Callable[[Any], Any], obs: Sequence[torch.Tensor], emit: Emit, B: int
+    compute: Callable[[Any], Any],
+    obs: Sequence[torch.Tensor],
+    emit: Emit,
+    B: int,
 ) -> Act:
     def act(t: int) -> None:
         emit(t, _host(compute(obs[t])).reshape(B, -1))

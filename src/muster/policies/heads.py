@@ -51,13 +51,14 @@ class Head(nn.Module):
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        if isinstance(net, type) or not callable(net):
-            given = (
-                f"the class {net.__name__}"
-                if isinstance(net, type)
-                else f"of type {type(net).__name__}"
+        if isinstance(net, type):
+            raise BadOption(
+                f"{self.name}: the network is the class {net.__name__}. Pass an nn.Module."
             )
-            raise BadOption(f"{self.name}: the network is {given}. Pass an nn.Module.")
+        if not callable(net):
+            raise BadOption(
+                f"{self.name}: the network is of type {type(net).__name__}. Pass an nn.Module."
+            )
         self.net = net
         self.action_shape: tuple[int, ...] | None = None  # of one environment; None until bound
 
@@ -69,7 +70,12 @@ class Head(nn.Module):
         action = distribution.sample()
         return action, {"action_log_prob": distribution.log_prob(action)}
 
-    def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
+    def distribution(
+        self,
+        obs: Any,
+        *,
+        action_mask: torch.Tensor | None = None,
+    ) -> D.Distribution:
         """Return the distribution of the environment's actions: ``log_prob`` and ``entropy`` are
         ``[*batch]``.
 
@@ -84,11 +90,20 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
-    def mode(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def mode(
+        self,
+        obs: Any,
+        *,
+        action_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return the action without randomness."""
         return self.distribution(obs, action_mask=action_mask).mode
 
-    def fit(self, action_specs: Specs, masks: Sequence[ActionMask]) -> tuple[Key, ArraySpec, int]:
+    def fit(
+        self,
+        action_specs: Specs,
+        masks: Sequence[ActionMask],
+    ) -> tuple[Key, ArraySpec, int]:
         """Bind the head to the one action of an environment, and to its mask.
 
         Returns the action's key and spec, and the result of ``bind``.
@@ -111,7 +126,12 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
-    def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
+    def emitter(
+        self,
+        rows: ActionRows,
+        first: int,
+        rng: np.random.Generator | None,
+    ) -> Emit:
         """Return the function that writes the network's output into rows from ``first`` on;
         ``rng=None``: the mode.
         """
@@ -145,7 +165,12 @@ class Head(nn.Module):
         """
         return f"Change the last layer to return {_values(width)}."
 
-    def _refuse(self, spec: ArraySpec, takes: str, instead: str | None = None) -> BadOption:
+    def _refuse(
+        self,
+        spec: ArraySpec,
+        takes: str,
+        instead: str | None = None,
+    ) -> BadOption:
         instead = _suitable(spec) if instead is None else instead
         return BadOption(
             f"{self.name}: for {takes}, but the action space has {spec}. Use {instead}."
@@ -169,9 +194,8 @@ class Head(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the network's output for ``obs`` without its mask, and the mask."""
         if action_mask is None:
-            obs, action_mask = _without_mask(
-                obs, ACTION_MASK if self.mask is None else self.mask.key
-            )
+            mask_key = ACTION_MASK if self.mask is None else self.mask.key
+            obs, action_mask = _without_mask(obs, mask_key)
         out: torch.Tensor = self.net(obs)
         return out, action_mask
 
@@ -203,24 +227,28 @@ class Head(nn.Module):
 
     def _shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Reshape ``[*batch, n]`` to ``[*batch, *action_shape]``."""
-        return (
-            flat
-            if self.action_shape is None
-            else flat.reshape((*flat.shape[:-1], *self.action_shape))
-        )
+        if self.action_shape is None:
+            return flat
+        return flat.reshape((*flat.shape[:-1], *self.action_shape))
 
     def _normal(self, mean: torch.Tensor, log_std: torch.Tensor) -> D.Distribution:
         dims = 1 if self.action_shape is None else len(self.action_shape)
-        return D.Independent(D.Normal(self._shaped(mean), self._shaped(log_std.exp())), dims)
+        std = self._shaped(log_std.exp())
+        return D.Independent(D.Normal(self._shaped(mean), std), dims)
 
 
 def allowed_only(out: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
     """Return the network's output with the lowest value for what the mask does not allow."""
     # Not -inf: a blank row of a batch allows nothing, and must not make a loss NaN.
-    return out.masked_fill(action_mask.reshape(out.shape) == 0, torch.finfo(out.dtype).min)
+    forbidden = action_mask.reshape(out.shape) == 0
+    return out.masked_fill(forbidden, torch.finfo(out.dtype).min)
 
 
-def categorical(net: nn.Module, *, nvec: tuple[int, ...] | None = None) -> Categorical:
+def categorical(
+    net: nn.Module,
+    *,
+    nvec: tuple[int, ...] | None = None,
+) -> Categorical:
     """A policy for Discrete, MultiDiscrete and MultiBinary spaces; ``net`` returns logits.
 
     Args:
@@ -236,12 +264,21 @@ class Categorical(Head):
     name = "categorical"
     takes_mask = True
 
-    def __init__(self, net: nn.Module, nvec: tuple[int, ...] | None) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        nvec: tuple[int, ...] | None,
+    ) -> None:
         super().__init__(net)
         self.nvec = nvec
         self.low: tuple[int, ...] | None = None
 
-    def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
+    def distribution(
+        self,
+        obs: Any,
+        *,
+        action_mask: torch.Tensor | None = None,
+    ) -> D.Distribution:
         logits, action_mask = self._output_and_mask(obs, action_mask)
         joint = action_mask is not None and self._is_joint(logits, action_mask)
         if action_mask is not None:
@@ -260,7 +297,8 @@ class Categorical(Head):
         choices.
         """
         if self._is_joint(out, action_mask) and self.nvec is not None:
-            out = joint_logits(out, self.nvec, 1 if self.mask is None else self.mask.agents)
+            agents = 1 if self.mask is None else self.mask.agents
+            out = joint_logits(out, self.nvec, agents)
         return allowed_only(out, action_mask)
 
     @property
@@ -269,7 +307,9 @@ class Categorical(Head):
 
     @property
     def _event_shape(self) -> tuple[int, ...]:
-        return (len(self.nvec or ()),) if self.action_shape is None else self.action_shape
+        if self.action_shape is None:
+            return (len(self.nvec or ()),)
+        return self.action_shape
 
     def bind(self, spec: ArraySpec) -> int:
         choices, low = _choices(self, spec)
@@ -285,16 +325,21 @@ class Categorical(Head):
 
     def needs(self, spec: ArraySpec) -> str:
         assert self.nvec is not None  # bound
-        space = (
-            f"Discrete({self.nvec[0]})"
-            if spec.shape == ()
-            else f"several variables, with {self.nvec} choices"
-        )
+        if spec.shape == ():
+            space = f"Discrete({self.nvec[0]})"
+        else:
+            space = f"several variables, with {self.nvec} choices"
         return f"one logit per choice, and the action space is {space}"
 
-    def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
+    def emitter(
+        self,
+        rows: ActionRows,
+        first: int,
+        rng: np.random.Generator | None,
+    ) -> Emit:
         assert self.nvec is not None and self.low is not None  # bound
-        return sampling.categorical(rows, first, nvec=self.nvec, low=np.array(self.low), rng=rng)
+        low = np.array(self.low)
+        return sampling.categorical(rows, first, nvec=self.nvec, low=low, rng=rng)
 
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
         assert self.nvec is not None and self.low is not None  # bound
@@ -304,23 +349,21 @@ class Categorical(Head):
         log_probs = []
         for logits in (out,) if len(drawn) == 1 else torch.split(out, list(drawn), -1):
             log_prob = logits.log_softmax(-1)
-            # The Gumbel-max trick: ``torch.multinomial`` would synchronize, to check its input.
-            noisy = (
-                log_prob
-                if deterministic
-                else log_prob - torch.empty_like(log_prob).exponential_().log()
-            )
+            noisy = log_prob
+            if not deterministic:
+                # The Gumbel-max trick: ``torch.multinomial`` would synchronize, to check its input.
+                noisy = log_prob - torch.empty_like(log_prob).exponential_().log()
             index = noisy.argmax(-1, keepdim=True)
             indices += [index] if joint is None else split_index(index, joint.own_nvec)
             log_probs.append(log_prob.gather(-1, index))
-        actions = [
-            index + low if low else index for index, low in zip(indices, self.low, strict=True)
-        ]
+        actions = []
+        for index, low in zip(indices, self.low, strict=True):
+            actions.append(index + low if low else index)
         # each operation takes as long on a GPU as a small network's layer
         action = actions[0] if len(actions) == 1 else torch.cat(actions, -1)
-        return action, (
-            log_probs[0].squeeze(-1) if len(log_probs) == 1 else torch.cat(log_probs, -1).sum(-1)
-        )
+        if len(log_probs) == 1:
+            return action, log_probs[0].squeeze(-1)
+        return action, torch.cat(log_probs, -1).sum(-1)
 
 
 class Categoricals(D.Distribution):
@@ -337,7 +380,8 @@ class Categoricals(D.Distribution):
         low: tuple[int, ...],
         shape: tuple[int, ...],
     ) -> None:
-        self.parts = [D.Categorical(logits=part) for part in torch.split(logits, list(nvec), -1)]
+        logits_of = torch.split(logits, list(nvec), -1)
+        self.parts = [D.Categorical(logits=part) for part in logits_of]
         self.low = torch.tensor(low, device=logits.device)
         super().__init__(logits.shape[:-1], torch.Size(shape), validate_args=False)
 
@@ -362,7 +406,11 @@ class Categoricals(D.Distribution):
         return stacked.reshape((*stacked.shape[:-1], *self.event_shape))
 
 
-def joint_logits(logits: torch.Tensor, nvec: tuple[int, ...], agents: int = 1) -> torch.Tensor:
+def joint_logits(
+    logits: torch.Tensor,
+    nvec: tuple[int, ...],
+    agents: int = 1,
+) -> torch.Tensor:
     """Return the logit of each combination of choices, ``[*batch, prod(nvec)]``, from those of the
     variables.
 
@@ -371,7 +419,8 @@ def joint_logits(logits: torch.Tensor, nvec: tuple[int, ...], agents: int = 1) -
     """
     lead = logits.shape[:-1]
     own = nvec[: len(nvec) // agents]
-    first, *others = torch.split(logits.reshape(*lead, agents, -1), list(own), -1)
+    own_logits = logits.reshape(*lead, agents, -1)
+    first, *others = torch.split(own_logits, list(own), -1)
     joint = first
     for part in others:
         joint = (joint.unsqueeze(-1) + part.unsqueeze(-2)).flatten(-2)
@@ -397,8 +446,8 @@ class JointCategoricals(D.Distribution):
         agents: int,
     ) -> None:
         self._nvec = nvec[: len(nvec) // agents]
-        # [*batch, agents]
-        self.combinations = D.Categorical(logits=logits.reshape(*logits.shape[:-1], agents, -1))
+        of_agents = logits.reshape(*logits.shape[:-1], agents, -1)
+        self.combinations = D.Categorical(logits=of_agents)  # [*batch, agents]
         self.low = torch.tensor(low, device=logits.device)
         super().__init__(logits.shape[:-1], torch.Size(shape), validate_args=False)
 
@@ -411,9 +460,8 @@ class JointCategoricals(D.Distribution):
 
     def log_prob(self, value: torch.Tensor) -> torch.Tensor:
         lead = value.shape[: value.ndim - len(self.event_shape)]
-        choices = (
-            (value.reshape(*lead, -1) - self.low).reshape(*lead, -1, len(self._nvec)).unbind(-1)
-        )
+        index = value.reshape(*lead, -1) - self.low
+        choices = index.reshape(*lead, -1, len(self._nvec)).unbind(-1)
         number = choices[0]
         for choice, n in zip(choices[1:], self._nvec[1:], strict=True):
             number = number * n + choice
@@ -429,7 +477,11 @@ class JointCategoricals(D.Distribution):
         return choices.reshape((*choices.shape[:-1], *self.event_shape))
 
 
-def gaussian(net: nn.Module, *, log_std: float | torch.Tensor | None = 0.0) -> Gaussian:
+def gaussian(
+    net: nn.Module,
+    *,
+    log_std: float | torch.Tensor | None = 0.0,
+) -> Gaussian:
     """A normal distribution over Box actions; not clipped to the space's bounds.
 
     Args:
@@ -450,7 +502,11 @@ class Gaussian(Head):
 
     name = "gaussian"
 
-    def __init__(self, net: nn.Module, log_std: float | torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        log_std: float | torch.Tensor | None,
+    ) -> None:
         super().__init__(net)
         if not isinstance(log_std, (int, float, torch.Tensor, type(None))):
             raise BadOption(
@@ -466,7 +522,12 @@ class Gaussian(Head):
         else:
             self.register_buffer("log_std", log_std)
 
-    def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
+    def distribution(
+        self,
+        obs: Any,
+        *,
+        action_mask: torch.Tensor | None = None,
+    ) -> D.Distribution:
         self._no_mask(action_mask)
         return self._normal(*self._parameters_of(self.net(obs)))
 
@@ -474,7 +535,8 @@ class Gaussian(Head):
         n = self._bind_floats(spec)
         if self.log_std is None:
             return 2 * n
-        if (entries := self.log_std.numel()) not in (1, n):
+        entries = self.log_std.numel()
+        if entries not in (1, n):
             if self._counted:
                 raise BadOption(
                     f"gaussian: the last linear layer of the network returns {_values(entries)},"
@@ -491,20 +553,16 @@ class Gaussian(Head):
 
     def needs(self, spec: ArraySpec) -> str:
         n = math.prod(spec.shape)
-        return (
-            f"the mean of {_values(n)}"
-            if self.log_std is not None
-            else f"mean and log_std of {_values(n)}"
-        )
+        if self.log_std is not None:
+            return f"the mean of {_values(n)}"
+        return f"mean and log_std of {_values(n)}"
 
     def remedy(self, width: int, returned: int | None) -> str:
         if self.log_std is None:
-            alone = f" Or pass log_std=torch.zeros({returned}) if it returns the mean only."
-            fits = returned is not None and width == 2 * returned
-            return (
-                f"Change the last layer to return {width} values (mean and"
-                f" log_std).{alone if fits else ''}"
-            )
+            alone = ""
+            if returned is not None and width == 2 * returned:
+                alone = f" Or pass log_std=torch.zeros({returned}) if it returns the mean only."
+            return f"Change the last layer to return {width} values (mean and log_std).{alone}"
         if returned == 2 * width:
             return (
                 "Pass log_std=None if the network returns mean and log_std; else change the last"
@@ -515,14 +573,20 @@ class Gaussian(Head):
             " with log_std=None."
         )
 
-    def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
+    def emitter(
+        self,
+        rows: ActionRows,
+        first: int,
+        rng: np.random.Generator | None,
+    ) -> Emit:
         if self.log_std is None:
             return sampling.gaussian_by_state(
                 rows, first, log_std_bounds=LOG_STD_BOUNDS, squash=None, rng=rng
             )
-        log_std = self.log_std.detach().to("cpu", torch.float32).numpy().reshape(-1)
+        log_std = self.log_std.detach().to("cpu", torch.float32).numpy()
         n = rows.matrix[0].shape[1]
-        return sampling.gaussian(rows, first, log_std=np.broadcast_to(log_std, (n,)), rng=rng)
+        of_actions = np.broadcast_to(log_std.reshape(-1), (n,))
+        return sampling.gaussian(rows, first, log_std=of_actions, rng=rng)
 
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
         return _draw_normal(*self._parameters_of(out), deterministic=deterministic)
@@ -563,12 +627,16 @@ class TanhGaussian(Head):
         self.middle: torch.Tensor
         self.halfwidth: torch.Tensor
 
-    def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
+    def distribution(
+        self,
+        obs: Any,
+        *,
+        action_mask: torch.Tensor | None = None,
+    ) -> D.Distribution:
         self._no_mask(action_mask)
         base = self._normal(*_mean_and_log_std(self.net(obs), self.log_std_bounds))
-        return Squashed(
-            base, [Squash(1), D.AffineTransform(self.middle, self.halfwidth, cache_size=1)]
-        )
+        scale = D.AffineTransform(self.middle, self.halfwidth, cache_size=1)
+        return Squashed(base, [Squash(1), scale])
 
     def bind(self, spec: ArraySpec) -> int:
         n = self._bind_floats(spec)
@@ -580,10 +648,8 @@ class TanhGaussian(Head):
             )
         assert spec.low is not None  # bounded
         assert spec.high is not None
-        low, high = (
-            torch.from_numpy(np.broadcast_to(bound, spec.shape).copy())
-            for bound in (spec.low, spec.high)
-        )
+        low = torch.from_numpy(np.broadcast_to(spec.low, spec.shape).copy())
+        high = torch.from_numpy(np.broadcast_to(spec.high, spec.shape).copy())
         self.middle = ((low + high) / 2).to(self.middle)
         self.halfwidth = ((high - low) / 2).to(self.halfwidth)
         return 2 * n
@@ -594,20 +660,27 @@ class TanhGaussian(Head):
     def remedy(self, width: int, returned: int | None) -> str:
         return f"Change the last layer to return {width} values (mean and log_std)."
 
-    def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
-        middle, half = (
-            x.to("cpu", torch.float32).numpy().reshape(-1) for x in (self.middle, self.halfwidth)
-        )
-        bounds = self.log_std_bounds
+    def emitter(
+        self,
+        rows: ActionRows,
+        first: int,
+        rng: np.random.Generator | None,
+    ) -> Emit:
+        middle = self.middle.to("cpu", torch.float32).numpy().reshape(-1)
+        half = self.halfwidth.to("cpu", torch.float32).numpy().reshape(-1)
         return sampling.gaussian_by_state(
-            rows, first, log_std_bounds=bounds, squash=(middle, half), rng=rng
+            rows,
+            first,
+            log_std_bounds=self.log_std_bounds,
+            squash=(middle, half),
+            rng=rng,
         )
 
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
-        u, log_prob = _draw_normal(
-            *_mean_and_log_std(out, self.log_std_bounds), deterministic=deterministic
-        )
-        middle, half = self.middle.reshape(-1), self.halfwidth.reshape(-1)
+        mean, log_std = _mean_and_log_std(out, self.log_std_bounds)
+        u, log_prob = _draw_normal(mean, log_std, deterministic=deterministic)
+        middle = self.middle.reshape(-1)
+        half = self.halfwidth.reshape(-1)
         # rounding can exceed the bounds
         action = (middle + half * u.tanh()).clamp(middle - half, middle + half)
         log_slope = half.log() + 2 * (math.log(2) - u - F.softplus(-2 * u))  # of ``half * tanh(u)``
@@ -658,11 +731,16 @@ class Deterministic(Head):
         """Return ``(action, {})``."""
         return self.mode(obs, action_mask=action_mask), {}
 
-    def mode(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def mode(
+        self,
+        obs: Any,
+        *,
+        action_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         out, action_mask = self._output_and_mask(obs, action_mask)
-        return self._shaped(
-            self._action_of(out if action_mask is None else self.restrict(out, action_mask))
-        )
+        if action_mask is not None:
+            out = self.restrict(out, action_mask)
+        return self._shaped(self._action_of(out))
 
     def restrict(self, out: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
         self._is_joint(out, action_mask)  # raises for another size
@@ -679,12 +757,15 @@ class Deterministic(Head):
         self.low = low[0]
         return choices[0]
 
-    def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
-        return (
-            sampling.identity(rows)
-            if self.low is None
-            else sampling.greedy(rows, low=np.array([self.low]))
-        )
+    def emitter(
+        self,
+        rows: ActionRows,
+        first: int,
+        rng: np.random.Generator | None,
+    ) -> Emit:
+        if self.low is None:
+            return sampling.identity(rows)
+        return sampling.greedy(rows, low=np.array([self.low]))
 
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
         return self._action_of(out), None
@@ -699,9 +780,8 @@ def _draw_normal(
     """Draw values ``[B, n]``; return them and their log-densities ``[B]``."""
     log_std = log_std.to(mean.dtype)
     noise = torch.zeros_like(mean) if deterministic else torch.randn_like(mean)
-    log_prob = (-0.5 * noise.square() - log_std).sum(-1) - 0.5 * mean.shape[-1] * math.log(
-        2 * math.pi
-    )
+    density = (-0.5 * noise.square() - log_std).sum(-1)
+    log_prob = density - 0.5 * mean.shape[-1] * math.log(2 * math.pi)
     return mean + log_std.exp() * noise, log_prob
 
 
@@ -712,7 +792,10 @@ def _mean_and_log_std(
     return mean, log_std.clamp(*bounds)
 
 
-def _choices(head: Head, spec: ArraySpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _choices(
+    head: Head,
+    spec: ArraySpec,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Number of choices and first choice of each variable of an integer space."""
     if spec.dtype.kind not in "iub" or not _is_bounded(spec):
         raise head._refuse(spec, "integers with bounds (Discrete, MultiDiscrete, MultiBinary)")
@@ -732,11 +815,12 @@ def _suitable(spec: ArraySpec) -> str:
     if spec.dtype.kind != "f":
         if not _is_bounded(spec):
             return "an environment whose actions have bounds"
-        return f"categorical(net), with a network that returns {_values(sum(choices_of(spec)[0]))}"
+        logits = sum(choices_of(spec)[0])
+        return f"categorical(net), with a network that returns {_values(logits)}"
     n = math.prod(spec.shape)
-    squashed = (
-        f", or tanh_gaussian(net), with one that returns {2 * n}" if _is_bounded(spec) else ""
-    )
+    squashed = ""
+    if _is_bounded(spec):
+        squashed = f", or tanh_gaussian(net), with one that returns {2 * n}"
     return f"gaussian(net), with a network that returns {_values(n)}{squashed}"
 
 
@@ -747,7 +831,8 @@ def _values(n: int) -> str:
 def _is_bounded(spec: ArraySpec) -> bool:
     if spec.low is None or spec.high is None:
         return False
-    return bool(np.isfinite([*np.ravel(spec.low), *np.ravel(spec.high)]).all())
+    bounds = [*np.ravel(spec.low), *np.ravel(spec.high)]
+    return bool(np.isfinite(bounds).all())
 
 
 def _without_mask(obs: Any, path: Key) -> tuple[Any, torch.Tensor | None]:
@@ -767,7 +852,8 @@ def _taken_out(obs: Any, path: Key) -> tuple[Any, torch.Tensor | None]:
     mask: Any = left.pop(path[0])
     if len(path) > 1:
         inner, mask = _taken_out(mask, path[1:])
-        left |= {path[0]: inner} if len(inner) else {}
+        if len(inner):
+            left[path[0]] = inner
     return left, mask
 
 
@@ -775,7 +861,8 @@ def _outputs(net: nn.Module) -> int:
     """The output size of the last linear layer."""
     layers = net.modules() if isinstance(net, nn.Module) else ()
     sizes = [layer.out_features for layer in layers if isinstance(layer, nn.Linear)]
-    if not sizes or isinstance(sizes[-1], nn.parameter.UninitializedParameter) or sizes[-1] == 0:
+    known = bool(sizes) and not isinstance(sizes[-1], nn.parameter.UninitializedParameter)
+    if not known or sizes[-1] == 0:
         raise BadOption(
             f"gaussian: cannot see from {type(net).__name__} how many actions it returns. For n"
             " actions pass log_std=torch.zeros(n), or torch.nn.Parameter(torch.zeros(n)) to learn"

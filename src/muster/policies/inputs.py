@@ -49,7 +49,12 @@ class InputRows:
             them: others use ``lane.tensors``, whose writes torch counts separately.
     """
 
-    def __init__(self, lane: Lane, keys: Sequence[Key], policy: str) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        keys: Sequence[Key],
+        policy: str,
+    ) -> None:
         self._lane = lane
         self._policy = policy
         self.columns = {key: lane.tensors[key].data for key in keys}
@@ -64,8 +69,9 @@ class InputRows:
         ``Lane.rows``.
         """
         tensor = self.columns[key]
-        if len(self._lane.layout.lead) != 1:
-            tensor = tensor.reshape(len(tensor), *self._lane.layout.lead, *tensor.shape[2:])
+        lead = self._lane.layout.lead
+        if len(lead) != 1:
+            tensor = tensor.reshape(len(tensor), *lead, *tensor.shape[2:])
         return tensor.unbind(0) if len(tensor) <= MAX_ROW_VIEWS else tensor
 
     def watched(self, act: Act) -> Act:
@@ -135,9 +141,10 @@ class InputRows:
 
     def _restore(self, t: int) -> list[tuple[int, Key]]:
         """Restore the rows that differ from their copies, and return them."""
-        return sorted(
-            (row, copies.key) for copies in self._copies for row in copies.restore(self._first, t)
-        )
+        restored: list[tuple[int, Key]] = []
+        for copies in self._copies:
+            restored += [(row, copies.key) for row in copies.restore(self._first, t)]
+        return sorted(restored)
 
     def _refuse(self, t: int) -> None:
         found = self._restore(t)
@@ -149,9 +156,8 @@ class InputRows:
     def _where(self, row: int, t: int) -> str:
         if OF_STEPS not in self._lane.data:
             return ""
-        return f" at row {t} of the batch" + (
-            "" if row == t else f" (the input of row {row}, which it has kept)"
-        )
+        kept = "" if row == t else f" (the input of row {row}, which it has kept)"
+        return f" at row {t} of the batch{kept}"
 
 
 def changed_text(policy: str, key: Key, where: str = "") -> str:
@@ -175,7 +181,9 @@ def unchanged_inputs(
 
     def check() -> None:
         for key, value in given.items():
-            if torch.is_tensor(value) and not torch.equal(_bytes(value), _bytes(obs[key])):
+            if not torch.is_tensor(value):
+                continue
+            if not torch.equal(_bytes(value), _bytes(obs[key])):
                 raise BadPolicyOutput(changed_text(policy, key))
 
     return given, check
@@ -195,8 +203,14 @@ class _HostCopies:
             looked at.
     """
 
-    def __init__(self, lane: Lane, key: Key, column: torch.Tensor) -> None:
-        self.key, self.counter = key, _counter(column)
+    def __init__(
+        self,
+        lane: Lane,
+        key: Key,
+        column: torch.Tensor,
+    ) -> None:
+        self.key = key
+        self.counter = _counter(column)
         self.seen = self.counter._version
         array = lane.arrays[key]
         self.arrays = list(array) if len(array) <= MAX_ROW_VIEWS else array
@@ -241,8 +255,14 @@ class _DeviceCopies:
     Nothing is compared there: the host would have to wait.
     """
 
-    def __init__(self, lane: Lane, key: Key, column: torch.Tensor) -> None:
-        self.key, self._counter = key, _counter(column)
+    def __init__(
+        self,
+        lane: Lane,
+        key: Key,
+        column: torch.Tensor,
+    ) -> None:
+        self.key = key
+        self._counter = _counter(column)
         self._seen = self._counter._version
         self._rows = lane.tensors[key]
         self._kept = torch.empty_like(self._rows[0])
@@ -266,7 +286,9 @@ def _counter(column: torch.Tensor) -> Any:
     """Return an object whose ``_version`` grows with each of torch's writes into a column, or
     always is 0.
     """
-    return column if usable("torch", (column, ("_version",))) else SimpleNamespace(_version=0)
+    if usable("torch", (column, ("_version",))):
+        return column
+    return SimpleNamespace(_version=0)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

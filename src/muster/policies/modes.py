@@ -24,10 +24,28 @@ from muster.protocols import PolicyMode
 # us.
 INDIFFERENT = frozenset(
     (
-        *(Categorical, Gaussian, TanhGaussian, Deterministic, RunningNorm),
-        *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Flatten),
-        *(nn.Linear, nn.Conv2d, nn.LayerNorm, nn.Embedding),
-        *(nn.Tanh, nn.ReLU, nn.Sigmoid, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.GELU, nn.Softplus),
+        Categorical,
+        Gaussian,
+        TanhGaussian,
+        Deterministic,
+        RunningNorm,
+        nn.Sequential,
+        nn.ModuleList,
+        nn.ModuleDict,
+        nn.Identity,
+        nn.Flatten,
+        nn.Linear,
+        nn.Conv2d,
+        nn.LayerNorm,
+        nn.Embedding,
+        nn.Tanh,
+        nn.ReLU,
+        nn.Sigmoid,
+        nn.SiLU,
+        nn.ELU,
+        nn.LeakyReLU,
+        nn.GELU,
+        nn.Softplus,
     )
 )
 
@@ -42,14 +60,15 @@ class ActingMode:
 
     def __init__(self, roots: Collection[torch.nn.Module], mode: PolicyMode) -> None:
         self._roots = roots
-        self._given = (
-            None if mode == "eval" else {module: module.training for module in all_modules(roots)}
-        )
+        self._given: dict[torch.nn.Module, bool] | None = None
+        if mode != "eval":
+            self._given = {module: module.training for module in all_modules(roots)}
         self._users: list[tuple[torch.nn.Module, bool]] = []
 
     def enter(self) -> None:
         """Set the modes in which the policy acts."""
-        given, modules = self._given, all_modules(self._roots)
+        given = self._given
+        modules = all_modules(self._roots)
         if given is None and INDIFFERENT.issuperset(map(type, modules)):
             return
         for module in modules:
@@ -75,7 +94,10 @@ class ActingMode:
                 module.training = training
 
 
-def set_eval(roots: Iterable[torch.nn.Module], besides: Collection[int] = ()) -> None:
+def set_eval(
+    roots: Iterable[torch.nn.Module],
+    besides: Collection[int] = (),
+) -> None:
     """Set evaluation mode in modules that only act, except in those whose ``id`` is in ``besides``."""
     for module in all_modules(roots):
         if id(module) not in besides:

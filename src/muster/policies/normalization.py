@@ -46,7 +46,11 @@ class RunningNorm(nn.Module):
     shift: torch.Tensor
 
     def __init__(
-        self, shape: int | tuple[int, ...], *, clip: float = 10.0, eps: float = 1e-8
+        self,
+        shape: int | tuple[int, ...],
+        *,
+        clip: float = 10.0,
+        eps: float = 1e-8,
     ) -> None:
         super().__init__()
         if not (clip > 0 and eps >= 0):
@@ -71,10 +75,15 @@ class RunningNorm(nn.Module):
         """Normalise observations ``[..., *shape]`` of any dtype; the result has the layer's
         (float32).
         """
-        return ((x.to(self.shift.dtype) - self.shift) * self.scale).clamp_(-self.clip, self.clip)
+        normalised = (x.to(self.shift.dtype) - self.shift) * self.scale
+        return normalised.clamp_(-self.clip, self.clip)
 
     @torch.no_grad()
-    def update(self, observations: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+    def update(
+        self,
+        observations: torch.Tensor,
+        mask: torch.Tensor | None = None,
+    ) -> None:
         """Add observations.
 
         Args:
@@ -91,7 +100,10 @@ class RunningNorm(nn.Module):
                 f"RunningNorm.update: expected observations of shape {self.shape}, got"
                 f" {tuple(observations.shape)}"
             )
-        rows = observations.reshape(-1, *self.shape) if mask is None else observations[mask.bool()]
+        if mask is None:
+            rows = observations.reshape(-1, *self.shape)
+        else:
+            rows = observations[mask.bool()]
         rows = rows.to(self.mean)
         if not len(rows):
             return
@@ -100,7 +112,8 @@ class RunningNorm(nn.Module):
         mean = rows.mean(0)
         total = self.count + len(rows)
         delta = mean - self.mean
-        self.m2 += (rows - mean).square().sum(0) + delta.square() * (self.count * len(rows) / total)
+        between = delta.square() * (self.count * len(rows) / total)
+        self.m2 += (rows - mean).square().sum(0) + between
         self.mean += delta * (len(rows) / total)
         self.count.copy_(total)
         self.shift.copy_(self.mean)
@@ -132,17 +145,26 @@ class RewardScaler(nn.Module):
         open: the return so far of each unfinished trajectory, by ``("collector", "traj_ids")``.
     """
 
-    def __init__(self, gamma: float, *, clip: float = 10.0, eps: float = 1e-8) -> None:
+    def __init__(
+        self,
+        gamma: float,
+        *,
+        clip: float = 10.0,
+        eps: float = 1e-8,
+    ) -> None:
         super().__init__()
         if not 0 <= gamma <= 1:
             raise BadOption(f"RewardScaler(gamma={gamma!r}): expected a discount from 0 to 1")
-        self.gamma, self.returns = gamma, RunningNorm((), clip=clip, eps=eps)
+        self.gamma = gamma
+        self.returns = RunningNorm((), clip=clip, eps=eps)
         self.open: dict[int, float] = {}
 
     def forward(self, rewards: torch.Tensor) -> torch.Tensor:
         """Scale rewards of any shape."""
         norm = self.returns
-        return rewards if not norm.count else (rewards * norm.scale).clamp(-norm.clip, norm.clip)
+        if not norm.count:
+            return rewards
+        return (rewards * norm.scale).clamp(-norm.clip, norm.clip)
 
     def update(self, batch: Any) -> None:
         """Add the rows of a batch, time last (as every batch of a collector).
@@ -153,12 +175,12 @@ class RewardScaler(nn.Module):
         valid = batch.get(("collector", "valid"), None)
         # each trajectory's rows are in order
         rows = batch.reshape(-1) if valid is None else batch[valid]
-        columns = (rows["collector", "traj_ids"], rows["next", "reward"], rows["next", "done"])
+        numbers = rows["collector", "traj_ids"].flatten().tolist()
+        rewards = rows["next", "reward"].flatten().tolist()
+        dones = rows["next", "done"].flatten().tolist()
         found = []
         now = dict(self.open)
-        for number, reward, done in zip(
-            *(column.flatten().tolist() for column in columns), strict=True
-        ):
+        for number, reward, done in zip(numbers, rewards, dones, strict=True):
             now[number] = now.get(number, 0.0) * self.gamma + reward
             found.append(now[number])
             if done:

@@ -19,13 +19,19 @@ from muster.policies.normalization import RunningNorm
 Call = Callable[[Any], Any]
 
 
-def numpy_steps(leaves: list[nn.Module], trace: list[torch.Tensor]) -> tuple[Call, ...] | None:
+def numpy_steps(
+    leaves: list[nn.Module],
+    trace: list[torch.Tensor],
+) -> tuple[Call, ...] | None:
     """Calls that compute ``leaves`` on float32 arrays, or None if a layer has no NumPy version."""
     steps: list[Call] = []
     owned = False
     for layer, x, y in zip(leaves, trace, trace[1:], strict=False):
         kind: type[nn.Module] = type(layer)
-        if kind in (nn.Identity, nn.Dropout) or (kind is nn.Flatten and x.shape == y.shape):
+        if kind in (nn.Identity, nn.Dropout):
+            continue
+        if kind is nn.Flatten and x.shape == y.shape:
+            continue
             continue
         if kind is nn.Flatten:
             steps.append(operator.methodcaller("reshape", tuple(y.shape)))
@@ -51,7 +57,8 @@ def _copy(out: Array) -> Call:
 
 
 def _linear(layer: nn.Linear, out: Array) -> Call:
-    weight, add = layer.weight.detach().numpy().T, np.add  # not ``np.dot``, a Python function
+    weight = layer.weight.detach().numpy().T
+    add = np.add  # not ``np.dot``, a Python function
     if layer.bias is None:
         return lambda x: x.dot(weight, out)
     bias = layer.bias.detach().numpy()
@@ -59,9 +66,10 @@ def _linear(layer: nn.Linear, out: Array) -> Call:
 
 
 def _elu(layer: Any, y: Array) -> Call:
-    return _two_sided(
-        y, lambda negative: np.multiply(np.expm1(negative, negative), layer.alpha, negative)
-    )
+    def of_negative(x: Any) -> Any:
+        return np.multiply(np.expm1(x, x), layer.alpha, x)
+
+    return _two_sided(y, of_negative)
 
 
 def _leaky_relu(layer: Any, y: Array) -> Call:
@@ -70,7 +78,8 @@ def _leaky_relu(layer: Any, y: Array) -> Call:
 
 def _two_sided(y: Array, of_negative: Call) -> Call:
     """A call that computes ``max(x, 0) + of_negative(min(x, 0))``."""
-    zero, part = np.zeros_like(y), np.empty_like(y)
+    zero = np.zeros_like(y)
+    part = np.empty_like(y)
 
     def apply(x: Array) -> Array:
         of_negative(np.minimum(x, zero, out=part))
@@ -80,7 +89,8 @@ def _two_sided(y: Array, of_negative: Call) -> Call:
 
 
 def _relu(layer: Any, y: Array) -> Call:
-    zero, maximum = np.zeros_like(y), np.maximum  # an array, since a Python scalar costs 1 us more
+    zero = np.zeros_like(y)  # an array, since a Python scalar costs 1 us more
+    maximum = np.maximum
     return lambda x: maximum(x, zero, out=x)
 
 
@@ -100,8 +110,14 @@ def _silu(layer: Any, y: Array) -> Call:
 
 
 def _softplus(layer: Any, y: Array) -> Call:
-    zero, beta = np.zeros_like(y), layer.beta
-    return lambda x: np.divide(np.logaddexp(np.multiply(x, beta, x), zero, x), beta, x)
+    zero = np.zeros_like(y)
+    beta = layer.beta
+
+    def apply(x: Any) -> Any:
+        np.multiply(x, beta, x)
+        return np.divide(np.logaddexp(x, zero, x), beta, x)
+
+    return apply
 
 
 def _gelu(layer: Any, y: Array) -> Call | None:
@@ -109,7 +125,8 @@ def _gelu(layer: Any, y: Array) -> Call | None:
         return None  # NumPy has no erf
 
     def apply(x: Array) -> Array:
-        inner = np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
+        cubed = 0.044715 * x * x * x
+        inner = np.tanh(math.sqrt(2 / math.pi) * (x + cubed))
         return np.multiply(x, 0.5 * (1 + inner), x)
 
     return apply
@@ -119,14 +136,17 @@ def _layer_norm(layer: Any, y: Array) -> Call | None:
     if len(layer.normalized_shape) != 1:
         return None
     # a product, because reductions are slower
-    average = np.full((y.shape[-1], 1), 1 / y.shape[-1], np.float32)
+    width = y.shape[-1]
+    average = np.full((width, 1), 1 / width, np.float32)
     weight = None if layer.weight is None else layer.weight.detach().numpy()
     bias = None if layer.bias is None else layer.bias.detach().numpy()
-    eps, square = layer.eps, np.empty_like(y)
+    eps = layer.eps
+    square = np.empty_like(y)
 
     def apply(x: Array) -> Array:
         np.subtract(x, np.dot(x, average), x)
-        np.divide(x, np.sqrt(np.dot(np.multiply(x, x, square), average) + eps), x)
+        variance = np.dot(np.multiply(x, x, square), average)
+        np.divide(x, np.sqrt(variance + eps), x)
         if weight is not None:
             np.multiply(x, weight, x)
         return x if bias is None else np.add(x, bias, x)
@@ -135,11 +155,14 @@ def _layer_norm(layer: Any, y: Array) -> Call | None:
 
 
 def _running_norm(layer: RunningNorm, y: Array) -> Call:
-    shift, scale, most = layer.shift.numpy(), layer.scale.numpy(), np.full_like(y, layer.clip)
+    shift = layer.shift.numpy()
+    scale = layer.scale.numpy()
+    most = np.full_like(y, layer.clip)
     least = -most
 
     def apply(x: Array) -> Array:
-        np.multiply(np.subtract(x, shift, x), scale, x)
+        np.subtract(x, shift, x)
+        np.multiply(x, scale, x)
         return np.minimum(np.maximum(x, least, out=x), most, out=x)
 
     return apply

@@ -30,10 +30,16 @@ FIRST_MASKED = 1 << 19  # first stream for masked actions; see ``GroupRng.stream
 def sampler_of(env: EnvBatch) -> Sample:
     """Return the function that draws actions of an env batch: its own, or from the specs."""
     drawing = capability(env, DrawsActions)
-    return partial(_draw_actions, env) if drawing is None else drawing.sample
+    if drawing is None:
+        return partial(_draw_actions, env)
+    return drawing.sample
 
 
-def _draw_actions(env: EnvBatch, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
+def _draw_actions(
+    env: EnvBatch,
+    rng: GroupRng,
+    shape: tuple[int, ...],
+) -> dict[Key, Array]:
     specs = env.spec.action_specs.items()
     return {key: draw(spec, rng.stream(i), shape) for i, (key, spec) in enumerate(specs)}
 
@@ -73,7 +79,11 @@ class RandomPolicy:
         self._columns: Sequence[Column] = ()
         self._cells: Mapping[Key, Array] = {}
 
-    def learn(self, columns: Sequence[Column], cells: Mapping[Key, Array]) -> None:
+    def learn(
+        self,
+        columns: Sequence[Column],
+        cells: Mapping[Key, Array],
+    ) -> None:
         """Fill the columns of another policy from now on; ``cells`` are examples of its columns of
         objects.
         """
@@ -91,11 +101,11 @@ class RandomPolicy:
                 chosen = mask.draw_on_device(rows, torch.from_numpy(uniform).to(rows.device))
                 drawn[mask.action] = chosen.to(action.dtype).reshape(action.shape)
             else:
-                drawn[mask.action] = (
-                    mask.draw(rows.numpy(), uniform).astype(action.dtype).reshape(np.shape(action))
-                )
+                chosen = mask.draw(rows.numpy(), uniform)
+                drawn[mask.action] = chosen.astype(action.dtype).reshape(np.shape(action))
         tensors = {key: as_tensor(a) for key, a in drawn.items() if a.dtype != OBJECT}
-        return Outputs(tensors, objects={key: a for key, a in drawn.items() if a.dtype == OBJECT})
+        objects = {key: a for key, a in drawn.items() if a.dtype == OBJECT}
+        return Outputs(tensors, objects=objects)
 
     def columns(self) -> Sequence[Column]:
         return self._columns
@@ -103,21 +113,23 @@ class RandomPolicy:
     def start(self, lane: Lane, rng: GroupRng) -> Act:
         """Fill all remaining rows; the returned ``act`` only draws actions with a mask."""
         begin = lane.acts_from
+        until = lane.acts_until
         draws = [
             self._masked(mask, lane, rng.stream(FIRST_MASKED + place))
             for place, mask in enumerate(self._masks)
         ]
-        for key, drawn in self._sample(rng, (lane.T - begin, lane.B)).items():
-            lane.data[key][begin:] = drawn
+        if begin < until:
+            for key, drawn in self._sample(rng, (until - begin, lane.B)).items():
+                lane.data[key][begin:until] = drawn
         for column in self._columns:
             rows = lane.data[column.key]
             begin = lane.done_steps
             if column.ragged:
-                rows[begin:] = self._emptied(self._cells[column.key].flat[0])
+                rows[begin:until] = self._emptied(self._cells[column.key].flat[0])
             elif not column.carry:
-                rows[begin:] = self._empty(column)
+                rows[begin:until] = self._empty(column)
             elif column.key != IS_INIT:  # the loop writes IS_INIT
-                rows[begin + 1 :] = 0
+                rows[begin + 1 : until + 1] = 0
         if not draws:
             return _nothing
 
@@ -127,18 +139,23 @@ class RandomPolicy:
 
         return act
 
-    def _masked(self, mask: ActionMask, lane: Lane, stream: np.random.Generator) -> Act:
+    def _masked(
+        self,
+        mask: ActionMask,
+        lane: Lane,
+        stream: np.random.Generator,
+    ) -> Act:
         first = lane.acts_from
         rows = lane.data[mask.key]
         actions = lane.data[mask.action]
-        uniform = stream.random((lane.T - first, lane.B, len(mask.drawn)))
+        most = max(0, lane.acts_until - first)
+        uniform = stream.random((most, lane.B, len(mask.drawn)))
         if lane.mirrored:
             numbers = torch.from_numpy(uniform).to(rows.device)
 
             def draw_there(t: int) -> None:
-                actions[t].copy_(
-                    mask.draw_on_device(rows[t], numbers[t - first]).reshape(actions[t].shape)
-                )
+                chosen = mask.draw_on_device(rows[t], numbers[t - first])
+                actions[t].copy_(chosen.reshape(actions[t].shape))
 
             return draw_there
 
@@ -157,16 +174,16 @@ class RandomPolicy:
         convert it.
         """
         out = np.empty((), OBJECT)
-        out[()] = (
-            cell.apply(self._emptied_tensor)
-            if hasattr(cell, "apply")
-            else self._emptied_tensor(cell)
-        )
+        if hasattr(cell, "apply"):
+            out[()] = cell.apply(self._emptied_tensor)
+        else:
+            out[()] = self._emptied_tensor(cell)
         return out
 
     def _emptied_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        floats = tensor.is_floating_point() or tensor.is_complex()
-        return torch.full_like(tensor, self._unknown) if floats else torch.zeros_like(tensor)
+        if tensor.is_floating_point() or tensor.is_complex():
+            return torch.full_like(tensor, self._unknown)
+        return torch.zeros_like(tensor)
 
 
 def _nothing(t: int) -> None:

@@ -69,7 +69,9 @@ class ActionMask:
         """Numbers of choices of the variables that are drawn independently: for a joint mask, one
         for each agent.
         """
-        return (math.prod(self.own_nvec),) * self.agents if self.joint else self.nvec
+        if not self.joint:
+            return self.nvec
+        return (math.prod(self.own_nvec),) * self.agents
 
     @property
     def own_nvec(self) -> tuple[int, ...]:
@@ -84,24 +86,28 @@ class ActionMask:
             BadEnvOutput: a variable has no allowed choice.
         """
         widest = max(self.drawn)
-        if len(self.drawn) * widest == sum(self.drawn):
-            legal = rows.reshape(len(rows), -1) != 0
-        else:
+        flat = rows.reshape(len(rows), -1) != 0
+        legal = flat
+        if len(self.drawn) * widest != sum(self.drawn):
             legal = np.zeros((len(rows), len(self.drawn) * widest), bool)
-            legal[:, _places(self.drawn)] = rows.reshape(len(rows), -1) != 0
+            legal[:, _places(self.drawn)] = flat
         legal = legal.reshape(*uniform.shape, -1)
         count = legal.sum(-1)
-        if not count.all() and (refused := self.refused(rows)) is not None:
-            raise refused
+        if not count.all():
+            refused = self.refused(rows)
+            if refused is not None:
+                raise refused
         nth = (uniform * count).astype(np.int64)
         index = (legal.cumsum(-1) > nth[..., None]).argmax(-1)
         if self.joint:
-            index = np.stack(np.unravel_index(index, self.own_nvec), -1).reshape(len(rows), -1)
+            choices = np.unravel_index(index, self.own_nvec)
+            index = np.stack(choices, -1).reshape(len(rows), -1)
         if not self.one_hot:
             drawn: Array = index + np.array(self.low)
             return drawn
         vectors = np.zeros((len(rows), sum(self.nvec)), np.int64)
-        np.put_along_axis(vectors, index + np.cumsum((0, *self.nvec[:-1])), 1, 1)
+        first = np.cumsum((0, *self.nvec[:-1]))
+        np.put_along_axis(vectors, index + first, 1, 1)
         return vectors
 
     def draw_on_device(self, rows: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -116,18 +122,20 @@ class ActionMask:
             index = (total > nth[:, None]).byte().argmax(1)
             chosen += split_index(index, self.own_nvec) if self.joint else [index]
         if self.one_hot:
-            return torch.cat(
-                [torch.nn.functional.one_hot(c, n) for c, n in zip(chosen, self.nvec, strict=True)],
-                1,
-            )
-        return torch.stack([c + low for c, low in zip(chosen, self.low, strict=True)], 1)
+            one_hot = torch.nn.functional.one_hot
+            vectors = [one_hot(each, n) for each, n in zip(chosen, self.nvec, strict=True)]
+            return torch.cat(vectors, 1)
+        actions = [each + low for each, low in zip(chosen, self.low, strict=True)]
+        return torch.stack(actions, 1)
 
     def refused(self, rows: Array) -> BadEnvOutput | None:
         """Return the error for masks without an allowed choice, ``[B, *shape]``; None if there is
         none.
         """
-        parts = np.split(rows.reshape(len(rows), -1) != 0, np.cumsum(self.drawn)[:-1], 1)
-        bad = np.flatnonzero(~np.logical_and.reduce([part.any(1) for part in parts])).tolist()
+        flat = rows.reshape(len(rows), -1) != 0
+        parts = np.split(flat, np.cumsum(self.drawn)[:-1], 1)
+        allows = np.logical_and.reduce([part.any(1) for part in parts])
+        bad = np.flatnonzero(~allows).tolist()
         if not bad:
             return None
         return BadEnvOutput(
@@ -159,7 +167,11 @@ def check_masks(spec: EnvSpec) -> None:
             )
 
 
-def _mask_or_problem(env: EnvSpec, action: Key, key: Key) -> ActionMask | str:
+def _mask_or_problem(
+    env: EnvSpec,
+    action: Key,
+    key: Key,
+) -> ActionMask | str:
     """Return the mask ``key`` of an action, or what is wrong with it."""
     spec = env.action_specs[action]
     mask = env.carried_specs[key]
@@ -168,9 +180,8 @@ def _mask_or_problem(env: EnvSpec, action: Key, key: Key) -> ActionMask | str:
         parts = [each for each in env.action_specs if env.action_specs[each].is_discrete]
         if len(place) > 1 or parts != [action]:
             names = [dotted(each) for each in env.action_specs]
-            wanted = [
-                dotted((*key[: len(key) - len(place)], *ACTION_MASK, *each[1:])) for each in parts
-            ]
+            root = (*key[: len(key) - len(place)], *ACTION_MASK)
+            wanted = [dotted((*root, *each[1:])) for each in parts]
             return (
                 f"{dotted(key)} is a mask of no action: the actions are {names}. Expected the masks"
                 f" {wanted or 'of discrete actions'}, those of discrete actions by their names"
@@ -196,7 +207,10 @@ def _mask_or_problem(env: EnvSpec, action: Key, key: Key) -> ActionMask | str:
     return ActionMask(env.name, action, key, nvec, low, joint, agents, bool(spec.one_hot))
 
 
-def split_index(index: torch.Tensor, nvec: tuple[int, ...]) -> list[torch.Tensor]:
+def split_index(
+    index: torch.Tensor,
+    nvec: tuple[int, ...],
+) -> list[torch.Tensor]:
     """Return the choice of each variable from the number of a combination, in C order; like
     ``np.unravel_index``.
     """
@@ -230,9 +244,9 @@ class ActionRows:
         self.action = action
         self._masked = masked
         self.T, self.B = action.shape[:2]
-        self.log_prob_array = (
-            np.empty((self.T, self.B), np.float32) if log_prob is None else log_prob
-        )
+        if log_prob is None:
+            log_prob = np.empty((self.T, self.B), np.float32)
+        self.log_prob_array = log_prob
 
     @cached_property
     def flat(self) -> list[Array]:
@@ -246,17 +260,27 @@ class ActionRows:
     def log_prob(self) -> list[Array]:
         return list(self.log_prob_array)
 
+    def part(self, begin: int, end: int) -> ActionRows:
+        """Return the rows from ``begin`` to ``end``."""
+        masked = None
+        if self._masked is not None:
+            mask, rows = self._masked
+            masked = mask, rows[begin:end]
+        return ActionRows(self.name, self.action[begin:end], self.log_prob_array[begin:end], masked)
+
     @property
     def joint_mask(self) -> ActionMask | None:
         """The action mask, if it is one of combinations of choices."""
-        return self._masked[0] if self._masked is not None and self._masked[0].joint else None
+        if self._masked is None or not self._masked[0].joint:
+            return None
+        return self._masked[0]
 
     @cached_property
     def legal(self) -> list[Array] | None:
         """Rows of the action mask, ``[B, n]`` each; 0: not allowed."""
         if self._masked is None:
             return None
-        rows = self._masked[1]
+        _, rows = self._masked
         return list(rows.reshape(len(rows), self.B, -1))
 
     def of_combinations(self) -> ActionRows:
@@ -270,14 +294,16 @@ class ActionRows:
         return ActionRows(self.name, numbers, self.log_prob_array, (of_numbers, rows))
 
     def not_finite(self, t: int, params: Array) -> BadPolicyOutput | BadEnvOutput:
-        if (
-            self._masked is not None
-            and (refused := self._masked[0].refused(self._masked[1][t])) is not None
-        ):
-            return refused
-        bad = np.flatnonzero(
-            ~np.isfinite(params).all(1) if self.name != "categorical" else np.isnan(params).any(1)
-        )
+        if self._masked is not None:
+            mask, legal = self._masked
+            refused = mask.refused(legal[t])
+            if refused is not None:
+                return refused
+        if self.name == "categorical":
+            wrong = np.isnan(params).any(1)
+        else:
+            wrong = ~np.isfinite(params).all(1)
+        bad = np.flatnonzero(wrong)
         who = f"environments {bad[:8].tolist()}" if len(bad) else "some environment"
         return BadPolicyOutput(
             f"{self.name}: the network returned NaN or infinity for {who} at step {t}; no such"
@@ -301,7 +327,8 @@ def categorical(
     concatenated. Row ``first`` is the first row that will be emitted. With a joint mask, see
     ``_categorical_jointly``.
     """
-    if (mask := rows.joint_mask) is not None:
+    mask = rows.joint_mask
+    if mask is not None:
         return _categorical_jointly(rows, first, mask, rng)
     B = rows.B
     k = len(nvec)
@@ -318,19 +345,20 @@ def categorical(
     not_finite = rows.not_finite
     direct = rows.action.dtype == np.int64 and not low.any()
     start = np.tile(low, B)
-    scores, index, at = (
-        np.empty((B * k, n), np.float32),
-        np.empty(B * k, np.intp),
-        np.empty(B * k, np.intp),
-    )
-    offsets, chosen = np.arange(0, B * k * n, n), np.empty(B * k, np.float32)
-    chosen_column, ones_n, ones_k, ones_B = (
-        chosen[:, None],
-        *(np.ones(m, np.float32) for m in (n, k, B)),
-    )
+    scores = np.empty((B * k, n), np.float32)
+    index = np.empty(B * k, np.intp)
+    at = np.empty(B * k, np.intp)
+    offsets = np.arange(0, B * k * n, n)
+    chosen = np.empty(B * k, np.float32)
+    chosen_column = chosen[:, None]
+    ones_n = np.ones(n, np.float32)
+    ones_k = np.ones(k, np.float32)
+    ones_B = np.ones(B, np.float32)
     # Variables with fewer choices than others are padded with impossible choices.
     padded = None if min(nvec) == n else np.full((B, k * n), -np.inf, np.float32)
-    where, legal, impossible = _places(nvec), rows.legal, np.float32(-np.inf)
+    where = _places(nvec)
+    legal = rows.legal
+    impossible = np.float32(-np.inf)
     add = np.add
     subtract = np.subtract
     exp = np.exp
@@ -370,21 +398,21 @@ def categorical(
 
 
 def _categorical_jointly(
-    rows: ActionRows, first: int, mask: ActionMask, rng: np.random.Generator | None
+    rows: ActionRows,
+    first: int,
+    mask: ActionMask,
+    rng: np.random.Generator | None,
 ) -> Emit:
     """Sample from the product of categorical variables, renormalised over the allowed combinations
     of choices.
     """
     combinations = rows.of_combinations()
-    emit_numbers = categorical(
-        combinations, first, nvec=mask.drawn, low=np.zeros(mask.agents, np.int64), rng=rng
-    )
-    numbers, actions, nvec, low = (
-        combinations.matrix,
-        rows.matrix,
-        mask.own_nvec,
-        np.array(mask.low),
-    )
+    start = np.zeros(mask.agents, np.int64)
+    emit_numbers = categorical(combinations, first, nvec=mask.drawn, low=start, rng=rng)
+    numbers = combinations.matrix
+    actions = rows.matrix
+    nvec = mask.own_nvec
+    low = np.array(mask.low)
     ends = np.cumsum(nvec).tolist()
 
     def emit(t: int, logits: Array) -> None:
@@ -399,12 +427,18 @@ def _categorical_jointly(
     return emit
 
 
-def _categorical_one(rows: ActionRows, gumbel: list[list[float]], low: int) -> Emit:
+def _categorical_one(
+    rows: ActionRows,
+    gumbel: list[list[float]],
+    low: int,
+) -> Emit:
     actions = rows.flat
     log_probs = rows.log_prob
     not_finite = rows.not_finite
     legal = rows.legal
-    exp, log, impossible = math.exp, math.log, np.float32(-np.inf)
+    exp = math.exp
+    log = math.log
+    impossible = np.float32(-np.inf)
 
     def emit(t: int, logits: Array) -> None:
         if legal is not None:
@@ -425,7 +459,11 @@ def _categorical_one(rows: ActionRows, gumbel: list[list[float]], low: int) -> E
 
 
 def gaussian(
-    rows: ActionRows, first: int, *, log_std: Array, rng: np.random.Generator | None
+    rows: ActionRows,
+    first: int,
+    *,
+    log_std: Array,
+    rng: np.random.Generator | None,
 ) -> Emit:
     """``params + exp(log_std) * noise`` with a standard deviation (``[n]``) that does not depend on
     the state.
@@ -435,16 +473,15 @@ def gaussian(
     policy's first call.
     """
     unit, base = _normal(rows, first, log_std.size, rng)
-    noise, densities = list(unit * np.exp(log_std)), list((base - log_std.sum()).astype(np.float32))
+    noise = list(unit * np.exp(log_std))
+    densities = list((base - log_std.sum()).astype(np.float32))
     actions = rows.matrix
     log_probs = rows.log_prob
     not_finite = rows.not_finite
-    add, copyto, isfinite, ones = (
-        np.add,
-        np.copyto,
-        math.isfinite,
-        np.ones(rows.B * log_std.size, np.float32),
-    )
+    add = np.add
+    copyto = np.copyto
+    isfinite = math.isfinite
+    ones = np.ones(rows.B * log_std.size, np.float32)
 
     def emit(t: int, mean: Array) -> None:
         if not isfinite(mean.reshape(-1).dot(ones)):
@@ -475,13 +512,16 @@ def gaussian_by_state(
     if squash is not None:
         middle, half = squash
         base = base - (2 * n * math.log(2) + np.log(half).sum())
-        low, high, minus_two = middle - half, middle + half, np.full((B, n), -2, np.float32)
-    noise, constant = list(unit), list(base.astype(np.float32))
+        low = middle - half
+        high = middle + half
+        minus_two = np.full((B, n), -2, np.float32)
+    noise = list(unit)
+    constant = list(base.astype(np.float32))
     least, most = (np.full((B, n), bound, np.float32) for bound in log_std_bounds)
     log_std, u, part = (np.empty((B, n), np.float32) for _ in range(3))
-    ones, twos, ones_all = (
-        np.full(size, x, np.float32) for size, x in ((n, 1), (n, 2), (2 * B * n, 1))
-    )
+    ones = np.ones(n, np.float32)
+    twos = np.full(n, 2, np.float32)
+    ones_all = np.ones(2 * B * n, np.float32)
     actions = rows.matrix
     log_probs = rows.log_prob
     not_finite = rows.not_finite
@@ -528,7 +568,8 @@ def greedy(rows: ActionRows, *, low: Array) -> Emit:
     start = int(low[0])
     isfinite = math.isfinite
     legal = rows.legal
-    direct, impossible = rows.action.dtype == np.int64 and not start, np.float32(-np.inf)
+    direct = rows.action.dtype == np.int64 and not start
+    impossible = np.float32(-np.inf)
 
     def emit(t: int, values: Array) -> None:
         if legal is not None:
@@ -565,7 +606,10 @@ def _ones(n: int) -> Array:
 
 
 def _normal(
-    rows: ActionRows, first: int, n: int, rng: np.random.Generator | None
+    rows: ActionRows,
+    first: int,
+    n: int,
+    rng: np.random.Generator | None,
 ) -> tuple[Array, Array]:
     """Standard normal noise ``[T, B, n]`` and its log-density ``[T, B]``; rows before ``first`` are
     not used.
@@ -573,6 +617,5 @@ def _normal(
     noise = np.zeros((rows.T, rows.B, n), np.float32)
     if rng is not None:
         rng.standard_normal(dtype=np.float32, out=noise[first:])
-    return noise, -0.5 * np.square(noise, dtype=np.float64).sum(-1) - 0.5 * n * math.log(
-        2 * math.pi
-    )
+    squares = np.square(noise, dtype=np.float64).sum(-1)
+    return noise, -0.5 * squares - 0.5 * n * math.log(2 * math.pi)

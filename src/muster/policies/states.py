@@ -81,7 +81,8 @@ def state_dims(
     """
     if len(lead) != 1 or not state:
         return {}  # ``column_of`` checks that it begins with ``lead``
-    (B,), said = lead, getattr(policy, BATCH_DIM, None)
+    (B,) = lead
+    said = getattr(policy, BATCH_DIM, None)
     dims: StateDims = {}
     unclear: list[Key] = []
     for key, value in state.items():
@@ -112,7 +113,11 @@ def state_dims(
 
 
 def begins_with_environments(
-    policy: Any, key: Key, value: torch.Tensor, lead: tuple[int, ...], call: Callable[[Any], Any]
+    policy: Any,
+    key: Key,
+    value: torch.Tensor,
+    lead: tuple[int, ...],
+    call: Callable[[Any], Any],
 ) -> bool:
     """Return whether the first dimension of a state in a TensorDict counts environments, as its
     batch size says.
@@ -120,16 +125,15 @@ def begins_with_environments(
     It may not where the second dimension has the same size; then ``call``, as in ``state_dims``,
     shows it.
     """
-    if (
-        len(lead) != 1
-        or lead[0] == 1
-        or tuple(value.shape[1:2]) != lead
-        or not isinstance(policy, torch.nn.Module)
-    ):
+    if not isinstance(policy, torch.nn.Module):
         return True
-    if getattr(policy, BATCH_DIM, None) is not None:
-        return bool(getattr(policy, BATCH_DIM) == 0)
-    if (copied := _copied(policy)) is None:
+    if len(lead) != 1 or lead[0] == 1 or tuple(value.shape[1:2]) != lead:
+        return True
+    said = getattr(policy, BATCH_DIM, None)
+    if said is not None:
+        return bool(said == 0)
+    copied = _copied(policy)
+    if copied is None:
         return True
     with _streams_restored(copied):
         try:
@@ -139,15 +143,20 @@ def begins_with_environments(
     return grown is not None and grown.shape[0] == lead[0] + 1
 
 
-def _said_dim(said: Any, key: Key, value: torch.Tensor, B: int, name: str) -> int:
+def _said_dim(
+    said: Any,
+    key: Key,
+    value: torch.Tensor,
+    B: int,
+    name: str,
+) -> int:
     dim = said
     for part in key[len(STATE) :]:
         try:
-            dim = (
-                dim
-                if isinstance(dim, int)
-                else dim[int(part) if isinstance(dim, (tuple, list)) else part]
-            )
+            if isinstance(dim, (tuple, list)):
+                dim = dim[int(part)]
+            elif not isinstance(dim, int):
+                dim = dim[part]
         except (KeyError, IndexError, ValueError):
             raise BadOption(
                 f"policies.recurrent: batch_dim={said!r} has no entry for {dotted(key)}"
@@ -180,7 +189,8 @@ def _with_one_more(
     """Return the state for one environment more; None if the policy cannot be copied, or does not
     take that many.
     """
-    if (copied := _copied(policy)) is None:
+    copied = _copied(policy)
+    if copied is None:
         return None
     with _streams_restored(copied):
         try:
@@ -194,7 +204,9 @@ def _grown_dim(value: torch.Tensor, grown: Any, B: int) -> int | None:
     if not torch.is_tensor(grown) or grown.ndim != value.ndim:
         return None
     differ = [dim for dim in range(value.ndim) if grown.shape[dim] != value.shape[dim]]
-    return differ[0] if len(differ) == 1 and grown.shape[differ[0]] == B + 1 else None
+    if len(differ) != 1 or grown.shape[differ[0]] != B + 1:
+        return None
+    return differ[0]
 
 
 def _copied(policy: Any) -> Any:
@@ -214,7 +226,8 @@ def _streams_restored(policy: torch.nn.Module) -> Iterator[None]:
     """Restore the process's random generators, those of the policy's devices too, when the context
     exits.
     """
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
     devices = {tensor.device for tensor in policy.parameters() if tensor.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices):

@@ -56,11 +56,9 @@ class TensorDictPolicy:
         self.module = module
         self.path = "module"
         self.coroutines = getattr(module, "coroutines", None)
-        self.name = (
-            type(module).__name__
-            if isinstance(module, torch.nn.Module)
-            else getattr(module, "__name__", "policy")
-        )
+        self.name = getattr(module, "__name__", "policy")
+        if isinstance(module, torch.nn.Module):
+            self.name = type(module).__name__
         obs_specs = setting.obs_specs
         self._action_specs = setting.action_specs
         self._lead = setting.batch_shape
@@ -91,48 +89,29 @@ class TensorDictPolicy:
     @torch.no_grad()
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         given, check_unchanged = unchanged_inputs(obs, self.name)
-        inputs: dict[Key, Any] = {
-            key: (
-                copied_cells(np.reshape(obs[key], self._lead))
-                if key in self._object_keys
-                else self._move(given[key])
-            )
-            for key in self._obs_keys
-        }
+        inputs: dict[Key, Any] = {}
+        for key in self._obs_keys:
+            if key in self._object_keys:
+                inputs[key] = copied_cells(np.reshape(obs[key], self._lead))
+            else:
+                inputs[key] = self._move(given[key])
         if self._wants_init:
-            begins = (
-                obs[IS_INIT].reshape(self._lead)
-                if IS_INIT in obs
-                else torch.ones(self._lead, dtype=torch.bool, device="cpu")
-            )
+            if IS_INIT in obs:
+                begins = obs[IS_INIT].reshape(self._lead)
+            else:
+                begins = torch.ones(self._lead, dtype=torch.bool, device="cpu")
             inputs[IS_INIT] = begins.unsqueeze(-1).to(self._home, copy=True)
         carrier = self._carrier(inputs)
         before = torch.get_rng_state()
-        out = called_first(
-            lambda: self._call(carrier), {k: obs[k] for k in self._obs_keys}, self._lead, self.name
-        )
+        shown = {key: obs[key] for key in self._obs_keys}
+        out = called_first(lambda: self._call(carrier), shown, self._lead, self.name)
         check_unchanged()
         outputs = self._outputs(out, inputs)
         self._check_states(outputs.state, inputs)
-        self._columns = [
-            column_of(key, value, self._lead, self.name) for key, value in outputs.extras.items()
-        ]
-        self._columns += [
-            column_of(k, v, self._lead, self.name, carry=True) for k, v in outputs.state.items()
-        ]
         self._object_outputs = list(outputs.objects)
-        self._columns += [
-            Column(key, (), OBJECT, ragged=_is_ragged(cells))
-            for key, cells in outputs.objects.items()
-            if key not in self._action_specs
-        ]
-        if self._wants_init:
-            self._columns.append(Column(IS_INIT, (), np.dtype(bool), carry=True, trailing=True))
-        every = {
-            **outputs.action,
-            **outputs.extras,
-            **{next_of(k): v for k, v in outputs.state.items()},
-        }
+        self._columns = self._columns_of(outputs)
+        every = {**outputs.action, **outputs.extras}
+        every |= {next_of(key): value for key, value in outputs.state.items()}
         self._kinds = {key: (value.shape, value.dtype) for key, value in every.items()}
         if self._executor and not self._object_outputs:
             self._fuse(inputs, every, before)
@@ -148,20 +127,40 @@ class TensorDictPolicy:
     def start(self, lane: Lane, rng: GroupRng) -> Act:
         if self not in lane.cache:
             lane.cache[self] = self._views(lane)
+        read: InputRows
         read, inputs, outputs = lane.cache[self]
         if self._program is not None and not self._program.current():
             self._replan({key: rows[lane.done_steps].clone() for key, rows in inputs.items()})
         if self._program is not None:
             return self._act_program(inputs, outputs)
-        act = self._act_module(
-            inputs, outputs, {key: lane.arrays[key] for key in self._object_outputs}
-        )
-        return act if self._device is not None else read.watched(act)  # a copy is moved to a device
+        objects = {key: lane.arrays[key] for key in self._object_outputs}
+        act = self._act_module(inputs, outputs, objects)
+        if self._device is not None:  # a copy is moved to a device
+            return act
+        return read.watched(act)
+
+    def _columns_of(self, outputs: Outputs) -> list[Column]:
+        columns = []
+        for key, value in outputs.extras.items():
+            columns.append(column_of(key, value, self._lead, self.name))
+        for key, value in outputs.state.items():
+            columns.append(column_of(key, value, self._lead, self.name, carry=True))
+        for key, cells in outputs.objects.items():
+            if key not in self._action_specs:
+                columns.append(Column(key, (), OBJECT, ragged=_is_ragged(cells)))
+        if self._wants_init:
+            columns.append(Column(IS_INIT, (), np.dtype(bool), carry=True, trailing=True))
+        return columns
 
     # --- one step ---------------------------------------------------------------------------------
 
-    def _act_program(self, inputs: dict[Key, Rows], outputs: list[tuple[Key, Rows]]) -> Act:
-        program, interaction = self._program, set_interaction_type(self._interaction)
+    def _act_program(
+        self,
+        inputs: dict[Key, Rows],
+        outputs: list[tuple[Key, Rows]],
+    ) -> Act:
+        program = self._program
+        interaction = set_interaction_type(self._interaction)
         assert program is not None
         values: Values = {}
         sources = list(inputs.items())
@@ -177,22 +176,22 @@ class TensorDictPolicy:
         return act
 
     def _act_module(
-        self, inputs: dict[Key, Rows], outputs: list[tuple[Key, Rows]], objects: dict[Key, Array]
+        self,
+        inputs: dict[Key, Rows],
+        outputs: list[tuple[Key, Rows]],
+        objects: dict[Key, Array],
     ) -> Act:
         # With objects, a TensorDict may be a lazy stack, which cannot be reused.
         carrier: Any = None if self._object_keys or objects else self._carrier({})
-        written = [key[0] if len(key) == 1 else key for key, _ in outputs]
+        written = [_name(key) for key, _ in outputs]
         kinds = [self._kinds[key] for key, _ in outputs]
         take_row = {key: self._copy if key in self._copied_keys else self._move for key in inputs}
-        sources = [
-            (key[0] if len(key) == 1 else key, rows, take_row[key]) for key, rows in inputs.items()
-        ]
+        sources = [(_name(key), rows, take_row[key]) for key, rows in inputs.items()]
 
         def act(t: int) -> None:
             if carrier is None:
-                out = self._call(
-                    self._carrier({key: take_row[key](rows[t]) for key, rows in inputs.items()})
-                )
+                given = {key: take_row[key](rows[t]) for key, rows in inputs.items()}
+                out = self._call(self._carrier(given))
             else:
                 for name, rows, row_of in sources:
                     carrier.set(name, row_of(rows[t]))
@@ -229,11 +228,7 @@ class TensorDictPolicy:
         writes = {as_key(key) for key in getattr(self.module, "out_keys", None) or ()}
         state = [key for key in dict.fromkeys(reads) if next_of(key) in writes]
         known = {*self._obs_keys, *state, IS_INIT}
-        missing = [
-            dotted(key)
-            for key in reads
-            if key not in known and not any(p.startswith("_") for p in key)
-        ]
+        missing = [dotted(key) for key in reads if key not in known and not _is_private(key)]
         if missing:
             raise BadPolicyOutput(
                 f"policy {self.name} reads {missing}, which is not available: the observation keys"
@@ -269,8 +264,8 @@ class TensorDictPolicy:
                 )
             outputs.state[key] = leaves.pop(next_of(key))
         for key, value in leaves.items():
-            is_private = any(part.startswith("_") for part in key)
-            if key in inputs or key in self._state_keys or (is_private and not self.keeps_private):
+            private = _is_private(key) and not self.keeps_private
+            if private or key in inputs or key in self._state_keys:
                 continue
             if key[0] in RESERVED - {"action"}:
                 raise BadPolicyOutput(
@@ -292,12 +287,10 @@ class TensorDictPolicy:
             there are.
             """
             more = {key: torch.cat([value, value[:1]]) for key, value in inputs.items()}
-            own, lead, self.module, self._lead = (
-                self.module,
-                self._lead,
-                module,
-                (self._lead[0] + 1,),
-            )
+            own = self.module
+            lead = self._lead
+            self.module = module
+            self._lead = (lead[0] + 1,)
             try:
                 out = self._call(self._carrier(more))
             finally:
@@ -337,7 +330,12 @@ class TensorDictPolicy:
         assert cells is not None
         return cells
 
-    def _action(self, key: Key, action: Any, spec: ArraySpec) -> torch.Tensor:
+    def _action(
+        self,
+        key: Key,
+        action: Any,
+        spec: ArraySpec,
+    ) -> torch.Tensor:
         if not torch.is_tensor(action):
             raise BadPolicyOutput(
                 f"policy {self.name} returned {dotted(key)} as {type(action).__name__}, expected"
@@ -349,16 +347,18 @@ class TensorDictPolicy:
         return action
 
     def _refuse_change(
-        self, key: Key, value: torch.Tensor | None, kind: tuple[torch.Size, torch.dtype]
+        self,
+        key: Key,
+        value: torch.Tensor | None,
+        kind: tuple[torch.Size, torch.dtype],
     ) -> None:
-        got = (
-            "it is missing"
-            if value is None
-            else f"it has shape {tuple(value.shape)} and dtype {value.dtype}"
-        )
+        got = "it is missing"
+        if value is not None:
+            got = f"it has shape {tuple(value.shape)} and dtype {value.dtype}"
+        shape, dtype = kind
         raise BadPolicyOutput(
-            f"policy {self.name} returned {dotted(key)} with shape {tuple(kind[0])} and dtype"
-            f" {kind[1]} at its first call, now {got}. Return the same keys, shapes and dtypes at"
+            f"policy {self.name} returned {dotted(key)} with shape {tuple(shape)} and dtype"
+            f" {dtype} at its first call, now {got}. Return the same keys, shapes and dtypes at"
             " every call."
         )
 
@@ -367,19 +367,22 @@ class TensorDictPolicy:
         output.
         """
         shown = [key for key in self._obs_keys if key not in self._copied_keys]
-        read = InputRows(lane, [*shown, *[IS_INIT] * self._wants_init], self.name)
+        copied = self._copied_keys
+        shown = [key for key in self._obs_keys if key not in copied]
+        flags = [IS_INIT] if self._wants_init else []
+        read = InputRows(lane, [*shown, *flags], self.name)
         inputs: dict[Key, Any] = {key: read.rows(key) for key in shown}
         inputs |= {key: lane.rows(key) for key in self._state_keys}
-        inputs |= {
-            key: [row.reshape(self._lead) for row in lane.arrays[key]] for key in self._object_keys
-        }
+        for key in self._object_keys:
+            inputs[key] = [row.reshape(self._lead) for row in lane.arrays[key]]
         if self._wants_init:
             inputs[IS_INIT] = [row.unsqueeze(-1) for row in read.rows(IS_INIT)]
         carried = {next_of(key): key for key in self._state_keys}
         outputs: list[tuple[Key, Any]] = []
         for key, (shape, dtype) in self._kinds.items():
             rows = lane.rows(carried.get(key, key))
-            if rows[0].shape != shape or rows[0].is_floating_point() != dtype.is_floating_point:
+            floats = rows[0].is_floating_point()
+            if rows[0].shape != shape or floats != dtype.is_floating_point:
                 raise BadPolicyOutput(
                     f"policy {self.name} returned {dotted(key)} with shape {tuple(shape)} and dtype"
                     f" {dtype}, expected shape {tuple(rows[0].shape)} and dtype {rows[0].dtype}"
@@ -399,7 +402,12 @@ class TensorDictPolicy:
         self._fuse(inputs, {**outputs.action, **outputs.extras}, before)
         torch.set_rng_state(before)
 
-    def _fuse(self, inputs: Values, expected: Values, before: torch.Tensor) -> None:
+    def _fuse(
+        self,
+        inputs: Values,
+        expected: Values,
+        before: torch.Tensor,
+    ) -> None:
         """Use the executor if it computes ``expected``, the module's output, from the generator
         state ``before``.
         """
@@ -426,17 +434,28 @@ class TensorDictPolicy:
             return assemble(inputs, self._lead, self._device, self._inner)
         carrier = TensorDict({}, batch_size=self._lead, device=self._device)
         for path, shape in self._inner.items():
-            carrier.set(path, TensorDict({}, batch_size=(*self._lead, *shape), device=self._device))
+            lead = (*self._lead, *shape)
+            carrier.set(path, TensorDict({}, batch_size=lead, device=self._device))
         for key, value in inputs.items():
             carrier.set(key, value)
         return carrier
 
     def _copy(self, row: Any) -> Any:
-        return self._move(row.clone() if torch.is_tensor(row) else copied_cells(row))
+        own = row.clone() if torch.is_tensor(row) else copied_cells(row)
+        return self._move(own)
 
     def _move(self, value: Any) -> Any:
         stays = self._device is None or not torch.is_tensor(value)
         return value if stays else value.to(self._device, non_blocking=True)
+
+
+def _name(key: Key) -> Any:
+    """Return a key as tensordict spells it."""
+    return key[0] if len(key) == 1 else key
+
+
+def _is_private(key: Key) -> bool:
+    return any(part.startswith("_") for part in key)
 
 
 def _is_ragged(cells: Array) -> bool:

@@ -56,12 +56,16 @@ class TensorDictProgram:
             stage(values)
 
     def current(self) -> bool:
-        return all(plain(m) and _parts(m) == parts for m, parts in self._modules) and all(
-            program.current() for program in self._programs
-        )
+        if not all(program.current() for program in self._programs):
+            return False
+        return all(plain(module) and _parts(module) == parts for module, parts in self._modules)
 
 
-def fuse(module: Any, values: Values, interaction: InteractionType) -> TensorDictProgram | None:
+def fuse(
+    module: Any,
+    values: Values,
+    interaction: InteractionType,
+) -> TensorDictProgram | None:
     """Return a program for ``module`` with the inputs ``values`` (outputs are added), or None if
     not supported.
     """
@@ -88,7 +92,11 @@ def as_key(key: Any) -> Key:
     return (key,) if isinstance(key, str) else tuple(key)
 
 
-def _flatten(module: Any, out: list[Any], watched: list[tuple[nn.Module, tuple[Any, ...]]]) -> bool:
+def _flatten(
+    module: Any,
+    out: list[Any],
+    watched: list[tuple[nn.Module, tuple[Any, ...]]],
+) -> bool:
     if not isinstance(module, torch.nn.Module) or not plain(module):
         return False
     part: Any = module
@@ -97,10 +105,10 @@ def _flatten(module: Any, out: list[Any], watched: list[tuple[nn.Module, tuple[A
         return False
     watched.append((module, _parts(module)))
     if type(module).forward in SEQUENTIAL:
+        if part.partial_tolerant:
+            return False
         children = list(part.module._modules.values())
-        return not part.partial_tolerant and all(
-            _flatten(child, out, watched) for child in children
-        )
+        return all(_flatten(child, out, watched) for child in children)
     if type(module).forward is TensorDictModule.forward:
         if not usable("tensordict", (part, ("_kwargs", "_get_kwargs"))):
             return False
@@ -112,19 +120,18 @@ def _flatten(module: Any, out: list[Any], watched: list[tuple[nn.Module, tuple[A
 
 
 def _is_distribution(module: nn.Module) -> bool:
-    forward = type(module).forward
-    return isinstance(module, ProbabilisticTensorDictModule) and (
-        forward is ProbabilisticTensorDictModule.forward or _is_torchrl(module)
-    )
+    if not isinstance(module, ProbabilisticTensorDictModule):
+        return False
+    own = type(module).forward is ProbabilisticTensorDictModule.forward
+    return own or _is_torchrl(module)
 
 
 def _is_torchrl(module: nn.Module) -> bool:
     """Whether it is TorchRL's module, which computes log-probabilities from values before the
     squashing.
     """
-    return type(module).__name__ == "SafeProbabilisticModule" and type(
-        module
-    ).__module__.startswith("torchrl.")
+    cls = type(module)
+    return cls.__name__ == "SafeProbabilisticModule" and cls.__module__.startswith("torchrl.")
 
 
 def _parts(module: Any) -> tuple[Any, ...]:
@@ -140,8 +147,13 @@ def _parts(module: Any) -> tuple[Any, ...]:
     return (module.module, *module.in_keys, *module.out_keys)
 
 
-def _network(part: Any, values: Values, programs: list[Program]) -> Stage | None:
-    source, targets = as_key(part.in_keys[0]), [as_key(key) for key in part.out_keys]
+def _network(
+    part: Any,
+    values: Values,
+    programs: list[Program],
+) -> Stage | None:
+    source = as_key(part.in_keys[0])
+    targets = [as_key(key) for key in part.out_keys]
     if source not in values or not isinstance(part.module, nn.Module):
         return None
     program = plan(part.module, values[source], numpy_ok=False)
@@ -162,7 +174,8 @@ def _distribution(part: Any, interaction: InteractionType) -> Stage:
     sampler = _sampler(part, interaction)
     if sampler is None:
         return _as_it_is(part)
-    sources, action = [as_key(key) for key in part.in_keys], as_key(part.out_keys[0])
+    sources = [as_key(key) for key in part.in_keys]
+    action = as_key(part.out_keys[0])
     log_prob = as_key(part.log_prob_key) if part.return_log_prob else None
 
     def stage(values: Values) -> None:
@@ -177,7 +190,8 @@ def _as_it_is(part: Any) -> Stage:
     """A stage that calls the module itself, on a TensorDict with the distribution's parameters
     only.
     """
-    sources, targets = [as_key(key) for key in part.in_keys], [as_key(key) for key in part.out_keys]
+    sources = [as_key(key) for key in part.in_keys]
+    targets = [as_key(key) for key in part.out_keys]
 
     def stage(values: Values) -> None:
         parameters = {key if len(key) > 1 else key[0]: values[key] for key in sources}
@@ -196,35 +210,27 @@ def _sampler(part: Any, interaction: InteractionType) -> Sampler | None:
     random = interaction is InteractionType.RANDOM
     if not usable("tensordict", (part, ("_generator", "_generator_key"))):
         return None
-    if (
-        part.num_samples is not None
-        or part._generator is not None
-        or part._generator_key is not None
-    ):
+    if part._generator is not None or part._generator_key is not None:
+        return None
+    if part.num_samples is not None:
         return None
     if not random and interaction not in (InteractionType.DETERMINISTIC, InteractionType.MODE):
         return None
     names = tuple(key if isinstance(key, str) else key[-1] for key in part.dist_keys)
-    if cls is torch.distributions.Categorical and names == ("logits",) and not options:
-        return _categorical(random, one_hot=False)
-    ours = cls.__module__.startswith(
-        ("torchrl.modules.distributions", "tensordict.nn.distributions")
-    )
-    if ours and cls.__name__ == "OneHotCategorical" and names == ("logits",) and not options:
-        return _categorical(random, one_hot=True)
+    torchrl = cls.__module__.startswith("torchrl.modules.distributions")
+    ours = torchrl or cls.__module__.startswith("tensordict.nn.distributions")
+    if names == ("logits",) and not options:
+        if cls is torch.distributions.Categorical:
+            return _categorical(random, one_hot=False)
+        if ours and cls.__name__ == "OneHotCategorical":
+            return _categorical(random, one_hot=True)
     if names != ("loc", "scale"):
         return None
-    torchrl = cls.__module__.startswith("torchrl.modules.distributions")
-    if not options and (
-        cls is torch.distributions.Normal or (torchrl and cls.__name__ == "IndependentNormal")
-    ):
+    independent = torchrl and cls.__name__ == "IndependentNormal"
+    if not options and (independent or cls is torch.distributions.Normal):
         return _normal(random, summed=torchrl)
-    if (
-        torchrl
-        and cls.__name__ == "TanhNormal"
-        and interaction is not InteractionType.MODE
-        and not {*options} - {"low", "high"}
-    ):
+    squashed = torchrl and cls.__name__ == "TanhNormal"
+    if squashed and interaction is not InteractionType.MODE and {*options} <= {"low", "high"}:
         preimage = random and part.return_log_prob and _is_torchrl(part)
         return _tanh_normal(random, options.get("low", -1.0), options.get("high", 1.0), preimage)
     return None
@@ -246,13 +252,18 @@ def _categorical(random: bool, *, one_hot: bool) -> Sampler:
         else:
             action = (normalized if one_hot else probs).argmax(-1)
         log_prob = normalized.gather(-1, action.unsqueeze(-1)).squeeze(-1)
-        return F.one_hot(action, probs.shape[-1]) if one_hot else action, log_prob
+        if one_hot:
+            action = F.one_hot(action, probs.shape[-1])
+        return action, log_prob
 
     return sample
 
 
 def _normal(random: bool, *, summed: bool) -> Sampler:
-    def sample(loc: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(
+        loc: torch.Tensor,
+        scale: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         action = _rsample(loc, scale) if random else loc
         _require_finite(action)
         density = _density(action, loc, scale)
@@ -261,13 +272,22 @@ def _normal(random: bool, *, summed: bool) -> Sampler:
     return sample
 
 
-def _tanh_normal(random: bool, low: Any, high: Any, preimage: bool) -> Sampler:
-    low, high = (torch.as_tensor(bound, device="cpu") for bound in (low, high))
+def _tanh_normal(
+    random: bool,
+    low: Any,
+    high: Any,
+    preimage: bool,
+) -> Sampler:
+    low = torch.as_tensor(low, device="cpu")
+    high = torch.as_tensor(high, device="cpu")
     trivial = bool((low == -1).all() and (high == 1).all())
     middle = (high + low) / 2
     half = (high - low) / 2
 
-    def sample(loc: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(
+        loc: torch.Tensor,
+        scale: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         u = _rsample(loc, scale) if random else loc
         _require_finite(u)
         limit = 1.0 - torch.finfo(u.dtype).resolution
@@ -281,16 +301,23 @@ def _tanh_normal(random: bool, low: Any, high: Any, preimage: bool) -> Sampler:
         if not trivial:
             volume = volume + half.abs().log().expand_as(volume)
         density = _density(u, loc, scale).sum(-1)
-        return action, density - volume.sum(-1) if preimage else (0.0 - volume.sum(-1)) + density
+        if preimage:
+            return action, density - volume.sum(-1)
+        return action, (0.0 - volume.sum(-1)) + density
 
     return sample
 
 
 def _rsample(loc: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return loc + torch.empty_like(loc, memory_format=torch.contiguous_format).normal_() * scale
+    noise = torch.empty_like(loc, memory_format=torch.contiguous_format).normal_()
+    return loc + noise * scale
 
 
-def _density(x: torch.Tensor, loc: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _density(
+    x: torch.Tensor,
+    loc: torch.Tensor,
+    scale: torch.Tensor,
+) -> torch.Tensor:
     """The log-density of a normal distribution, in torch.distributions' order of operations."""
     return -((x - loc) ** 2) / (2 * scale**2) - scale.log() - LOG_SQRT_2PI
 

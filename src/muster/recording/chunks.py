@@ -124,7 +124,9 @@ class Chunk:
 
 
 def encode(
-    about: dict[str, Any], leaves: Mapping[Key, torch.Tensor], objects: Mapping[Key, bytes]
+    about: dict[str, Any],
+    leaves: Mapping[Key, torch.Tensor],
+    objects: Mapping[Key, bytes],
 ) -> bytes:
     """Return the content of a chunk, from contiguous CPU tensors ``[N, *batch, *shape]`` and JSON
     lines.
@@ -132,7 +134,8 @@ def encode(
     tensors = {_name(key): tensor for key, tensor in leaves.items()}
     tensors |= {_name(key): tensor_files.from_bytes(text) for key, text in objects.items()}
     try:
-        return tensor_files.encode(tensors, about | {"objects": [_name(key) for key in objects]})
+        names = [_name(key) for key in objects]
+        return tensor_files.encode(tensors, about | {"objects": names})
     except ValueError as error:
         raise BadRecording(f"A chunk of {len(tensors)} keys cannot be written: {error}.") from error
 
@@ -148,36 +151,53 @@ def read_chunk(path: Path) -> Chunk:
         raise DamagedChunk(path, repr(str(error)[:200])) from error
 
 
-def _parse(path: Path, size: int, opened: tensor_files.TensorFile) -> Chunk:
+def _parse(
+    path: Path,
+    size: int,
+    opened: tensor_files.TensorFile,
+) -> Chunk:
     about = opened.about
-    batches, batch_size, order = (
-        _size(about["batches"]),
-        _shape(about["batch_size"]),
-        _shape(about["order"]),
-    )
+    batches = _size(about["batches"])
+    batch_size = _shape(about["batch_size"])
+    order = _shape(about["order"])
     names = tuple(about["names"])
     if not batches or not batch_size or not all(batch_size):
         raise ValueError("batches without frames")
     if sorted(order) != list(range(len(batch_size))) or len(names) != len(batch_size):
         raise ValueError("order, names and batch_size disagree")
     known = [name for name in names if name is not None]
-    if not all(isinstance(name, str) for name in known) or len(set(known)) < len(known):
+    texts = all(isinstance(name, str) for name in known)
+    if not texts or len(set(known)) < len(known):
         raise ValueError(f"names {names}")
     if batches * math.prod(batch_size) > size:
         raise ValueError("more frames than bytes")  # every frame takes at least one byte
-    stored, objects = (batches, *(batch_size[i] for i in order)), frozenset(about["objects"])
+    stored = (batches, *(batch_size[i] for i in order))
+    objects = frozenset(about["objects"])
     for name in opened.names:
         shape = opened.shape(name)
-        if len(shape) != 1 if name in objects else shape[: len(stored)] != stored:
+        fits = len(shape) == 1 if name in objects else shape[: len(stored)] == stored
+        if not fits:
             raise ValueError(f"{name!r} has shape {shape}, and the batches {stored}")
     leaves = {_key(name): name for name in opened.names}
     if any(key[:n] in leaves for key in leaves for n in range(1, len(key))):
         raise ValueError("a key is also the parent of another one")
-    first, index, manifest = _size(about["first_batch"]), _size(about["chunk"]), about["manifest"]
+    first = _size(about["first_batch"])
+    index = _size(about["chunk"])
+    manifest = about["manifest"]
     if not isinstance(manifest["id"], str):
         raise TypeError("its recording has no id")
     return Chunk(
-        path, size, index, first, batches, batch_size, names, order, leaves, objects, manifest
+        path=path,
+        size_bytes=size,
+        index=index,
+        first_batch=first,
+        batches=batches,
+        batch_size=batch_size,
+        names=names,
+        order=order,
+        leaves=leaves,
+        objects=objects,
+        manifest=manifest,
     )
 
 
@@ -196,7 +216,8 @@ def _name(key: Key) -> str:
 
     Slashes within a part are escaped as in JSON pointers.
     """
-    return "/".join(part.replace("~", "~0").replace("/", "~1") for part in key)
+    escaped = [part.replace("~", "~0").replace("/", "~1") for part in key]
+    return "/".join(escaped)
 
 
 def _key(name: str) -> Key:

@@ -58,7 +58,8 @@ class Episode:
     @property
     def end(self) -> tuple[int, int]:
         """Batch and row of the last frame."""
-        return self.pieces[-1].batch, self.pieces[-1].stop - 1
+        last = self.pieces[-1]
+        return last.batch, last.stop - 1
 
 
 class Recorded(Protocol):
@@ -96,12 +97,19 @@ def find_episodes(batches: Iterable[tuple[Mapping[Key, Array], bool]]) -> tuple[
     gaps = 0
     for number, (rows, follows) in enumerate(batches):
         gaps += not follows
-        ids, is_init = rows[TRAJ_IDS], rows.get(IS_INIT)
+        ids = rows[TRAJ_IDS]
+        is_init = rows.get(IS_INIT)
         pieces = cut(ids, np.ones(ids.shape, bool), np.zeros(ids.shape, bool))
         for first, length in zip(pieces.first.tolist(), pieces.length.tolist(), strict=True):
             env, start = divmod(first, ids.shape[1])
             stop = start + length
-            last = (env, start + length - 1)
+            last = (env, stop - 1)
+            if is_init is not None:
+                begins = bool(is_init[env, start])
+            else:
+                # A change of id within a batch is a reset. The batch's start is a reset if no rows
+                # are missing before.
+                begins = start > 0 or follows
             part = Episode(
                 traj_id=int(ids[env, start]),
                 env=env,
@@ -109,19 +117,20 @@ def find_episodes(batches: Iterable[tuple[Mapping[Key, Array], bool]]) -> tuple[
                 episode_return=float(rows[REWARD][env, start:stop].sum()),
                 terminated=bool(rows[next_of(TERMINATED)][last]),
                 truncated=bool(rows[next_of(TRUNCATED)][last]),
-                # A change of id within a batch is a reset. The batch's start is a reset if no rows
-                # are missing before.
-                complete=start > 0 or follows if is_init is None else bool(is_init[env, start]),
+                complete=begins,
                 pieces=(Piece(number, env, start, stop),),
             )
-            parts.setdefault(part.traj_id, []).append((part, bool(rows[next_of(DONE)][last]), gaps))
-    return tuple(sorted(map(_joined, parts.values()), key=lambda e: (*e.start, e.env)))
+            done = bool(rows[next_of(DONE)][last])
+            parts.setdefault(part.traj_id, []).append((part, done, gaps))
+    episodes = map(_joined, parts.values())
+    return tuple(sorted(episodes, key=lambda episode: (*episode.start, episode.env)))
 
 
 def _joined(parts: Sequence[tuple[Episode, bool, int]]) -> Episode:
     """Join the parts of an episode, of which ``complete`` says whether it is the beginning."""
     whole = all(done or gaps == later for (_, done, gaps), (_, _, later) in pairwise(parts))
-    (first, _, _), (last, done, _) = parts[0], parts[-1]
+    first, _, _ = parts[0]
+    last, done, _ = parts[-1]
     return replace(
         last,
         env=first.env,
@@ -139,7 +148,9 @@ def cut_out(episode: Episode, batch: Callable[[int], TensorDict]) -> TensorDict:
         rows = batch(piece.batch)
         time = time_dim(rows.names)
         outer = [size for dim, size in enumerate(rows.shape) if dim != time]
-        index: list[Any] = [int(n) for n in np.unravel_index(piece.env, outer)] if outer else []
+        index: list[Any] = []
+        if outer:
+            index = [int(n) for n in np.unravel_index(piece.env, outer)]
         index.insert(time, slice(piece.start, piece.stop))
         pieces.append(rows[tuple(index)])
     found: TensorDict = pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -58,10 +58,9 @@ class Export:
 
     def __str__(self) -> str:
         said = "".join(f"\nleft out  {count:,} ({why})" for why, count in self.left_out.items())
-        return (
-            f"wrote     {self.path}  ({counted(self.episodes, 'episode')},"
-            f" {counted(self.frames, 'frame')}){said}"
-        )
+        episodes = counted(self.episodes, "episode")
+        frames = counted(self.frames, "frame")
+        return f"wrote     {self.path}  ({episodes}, {frames}){said}"
 
 
 class CompleteEpisodes:
@@ -89,12 +88,12 @@ class CompleteEpisodes:
             else:
                 self._numbers.append(number)
         if not self._numbers:
-            why = "; ".join(
-                f"{count:,} left out ({reason})" for reason, count in self._left_out.items()
-            )
+            left_out = self._left_out.items()
+            why = "; ".join(f"{count:,} left out ({reason})" for reason, count in left_out)
+            reasons = f": {why}" if why else ""
             raise BadRecording(
-                f"{recording.directory} has no complete episode{f': {why}' * bool(why)}; there is"
-                " nothing to export."
+                f"{recording.directory} has no complete episode{reasons}; there is nothing to"
+                " export."
             )
         self.lengths = [recording.episodes[number].length for number in self._numbers]
 
@@ -115,7 +114,10 @@ class CompleteEpisodes:
         return Export(path, len(self), sum(self.lengths), dict(self._left_out))
 
 
-def observation_keys(recording: Recorded, given: Sequence[Key | str] | None = None) -> list[Key]:
+def observation_keys(
+    recording: Recorded,
+    given: Sequence[Key | str] | None = None,
+) -> list[Key]:
     """Return the root keys of the observations: ``given``, or those that the batches also have
     below "next".
 
@@ -126,18 +128,13 @@ def observation_keys(recording: Recorded, given: Sequence[Key | str] | None = No
     if given is not None:
         found = [(key,) if isinstance(key, str) else tuple(key) for key in given]
     else:
-        found = [
-            key
-            for key in keys
-            if next_of(key) in keys and key[0] not in (*RESERVED, INFO) and key != STEP_COUNT
-        ]
+        after = [key for key in keys if next_of(key) in keys and key != STEP_COUNT]
+        found = [key for key in after if key[0] not in (*RESERVED, INFO)]
     missing = [dotted(key) for key in found if key not in keys or next_of(key) not in keys]
     if missing or not found:
-        what = (
-            f"{', '.join(missing)} and the same below next"
-            if missing
-            else "an observation below next"
-        )
+        what = "an observation below next"
+        if missing:
+            what = f"{', '.join(missing)} and the same below next"
         raise BadRecording(
             f"{recording.directory} does not have {what}, but {', '.join(map(dotted, keys))}."
             " Record without compact_obs=True, and give observation_keys=[...] if the observations"
@@ -167,7 +164,9 @@ def array_of(data: TensorDict, key: Key) -> Array:
         tensor = tensor.float()
     array: Array = tensor.numpy()
     is_scalar = key in (REWARD, *FLAGS, *map(next_of, FLAGS)) or key[0] == "collector"
-    return array[:, 0] if is_scalar and array.shape[1:] == (1,) else array
+    if is_scalar and array.shape[1:] == (1,):
+        return array[:, 0]
+    return array
 
 
 def new_path(path: Any) -> Path:
@@ -180,7 +179,8 @@ def new_path(path: Any) -> Path:
 
 def write_parquet(recording: Recorded, path: Any) -> Export:
     """See ``Recording.to_parquet``."""
-    target, episodes = new_path(path), CompleteEpisodes(recording)
+    target = new_path(path)
+    episodes = CompleteEpisodes(recording)
     with optional("an export", "pyarrow", "parquet"):
         import pyarrow as pa
     make_folder(target.parent)
@@ -192,7 +192,8 @@ def write_parquet(recording: Recorded, path: Any) -> Export:
                 "episode": np.full(len(data), number),
                 "step": np.arange(len(data)),
             }
-            columns |= {dotted(key): column_of(data, key) for key in keys}
+            for key in keys:
+                columns[dotted(key)] = column_of(data, key)
             yield pa.table({name: arrow_column(column) for name, column in columns.items()})
 
     with written_elsewhere(target) as made, file_errors(made, "written"):
@@ -207,7 +208,8 @@ def write_tables(path: Path, tables: Iterator[Any]) -> None:
     import pyarrow as pa
     from pyarrow import parquet as pq
 
-    writer, waiting = None, list[Any]()
+    writer = None
+    waiting: list[Any] = []
     try:
         for table in tables:
             if writer is None:

@@ -55,26 +55,27 @@ VIDEO = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 
 
 def write_lerobot(
-    recording: Recorded, directory: Any, *, fps: float, task: str, keys: Sequence[Key | str] | None
+    recording: Recorded,
+    directory: Any,
+    *,
+    fps: float,
+    task: str,
+    keys: Sequence[Key | str] | None,
 ) -> Export:
     """See ``Recording.to_lerobot``."""
     with optional("an export", "pyarrow", "lerobot"):
         import pyarrow as pa
-    root, observed, episodes = (
-        new_path(directory),
-        observation_keys(recording, keys),
-        CompleteEpisodes(recording),
-    )
+    root = new_path(directory)
+    observed = observation_keys(recording, keys)
+    episodes = CompleteEpisodes(recording)
     first = episodes[0]
-    cameras = {
-        _name(key, is_picture=True): key for key in observed if _is_picture(array_of(first, key))
-    }
-    columns = {_name(key): key for key in observed if key not in cameras.values()}
-    columns |= {dotted(key): key for key in recording.keys if key[0] == ACTION[0]}
-    columns |= {dotted(key): key for key in recording.keys if key[0] == INFO}
-    columns |= {
-        dotted(key): key for key in (REWARD, next_of(DONE), next_of(TERMINATED), next_of(TRUNCATED))
-    }
+    pictured = [key for key in observed if _is_picture(array_of(first, key))]
+    cameras = {_name(key, is_picture=True): key for key in pictured}
+    columns = {_name(key): key for key in observed if key not in pictured}
+    actions = [key for key in recording.keys if key[0] == ACTION[0]]
+    infos = [key for key in recording.keys if key[0] == INFO]
+    ends = (REWARD, next_of(DONE), next_of(TERMINATED), next_of(TRUNCATED))
+    columns |= {dotted(key): key for key in (*actions, *infos, *ends)}
     if cameras:
         check_ffmpeg()
     row_bytes = sum(_bytes(column_of(first, key)) for key in columns.values())
@@ -119,7 +120,8 @@ def write_lerobot(
                     write_mp4(path, pictures(camera, file), fps)
                 rows += _rows(file, episodes.lengths, place, fps, task, cameras)
             by_column = {name: [row[name] for row in rows] for name in rows[0]}
-            _write_meta(root, _info(first, columns, cameras, episodes, fps), by_column, task, stats)
+            info = _info(first, columns, cameras, episodes, fps)
+            _write_meta(root, info, by_column, task, stats)
     except BaseException:
         shutil.rmtree(root, ignore_errors=True)
         raise
@@ -148,12 +150,20 @@ def _rows(
     cameras: Iterable[str],
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of the table of episodes for the episodes in a file."""
-    since = begin = sum(lengths[: file.start])
+    since = sum(lengths[: file.start])
+    begin = since
     for number in file:
-        end = begin + lengths[number]
-        row: dict[str, Any] = {"episode_index": number, "tasks": [task], "length": lengths[number]}
-        row |= {"dataset_from_index": begin, "dataset_to_index": end}
-        row |= {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0}
+        length = lengths[number]
+        end = begin + length
+        row: dict[str, Any] = {
+            "episode_index": number,
+            "tasks": [task],
+            "length": length,
+            "dataset_from_index": begin,
+            "dataset_to_index": end,
+            "meta/episodes/chunk_index": 0,
+            "meta/episodes/file_index": 0,
+        }
         row |= {f"data/{name}": index for name, index in place.items()}
         for camera in cameras:
             row |= {f"videos/{camera}/{name}": index for name, index in place.items()}
@@ -172,19 +182,31 @@ class _Stats:
     def add(self, rows: Array) -> None:
         """Add rows ``[n, size]``."""
         rows = rows.astype(np.float64)
-        self.parts.append((len(rows), rows.min(0), rows.max(0), rows.sum(0), (rows**2).sum(0)))
+        squares = (rows**2).sum(0)
+        self.parts.append((len(rows), rows.min(0), rows.max(0), rows.sum(0), squares))
 
-    def result(self, shape: Sequence[int], frames: int) -> dict[str, Any]:
+    def result(
+        self,
+        shape: Sequence[int],
+        frames: int,
+    ) -> dict[str, Any]:
         """Return them by name, with values of this shape."""
-        count, low, high, total, squares = (
-            np.stack([part[i] for part in self.parts]) for i in range(5)
-        )
-        mean = total.sum(0) / count.sum()
-        std = np.sqrt(np.maximum(squares.sum(0) / count.sum() - mean**2, 0))
-        found = {"min": low.min(0), "max": high.max(0), "mean": mean, "std": std}
-        return {name: value.reshape(shape).tolist() for name, value in found.items()} | {
-            "count": [frames]
+        columns = [np.stack(column) for column in zip(*self.parts, strict=True)]
+        count, low, high, total, squares = columns
+        number = count.sum()
+        mean = total.sum(0) / number
+        variance = squares.sum(0) / number - mean**2
+        found = {
+            "min": low.min(0),
+            "max": high.max(0),
+            "mean": mean,
+            "std": np.sqrt(np.maximum(variance, 0)),
         }
+        result: dict[str, Any] = {
+            name: value.reshape(shape).tolist() for name, value in found.items()
+        }
+        result["count"] = [frames]
+        return result
 
 
 def _write_meta(
@@ -208,19 +230,15 @@ def _write_meta(
         "columns": [],
         "pandas_version": "2.0.0",
     }
-    tasks = pa.table({"task_index": [0], "task": [task]}).replace_schema_metadata(
-        {"pandas": json.dumps(index)}
-    )
+    tasks = pa.table({"task_index": [0], "task": [task]})
+    tasks = tasks.replace_schema_metadata({"pandas": json.dumps(index)})
     pq.write_table(tasks, meta / "tasks.parquet")
-    features = info["features"].items()
-    shapes = {
-        name: (3, 1, 1) if each["dtype"] == "video" else each["shape"] for name, each in features
-    }
-    found = {
-        name: each.result(shapes[name], info["total_frames"])
-        for name, each in stats.items()
-        if each.parts
-    }
+    found = {}
+    for name, each in stats.items():
+        if each.parts:
+            feature = info["features"][name]
+            shape = (3, 1, 1) if feature["dtype"] == "video" else feature["shape"]
+            found[name] = each.result(shape, info["total_frames"])
     (meta / "stats.json").write_text(json.dumps(found, indent=1))
     (meta / "info.json").write_text(json.dumps(info, indent=1))
 
@@ -249,8 +267,6 @@ def _info(
             "video.width": width,
             "video.channels": 3,
             "video.codec": "h264",
-        }
-        video |= {
             "video.pix_fmt": "yuv420p",
             "video.fps": fps,
             "video.is_depth_map": False,
@@ -288,24 +304,33 @@ def _name(key: Key, *, is_picture: bool = False) -> str:
     if key == OBSERVATION:
         return "observation.image" if is_picture else "observation.state"
     parts = key[1:] if key[0] == OBSERVATION[0] else key
-    return ".".join(("observation", *(["images"] if is_picture else []), *parts))
+    images = ("images",) if is_picture else ()
+    return ".".join(("observation", *images, *parts))
 
 
 def _is_picture(rows: Array) -> bool:
-    return rows.dtype == np.uint8 and rows.ndim == 4 and 3 in (rows.shape[1], rows.shape[3])
+    if rows.dtype != np.uint8 or rows.ndim != 4:
+        return False
+    return 3 in (rows.shape[1], rows.shape[3])
 
 
 def _pictures(data: TensorDict, key: Key) -> Array:
     """Return pictures as ``[length, height, width, 3]``."""
     rows = array_of(data, key)
-    return rows if rows.shape[3] == 3 else rows.transpose(0, 2, 3, 1)
+    if rows.shape[3] != 3:
+        rows = rows.transpose(0, 2, 3, 1)
+    return rows
 
 
 def _flat(rows: Array | list[str]) -> Array | list[str]:
     """Return features of one number as a column of numbers, as LeRobot has them."""
-    return rows[:, 0] if isinstance(rows, np.ndarray) and rows.shape[1:] == (1,) else rows
+    if isinstance(rows, np.ndarray) and rows.shape[1:] == (1,):
+        return rows[:, 0]
+    return rows
 
 
 def _bytes(rows: Array | list[str]) -> int:
     """Return the size of a row."""
-    return rows[0].nbytes if isinstance(rows, np.ndarray) else max(map(len, rows))
+    if isinstance(rows, np.ndarray):
+        return int(rows[0].nbytes)
+    return max(map(len, rows))

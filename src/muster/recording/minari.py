@@ -61,22 +61,26 @@ def write_minari(
     infos = [key for key in recording.keys if key[0] == INFO and next_of(key) in recording.keys]
     episodes = CompleteEpisodes(recording, with_last=True)
 
+    def actions_of(data: TensorDict) -> Any:
+        return _as_space({key: array_of(data, key) for key in actions}, ACTION)
+
     def buffer(data: TensorDict) -> Any:
+        observations = {key: _with_last(data, key) for key in observed}
         return EpisodeBuffer(
-            observations=_as_space({key: _with_last(data, key) for key in observed}, OBSERVATION),
-            actions=_as_space({key: array_of(data, key) for key in actions}, ACTION),
+            observations=_as_space(observations, OBSERVATION),
+            actions=actions_of(data),
             rewards=array_of(data, REWARD),
             terminations=array_of(data, next_of(TERMINATED)),
             truncations=array_of(data, next_of(TRUNCATED)),
             infos=nested({key[1:]: _with_last(data, key) for key in infos}) or None,
         )
 
-    if env is None and (recorded := recording.meta.get("env")) in list(gymnasium.registry):
-        env = recorded
     if env is None:
-        seen = [
-            _as_space({key: array_of(data, key) for key in actions}, ACTION) for data in episodes
-        ]
+        recorded = recording.meta.get("env")
+        if recorded in list(gymnasium.registry):
+            env = recorded
+    if env is None:
+        seen = [actions_of(data) for data in episodes]
         action_space = action_space or _space_of(seen, is_action=True)
         observation_space = observation_space or _space_of([buffer(episodes[0]).observations])
     if not DATASET_ID.fullmatch(dataset_id):
@@ -92,9 +96,9 @@ def write_minari(
         )
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "`.*` is set to None|env_spec is None", UserWarning
-            )  # each of the optional ``metadata``
+            # each of the optional ``metadata``
+            unset = "`.*` is set to None|env_spec is None"
+            warnings.filterwarnings("ignore", unset, UserWarning)
             dataset = minari.create_dataset_from_buffers(
                 dataset_id,
                 (buffer(data) for data in episodes),
@@ -128,9 +132,9 @@ class MinariRecording:
         self.dataset = dataset
         self.directory = Path(dataset.storage.data_path).parent
         env = getattr(dataset, "env_spec", None)
-        self.meta: dict[str, Any] = dict(dataset.storage.metadata) | (
-            {"env": env.id} if env is not None else {}
-        )
+        self.meta: dict[str, Any] = dict(dataset.storage.metadata)
+        if env is not None:
+            self.meta["env"] = env.id
 
     def __len__(self) -> int:
         return int(self.dataset.total_steps)
@@ -155,19 +159,22 @@ class MinariRecording:
     @cached_property
     def episodes(self) -> tuple[Episode, ...]:
         """The table of episodes. Reads everything once."""
-        return tuple(
-            Episode(
+        found = []
+        for number, data in enumerate(self.dataset.iterate_episodes()):
+            terminated = bool(data.terminations[-1])
+            truncated = bool(data.truncations[-1])
+            episode = Episode(
                 traj_id=int(data.id),
                 env=0,
                 length=len(data),
                 episode_return=float(np.sum(data.rewards, dtype=np.float64)),
-                terminated=bool(data.terminations[-1]),
-                truncated=bool(data.truncations[-1]),
-                complete=bool(data.terminations[-1] or data.truncations[-1]),
+                terminated=terminated,
+                truncated=truncated,
+                complete=terminated or truncated,
                 pieces=(Piece(number, 0, 0, len(data)),),
             )
-            for number, data in enumerate(self.dataset.iterate_episodes())
-        )
+            found.append(episode)
+        return tuple(found)
 
     def __repr__(self) -> str:
         held = f"{counted(len(self), 'frame')} in {counted(self.batches, 'episode')}"
@@ -198,16 +205,18 @@ def _batch(data: Any) -> TensorDict:
     length = len(data)
     leaves: dict[Key, torch.Tensor] = {}
     for key, rows in _leaves(data.observations, OBSERVATION).items():
-        leaves[key], leaves[next_of(key)] = _tensor(rows[:-1]), _tensor(rows[1:])
-    leaves |= {key: _tensor(rows) for key, rows in _leaves(data.actions, ACTION).items()}
+        leaves[key] = _tensor(rows[:-1])
+        leaves[next_of(key)] = _tensor(rows[1:])
+    for key, rows in _leaves(data.actions, ACTION).items():
+        leaves[key] = _tensor(rows)
     for path, rows in _leaves(data.infos or {}, ()).items():
-        if isinstance(rows, np.ndarray) and len(rows) == length + 1 and rows.dtype.kind in "biuf":
+        has_last = isinstance(rows, np.ndarray) and len(rows) == length + 1
+        if has_last and rows.dtype.kind in "biuf":
             key = (INFO, *path)
-            leaves[key], leaves[next_of(key)] = _tensor(rows[:-1]), _tensor(rows[1:])
-    terminated, truncated = (
-        torch.from_numpy(np.array(rows, bool))[:, None]
-        for rows in (data.terminations, data.truncations)
-    )
+            leaves[key] = _tensor(rows[:-1])
+            leaves[next_of(key)] = _tensor(rows[1:])
+    terminated = torch.from_numpy(np.array(data.terminations, bool))[:, None]
+    truncated = torch.from_numpy(np.array(data.truncations, bool))[:, None]
     ends = {TERMINATED: terminated, TRUNCATED: truncated, DONE: terminated | truncated}
     leaves |= {next_of(key): value for key, value in ends.items()}
     leaves |= {key: torch.zeros_like(terminated) for key in ends}  # no row begins after an end
@@ -230,26 +239,26 @@ def _leaves(value: Any, key: Key) -> dict[Key, Any]:
 
     A dict of observations has root keys; see ``MinariRecording``.
     """
+    leaves: dict[Key, Any] = {}
     if isinstance(value, dict):
         above = () if key == OBSERVATION else key
-        return {
-            leaf: rows
-            for name, each in value.items()
-            for leaf, rows in _leaves(each, (*above, name)).items()
-        }
+        for name, each in value.items():
+            leaves |= _leaves(each, (*above, name))
+        return leaves
     if isinstance(value, tuple):
-        return {
-            leaf: rows
-            for i, each in enumerate(value)
-            for leaf, rows in _leaves(each, (*key, str(i))).items()
-        }
+        for i, each in enumerate(value):
+            leaves |= _leaves(each, (*key, str(i)))
+        return leaves
     return {key: value}
 
 
 def _with_last(data: TensorDict, key: Key) -> Any:
     """Return the column with the row after the last step, ``[length + 1, *shape]``."""
-    rows, after = column_of(data, key), column_of(data, next_of(key))
-    return [*rows, after[-1]] if isinstance(rows, list) else np.concatenate([rows, after[-1:]])
+    rows = column_of(data, key)
+    after = column_of(data, next_of(key))
+    if isinstance(rows, list):
+        return [*rows, after[-1]]
+    return np.concatenate([rows, after[-1:]])
 
 
 def _as_space(columns: Mapping[Key, Array], root: Key) -> Any:
@@ -269,31 +278,32 @@ def _tuples(value: Any) -> Any:
     return {name: _tuples(each) for name, each in value.items()}
 
 
-def _space_of(values: list[Any], *, is_action: bool = False) -> spaces.Space[Any]:
+def _space_of(
+    values: list[Any],
+    *,
+    is_action: bool = False,
+) -> spaces.Space[Any]:
     """Return a space that has all rows of these arrays, dicts or tuples."""
     first = values[0]
     if isinstance(first, dict):
-        return spaces.Dict(
-            {
-                name: _space_of([value[name] for value in values], is_action=is_action)
-                for name in first
-            }
-        )
+        parts: dict[str, spaces.Space[Any]] = {}
+        for name in first:
+            parts[name] = _space_of([value[name] for value in values], is_action=is_action)
+        return spaces.Dict(parts)
     if isinstance(first, tuple):
-        return spaces.Tuple(
-            _space_of([value[i] for value in values], is_action=is_action)
-            for i in range(len(first))
-        )
+        items = []
+        for i in range(len(first)):
+            items.append(_space_of([value[i] for value in values], is_action=is_action))
+        return spaces.Tuple(items)
     dtype = first.dtype
     shape = first.shape[1:]
     if is_action and dtype.kind in "iu" and not shape:
-        lowest, highest = (
-            min(0, *(int(rows.min()) for rows in values)),
-            max(int(rows.max()) for rows in values),
-        )
+        lowest = min(0, *(int(rows.min()) for rows in values))
+        highest = max(int(rows.max()) for rows in values)
         return spaces.Discrete(highest - lowest + 1, start=lowest)
     if dtype.kind == "b":
         return spaces.Box(0, 1, shape, np.int8)
-    limits = np.iinfo(dtype) if dtype.kind in "iu" else None
-    low, high = (-np.inf, np.inf) if limits is None else (limits.min, limits.max)
-    return spaces.Box(low, high, shape, dtype.type)
+    if dtype.kind not in "iu":
+        return spaces.Box(-np.inf, np.inf, shape, dtype.type)
+    limits = np.iinfo(dtype)
+    return spaces.Box(limits.min, limits.max, shape, dtype.type)

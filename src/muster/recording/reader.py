@@ -71,14 +71,16 @@ def load(
     if is_id or (root / "data" / "metadata.json").exists():
         from muster.recording.minari import load_minari
 
-        return load_minari(directory, str(directory).removeprefix(MINARI) if is_id else None)
+        dataset_id = str(directory).removeprefix(MINARI) if is_id else None
+        return load_minari(directory, dataset_id)
     try:
         names = os.listdir(root)
     except OSError as error:
         raise BadRecording(
             f"{root} cannot be read: {error.strerror}. Is it the directory of a recording?"
         ) from error
-    found = sorted(int(match.group(1)) for match in map(CHUNK.fullmatch, names) if match)
+    matches = [CHUNK.fullmatch(name) for name in names]
+    found = sorted(int(match.group(1)) for match in matches if match)
     if MANIFEST not in names and not found:
         raise BadRecording(
             f"{root} holds no recording: there is neither {MANIFEST} nor a chunk in it."
@@ -124,7 +126,11 @@ class Recording:
     """
 
     def __init__(
-        self, directory: Path, manifest: dict[str, Any], chunks: list[Chunk], lost: list[str]
+        self,
+        directory: Path,
+        manifest: dict[str, Any],
+        chunks: list[Chunk],
+        lost: list[str],
     ) -> None:
         self.directory = directory
         self.manifest = manifest
@@ -134,7 +140,7 @@ class Recording:
         self._ends = list(accumulate(chunk.batches for chunk in chunks))
         self._checked: set[tuple[int, str]] = set()
         # The chunk that ``batch`` read last, and the places in it that were returned.
-        self._mapped: tuple[Chunk | None, dict[Key, Any], dict[int, object]] = None, {}, {}
+        self._mapped: tuple[Chunk | None, dict[Key, Any], dict[int, object]] = (None, {}, {})
 
     def __len__(self) -> int:
         return sum(chunk.frames for chunk in self._chunks)
@@ -146,7 +152,9 @@ class Recording:
 
     @property
     def keys(self) -> list[Key]:
-        return list(self._chunks[0].leaves) if self._chunks else []
+        if not self._chunks:
+            return []
+        return list(self._chunks[0].leaves)
 
     def __iter__(self) -> Iterator[TensorDict]:
         for chunk in self._chunks:  # each chunk is mapped once: its batches share no memory
@@ -164,15 +172,16 @@ class Recording:
         """
         if not -self.batches <= i < self.batches:
             raise IndexError(f"batch {i} of a recording of {self.batches}")
-        at = bisect_right(self._ends, i % self.batches)
+        place = i % self.batches
+        at = bisect_right(self._ends, place)
         chunk = self._chunks[at]
-        place = i % self.batches - (self._ends[at] - chunk.batches)
+        place -= self._ends[at] - chunk.batches
         last, columns, given = self._mapped
         mine = object()
         # A batch that was returned once may have been changed: map it again. Threads may call this.
         if last is not chunk or given.setdefault(place, mine) is not mine:
             columns = self._columns(chunk, chunk.leaves)
-            self._mapped = chunk, columns, {place: mine}
+            self._mapped = (chunk, columns, {place: mine})
         return _tensordict(chunk, _values(chunk, columns, place))
 
     @cached_property
@@ -290,19 +299,26 @@ class Recording:
     def __repr__(self) -> str:
         size = sum(chunk.size_bytes for chunk in self._chunks)
         env = f", env={self.meta['env']!r}" if "env" in self.meta else ""
+        frames = counted(len(self), "frame")
+        batches = counted(self.batches, "batch")
+        chunks = counted(len(self._chunks), "chunk")
         lines = [
-            f"Recording({str(self.directory)!r}{env}: {counted(len(self), 'frame')} in"
-            f" {counted(self.batches, 'batch')} and {counted(len(self._chunks), 'chunk')},"
+            f"Recording({str(self.directory)!r}{env}: {frames} in {batches} and {chunks},"
             f" {size / 1e6:,.1f} MB)"
         ]
         if self._chunks:
             first = self._chunks[0]
-            lines.append(f"  batch {list(first.batch_size)}: " + ", ".join(first.leaves.values()))
+            names = ", ".join(first.leaves.values())
+            lines.append(f"  batch {list(first.batch_size)}: {names}")
         if self.lost:
             lines.append(f"  lost: {self.lost}")
         return "\n".join(lines)
 
-    def _columns(self, chunk: Chunk, keys: Iterable[Key]) -> dict[Key, Any]:
+    def _columns(
+        self,
+        chunk: Chunk,
+        keys: Iterable[Key],
+    ) -> dict[Key, Any]:
         """Map the leaves of all batches of a chunk.
 
         The first time, their checksums are verified.
@@ -312,15 +328,14 @@ class Recording:
         try:
             with file, opened(file, chunk.path) as stored:
                 for key in keys:
-                    leaf = chunk.index, chunk.leaves[key]
-                    tensor = stored.tensor(chunk.leaves[key], check=leaf not in self._checked)
+                    name = chunk.leaves[key]
+                    leaf = (chunk.index, name)
+                    tensor = stored.tensor(name, check=leaf not in self._checked)
                     self._checked.add(leaf)
-                    is_text = chunk.leaves[key] in chunk.objects
-                    columns[key] = (
-                        bytes(bytes_of(tensor)).split(b"\n")
-                        if is_text
-                        else _in_order(chunk, tensor)
-                    )
+                    if name in chunk.objects:
+                        columns[key] = bytes(bytes_of(tensor)).split(b"\n")
+                    else:
+                        columns[key] = _in_order(chunk, tensor)
         except Damaged as error:
             raise DamagedChunk(chunk.path, error) from error
         return columns
@@ -334,14 +349,12 @@ class Recording:
                 raise BadRecording(
                     f"{self.directory} has no table of episodes: {missing} were not recorded."
                 )
-            found = self._columns(
-                chunk, [*NEEDED, *(key for key in (IS_INIT,) if key in chunk.leaves)]
-            )
-            columns = {
-                key: _flat(chunk, key, column)
-                for key, column in found.items()
-                if _has_numbers(column)
-            }
+            optional = [IS_INIT] if IS_INIT in chunk.leaves else []
+            found = self._columns(chunk, [*NEEDED, *optional])
+            columns = {}
+            for key, column in found.items():
+                if _has_numbers(column):
+                    columns[key] = _flat(chunk, key, column)
             empty = [dotted(key) for key in NEEDED if key not in columns]
             if empty:
                 raise BadRecording(
@@ -363,22 +376,26 @@ def _has_numbers(column: Any) -> bool:
     return torch.is_tensor(column) and column.numel() > 0
 
 
-def _flat(chunk: Chunk, key: Key, column: torch.Tensor) -> Array:
+def _flat(
+    chunk: Chunk,
+    key: Key,
+    column: torch.Tensor,
+) -> Array:
     """Return a column of all batches as ``[N, E, T]``, environments flattened; nan if a reward is
     no single number.
     """
-    time, dims = time_dim(chunk.names), len(chunk.batch_size)
+    time = time_dim(chunk.names)
+    dims = len(chunk.batch_size)
     if column.dtype == torch.bfloat16:
         column = column.float()
     size = math.prod(column.shape[1 + dims :])
-    rows: Array = (
-        column.movedim(1 + time, dims)
-        .reshape(chunk.batches, -1, chunk.batch_size[time], size)
-        .numpy()
-    )
-    if key == REWARD:
-        return rows[..., 0].astype(np.float64) if size == 1 else np.full(rows.shape[:3], math.nan)
-    return rows[..., 0]
+    shape = (chunk.batches, -1, chunk.batch_size[time], size)
+    rows: Array = column.movedim(1 + time, dims).reshape(shape).numpy()
+    if key != REWARD:
+        return rows[..., 0]
+    if size != 1:
+        return np.full(rows.shape[:3], math.nan)
+    return rows[..., 0].astype(np.float64)
 
 
 def _in_order(chunk: Chunk, tensor: torch.Tensor) -> torch.Tensor:
@@ -388,17 +405,20 @@ def _in_order(chunk: Chunk, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(0, *back, *range(1 + stored, tensor.ndim))
 
 
-def _values(chunk: Chunk, columns: Mapping[Key, Any], place: int) -> dict[Key, Any]:
+def _values(
+    chunk: Chunk,
+    columns: Mapping[Key, Any],
+    place: int,
+) -> dict[Key, Any]:
     """Return one batch of a chunk by key."""
+    values = {}
     try:
-        return {
-            key: (
-                column[place]
-                if torch.is_tensor(column)
-                else _stack(read_json(column[place]), chunk.batch_size)
-            )
-            for key, column in columns.items()
-        }
+        for key, column in columns.items():
+            value = column[place]
+            if not torch.is_tensor(column):
+                value = _stack(read_json(value), chunk.batch_size)
+            values[key] = value
+        return values
     except (ValueError, IndexError, RecursionError) as error:
         raise DamagedChunk(chunk.path, f"objects are not what the header says ({error})") from error
 
@@ -434,15 +454,20 @@ def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
             f"{path} is of format {found[0]} version {found[1]}; this Muster reads {FORMAT!r}"
             f" version {VERSION}. Read it with the version that wrote it: muster {found[2]}."
         )
-    expected = {"id": str, "meta": dict, "fresh": bool} | (
-        {"chunks": int} if manifest.get("closed") else {}
-    )
+    expected: dict[str, type] = {"id": str, "meta": dict, "fresh": bool}
+    if manifest.get("closed"):
+        expected["chunks"] = int
     wrong = [key for key, kind in expected.items() if not isinstance(manifest.get(key), kind)]
     if wrong:
         raise BadRecording(f"{path} is not as Muster writes it: look at {wrong}.")
 
 
-def _read_chunks(root: Path, found: list[int], lost: list[str], skip_damaged: bool) -> list[Chunk]:
+def _read_chunks(
+    root: Path,
+    found: list[int],
+    lost: list[str],
+    skip_damaged: bool,
+) -> list[Chunk]:
     chunks: list[Chunk] = []
     for before, index in zip([-1, *found], found, strict=False):
         try:
@@ -452,7 +477,8 @@ def _read_chunks(root: Path, found: list[int], lost: list[str], skip_damaged: bo
                     raise BadRecording(f"{what}, and chunks follow it. {REMEDY}")
                 lost.append(f"{what} ({index - before - 1} in a row).")
             chunk = read_chunk(root / chunk_name(index))
-            complete = skip_damaged or chunk.first_batch == sum(other.batches for other in chunks)
+            first = sum(other.batches for other in chunks)
+            complete = skip_damaged or chunk.first_batch == first
             if chunk.index != index or not complete:
                 raise BadRecording(
                     f"{chunk.path} is chunk {chunk.index} under another name. {REMEDY}"
@@ -471,15 +497,17 @@ def _read_chunks(root: Path, found: list[int], lost: list[str], skip_damaged: bo
 
 
 def _note_missing_end(
-    root: Path, manifest: dict[str, Any], found: list[int], names: list[str], lost: list[str]
+    root: Path,
+    manifest: dict[str, Any],
+    found: list[int],
+    names: list[str],
+    lost: list[str],
 ) -> None:
     present = found[-1] + 1 if found else 0
     if manifest.get("closed"):
-        if present < manifest["chunks"]:
-            lost.append(
-                f"The last {manifest['chunks'] - present} of {manifest['chunks']} chunks are"
-                " missing."
-            )
+        missing = manifest["chunks"] - present
+        if missing > 0:
+            lost.append(f"The last {missing} of {manifest['chunks']} chunks are missing.")
     elif "closed" in manifest and is_locked(root):
         lost.append("It is still being recorded; load it again for more.")
     elif "closed" in manifest:

@@ -77,7 +77,10 @@ class Recorder:
         self.directory = Path(os.path.realpath(directory))
         self._chunk_bytes = chunk_bytes
         self._max_age_s = max_age_s
-        self._chunks = self._batches = self._frames = 0  # on disk
+        # on disk
+        self._chunks = 0
+        self._batches = 0
+        self._frames = 0
         self._pending: _Pending | None = None
         self._manifest: dict[str, Any] = {
             "format": FORMAT,
@@ -136,10 +139,8 @@ class Recorder:
                 raise
         if self._signature is None:
             self._signature = content.signature
-            self._about |= {
-                "frames_per_batch": content.frames,
-                "batch_size": list(content.batch_size),
-            }
+            self._about["frames_per_batch"] = content.frames
+            self._about["batch_size"] = list(content.batch_size)
             self._about["keys"] = {
                 dotted(key): {"dtype": dtype, "shape": list(shape)}
                 for key, (dtype, shape) in content.signature.items()
@@ -170,11 +171,13 @@ class Recorder:
         self._owner.check()
         if self._pending is None or not self._pending.count:
             return
-        about = {"chunk": self._chunks, "first_batch": self._batches, "manifest": self._manifest}
-        path, content = (
-            self.directory / chunks.chunk_name(self._chunks),
-            self._pending.encode(about),
-        )
+        about = {
+            "chunk": self._chunks,
+            "first_batch": self._batches,
+            "manifest": self._manifest,
+        }
+        path = self.directory / chunks.chunk_name(self._chunks)
+        content = self._pending.encode(about)
         try:
             write_whole(path, [content])
         except BaseException as error:
@@ -202,16 +205,24 @@ class Recorder:
         if self._lock is None or not self._owner.is_here():
             return
         self.flush()
-        counts = {"frames": self._frames, "batches": self._batches, "chunks": self._chunks}
+        counts = {
+            "frames": self._frames,
+            "batches": self._batches,
+            "chunks": self._chunks,
+        }
         self._write_manifest(self._about | counts | {"closed": True})
         self._lock.release()
-        self._lock = self._pending = None
+        self._lock = None
+        self._pending = None
 
     def __enter__(self) -> Recorder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _: TracebackType | None,
     ) -> None:
         try:
             self.close()
@@ -248,7 +259,8 @@ class Recorder:
 
     def _write_manifest(self, state: dict[str, Any]) -> None:
         try:
-            write_whole(self.directory / chunks.MANIFEST, [seal(self._manifest | state, indent=1)])
+            content = seal(self._manifest | state, indent=1)
+            write_whole(self.directory / chunks.MANIFEST, [content])
         except OSError as error:
             raise self._not_written(chunks.MANIFEST, error) from error
 
@@ -265,8 +277,9 @@ class Recorder:
         new = content.signature
         lines = [f"{dotted(key)} is missing" for key in old if key not in new]
         lines += [f"{dotted(key)} is new" for key in new if key not in old]
+        both = [key for key in new if key in old]
         lines += [
-            f"{dotted(k)} is {new[k]}, was {old[k]}" for k in new if k in old and new[k] != old[k]
+            f"{dotted(key)} is {new[key]}, was {old[key]}" for key in both if new[key] != old[key]
         ]
         return "; ".join(lines)
 
@@ -297,10 +310,12 @@ class _Content:
         if not self.tensors and not self.objects:
             raise BadRecording("A batch without any leaf cannot be recorded.")
         dims = len(self.batch_size)
-        self.signature = {
-            key: (str(t.dtype).removeprefix("torch."), tuple(t.shape[dims:]))
-            for key, t in self.tensors.items()
-        } | dict.fromkeys(self.objects, ("object", ()))
+        self.signature: dict[Key, tuple[str, tuple[int, ...]]] = {}
+        for key, tensor in self.tensors.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self.signature[key] = (dtype, tuple(tensor.shape[dims:]))
+        for key in self.objects:
+            self.signature[key] = ("object", ())
 
 
 class _Pending:
@@ -311,17 +326,18 @@ class _Pending:
         self._names = first.names
         self._signature = first.signature
         dims = range(len(first.batch_size))
-        strides = next((t.stride() for t in first.tensors.values()), tuple(reversed(dims)))
+        tensors = first.tensors
+        strides = next((tensor.stride() for tensor in tensors.values()), tuple(reversed(dims)))
         # the memory order, so that a copy transposes nothing
         self.order = sorted(dims, key=lambda d: -strides[d])
-        size = sum(t.numel() * t.itemsize for t in first.tensors.values())
+        size = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
         self.capacity = min(max(1, chunk_bytes // max(1, size)), MAX_BATCHES_PER_CHUNK)
         self._chunk_bytes = chunk_bytes
         # Pages of an empty tensor take no memory until they are written.
-        self._buffers = {
-            key: torch.empty((self.capacity, *self._permute(t).shape), dtype=t.dtype, device="cpu")
-            for key, t in first.tensors.items()
-        }
+        self._buffers: dict[Key, torch.Tensor] = {}
+        for key, tensor in tensors.items():
+            shape = (self.capacity, *self._permute(tensor).shape)
+            self._buffers[key] = torch.empty(shape, dtype=tensor.dtype, device="cpu")
         self._lines: dict[Key, list[str]] = {key: [] for key in first.objects}
         self.clear()
 
@@ -331,7 +347,8 @@ class _Pending:
         Their memory is reused, since new pages cost as much as filling them.
         """
         self.since = math.inf
-        self.count = self._text_bytes = 0
+        self.count = 0
+        self._text_bytes = 0
         for lines in self._lines.values():
             lines.clear()
 
@@ -344,7 +361,7 @@ class _Pending:
         return self.count == self.capacity or self._text_bytes >= self._chunk_bytes
 
     def takes(self, content: _Content) -> bool:
-        same_size = (content.batch_size, content.names) == (self.batch_size, self._names)
+        same_size = content.batch_size == self.batch_size and content.names == self._names
         return not self.full and same_size and content.signature == self._signature
 
     def add(self, content: _Content) -> None:
@@ -385,11 +402,13 @@ def _leaves(batch: TensorDictBase) -> Iterator[tuple[Key, Any]]:
         return issubclass(kind, NonTensorStack) or not issubclass(kind, TensorDictBase)
 
     for key in batch.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf):
-        yield (key if isinstance(key, tuple) else (key,)), batch.get(key)
+        path = key if isinstance(key, tuple) else (key,)
+        yield path, batch.get(key)
 
 
 def _storable(key: Key, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype not in STORABLE or tensor.layout is not torch.strided or tensor.is_nested:
+    storable = tensor.dtype in STORABLE and tensor.layout is torch.strided
+    if not storable or tensor.is_nested:
         raise UnsupportedSpace(
             f"{dotted(key)} is a tensor of dtype {tensor.dtype} and layout {tensor.layout}, which a"
             " recording cannot hold. Convert it, or leave it out with batch.exclude(...)."
@@ -422,10 +441,8 @@ def _exact_json(value: Any, **options: Any) -> str:
     try:
         _check_plain(value)
         return json.dumps(value, **options)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # circular, too deep, or an int of thousands of digits
+    except (ValueError, RecursionError) as error:
+        # circular, too deep, or an int of thousands of digits
         raise TypeError(f"{type(value).__name__} cannot be written as JSON: {error}") from error
 
 

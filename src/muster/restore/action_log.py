@@ -26,7 +26,10 @@ from muster.rng import set_state
 LIMIT_BYTES = 64 << 20  # for all action logs of a collector
 GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 SPECIAL_BYTES = 700  # size of a random state as a Python object
-CALL, ROW, ENV = range(3)  # columns of ``ResetLog.resets``
+# columns of ``ResetLog.resets``
+CALL = 0
+ROW = 1
+ENV = 2
 
 NOT_KNOWN = (
     "It cannot be replayed: neither a seed nor a random state is known from which its actions are"
@@ -77,7 +80,8 @@ def generator_of(
     name = state["bit_generator"]
     if name not in GENERATORS:
         raise ValueError(f"{name!r} is no bit generator of NumPy")
-    bits = getattr(np.random, name)(np.random.SeedSequence(**seeds) if seeds else 0)
+    seed = np.random.SeedSequence(**seeds) if seeds else 0
+    bits = getattr(np.random, name)(seed)
     set_state(bits, state)
     return np.random.Generator(bits)
 
@@ -97,7 +101,12 @@ class Anchors:
         self.seeds: list[int | None] = [None] * env.spec.num_envs
         self.forget()
 
-    def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def before_reset(
+        self,
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
+    ) -> None:
         """Record a reset.
 
         Call this before every reset, with the arguments of ``EnvBatch.reset``.
@@ -111,7 +120,10 @@ class Anchors:
         self._calls += 1
 
     def _note_special(
-        self, which: Sequence[int], seeds: Sequence[int] | None, options: dict[str, Any] | None
+        self,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
+        options: dict[str, Any] | None,
     ) -> None:
         envs = self._env.objects()
         for n, i in enumerate(which):
@@ -133,10 +145,11 @@ class Anchors:
         resets = np.array(self._resets, np.int32).reshape(-1, 3)
         resets[:, ROW] -= begin
         envs = self._env.objects()
-        states = {i: random_state(envs[i]) if self._alone else None for i in due}
-        log = ResetLog(
-            resets, self._special, {i: Special(None, state, None) for i, state in states.items()}
-        )
+        pending: dict[int, Special] = {}
+        for i in due:
+            state = random_state(envs[i]) if self._alone else None
+            pending[i] = Special(None, state, None)
+        log = ResetLog(resets, self._special, pending)
         self.forget()
         return log
 
@@ -171,13 +184,16 @@ class _Recorded:
         """``[n]`` bool: the rows in which the chosen environment was stepped; all rows for several
         environments.
         """
-        alone = self.stepped is not None and chosen.start is not None
-        return self.stepped[:, chosen.start] if alone else np.ones(self.rows, bool)  # type: ignore[index]
+        if self.stepped is None or chosen.start is None:
+            return np.ones(self.rows, bool)
+        made: Array = self.stepped[:, chosen.start]
+        return made
 
     @property
     def nbytes(self) -> int:
         arrays = (*self.actions.values(), self.log.resets)
-        return sum(array.nbytes for array in arrays) + SPECIAL_BYTES * len(self.log.special)
+        of_arrays = sum(array.nbytes for array in arrays)
+        return of_arrays + SPECIAL_BYTES * len(self.log.special)
 
 
 class ActionLog:
@@ -231,22 +247,24 @@ class ActionLog:
             self._due[i] = seeded._replace(options=options)
 
     def add(
-        self, actions: Mapping[Key, Array], log: ResetLog, stepped: Array | None = None
+        self,
+        actions: Mapping[Key, Array],
+        log: ResetLog,
+        stepped: Array | None = None,
     ) -> None:
         """Append a rollout: a copy of its actions, ``[n, B, *shape]`` per leaf, and its resets.
 
         ``stepped`` is ``[n, B]`` bool, False where an environment was bypassed; None: none was
         bypassed.
         """
-        self._chunks.append(
-            _Recorded(
-                self._next, {key: array.copy() for key, array in actions.items()}, log, stepped
-            )
-        )
-        self.nbytes += self._chunks[-1].nbytes
+        copies = {key: array.copy() for key, array in actions.items()}
+        chunk = _Recorded(self._next, copies, log, stepped)
+        self._chunks.append(chunk)
+        self.nbytes += chunk.nbytes
         self._anchors = self._anchors_after(self._next, log)
         self._next += 1
-        for i in log.resets[log.resets[:, ROW] == 0, ENV].tolist():
+        in_first_row = log.resets[:, ROW] == 0
+        for i in log.resets[in_first_row, ENV].tolist():
             self._due.pop(i, None)
         self._due = log.due | self._due
         self._trim()
@@ -282,6 +300,7 @@ class ActionLog:
         anchor = self._anchor(index, phase, log)
         chosen = slice(index, index + 1) if self.alone and index is not None else slice(None)
         full = error.traceback if isinstance(error, MusterError) else ""
+        texts = [text for text in (text_of(error), full) if text]
         crash_report = self._replay(
             anchor,
             chunks,
@@ -289,7 +308,7 @@ class ActionLog:
             alone=self.alone,
             phase=phase,
             kind=type(error).__name__,
-            message="\n\n".join(filter(None, (text_of(error), full))),
+            message="\n\n".join(texts),
         )
         missing = crash_report.missing
         caveat = ""
@@ -317,15 +336,13 @@ class ActionLog:
         for ``add``.
         """
         count = int((log.resets[:, ROW] < end).sum())  # later ones start the next episodes
-        log = ResetLog(
-            log.resets[:count], {n: special for n, special in log.special.items() if n < count}
-        )
+        special = {n: entry for n, entry in log.special.items() if n < count}
+        log = ResetLog(log.resets[:count], special)
         last = {key: array[:end] for key, array in actions.items()}
-        chunks = [
-            *self._chunks,
-            _Recorded(self._next, last, log, None if stepped is None else stepped[:end]),
-        ]
-        chosen, anchor = slice(index, index + 1), self._anchors_after(self._next, log)[index]
+        made = None if stepped is None else stepped[:end]
+        chunks = [*self._chunks, _Recorded(self._next, last, log, made)]
+        anchor = self._anchors_after(self._next, log)[index]
+        chosen = slice(index, index + 1)
         return self._replay(anchor, chunks, chosen, alone=True, phase="close", kind="", message="")
 
     def unpickle_factory(self) -> None:
@@ -333,7 +350,11 @@ class ActionLog:
         self.factory = unpickled(self.factory, "create_env_fn")
 
     def _replay(
-        self, anchor: tuple[int, int] | None, chunks: list[_Recorded], chosen: slice, **known: Any
+        self,
+        anchor: tuple[int, int] | None,
+        chunks: list[_Recorded],
+        chosen: slice,
+        **known: Any,
     ) -> CrashReport:
         """Return the crash report of the chosen environments from a known start on; None: there is
         none.
@@ -356,25 +377,21 @@ class ActionLog:
         special: list[Special | None] = []
         rows = -begin
         calls = 0
+        envs = np.arange(len(self.env_ids))[chosen]
+        first_env = chosen.start or 0
         for chunk in chunks:
-            places = np.flatnonzero(
-                np.isin(chunk.log.resets[:, ENV], np.arange(len(self.env_ids))[chosen])
-            )
+            places = np.flatnonzero(np.isin(chunk.log.resets[:, ENV], envs))
             places = places[places >= position]
-            resets.append(
-                chunk.log.resets[places].astype(np.int64)
-                + np.array([calls, rows, -(chosen.start or 0)])
-            )
+            own = chunk.log.resets[places].astype(np.int64)
+            resets.append(own + np.array([calls, rows, -first_env]))
             special += [chunk.log.special.get(place) for place in places.tolist()]
             calls += len(chunk.log.resets)
             rows += int(chunk.made(chosen).sum())
             position = 0
         actions: dict[Key, Array] = {}
         for key in chunks[0].actions:
-            joined = np.concatenate(
-                [chunk.actions[key][chunk.made(chosen), chosen] for chunk in chunks]
-            )
-            actions[key] = joined[begin:]
+            parts = [chunk.actions[key][chunk.made(chosen), chosen] for chunk in chunks]
+            actions[key] = np.concatenate(parts)[begin:]
         return replace(
             crash_report,
             actions=actions,
@@ -385,45 +402,54 @@ class ActionLog:
     def _presumed(self, ended: Array | None) -> ResetLog:
         """The resets that the worker would have recorded, had it not died."""
         due = sorted(self._due.items())
-        after = np.argwhere(ended) if ended is not None else np.zeros((0, 2), np.int64)
-        resets = [(0, 0, i) for i, _ in due] + [(row + 1, row + 1, i) for row, i in after.tolist()]
-        return ResetLog(
-            np.array(resets, np.int32).reshape(-1, 3),
-            {n: s for n, (_, s) in enumerate(due) if not s.is_plain},
-        )
+        resets = [(0, 0, i) for i, _ in due]
+        if ended is not None:
+            resets += [(row + 1, row + 1, i) for row, i in np.argwhere(ended).tolist()]
+        special = {n: entry for n, (_, entry) in enumerate(due) if not entry.is_plain}
+        return ResetLog(np.array(resets, np.int32).reshape(-1, 3), special)
 
-    def _anchor(self, index: int | None, phase: str, log: ResetLog) -> tuple[int, int] | None:
+    def _anchor(
+        self,
+        index: int | None,
+        phase: str,
+        log: ResetLog,
+    ) -> tuple[int, int] | None:
         """The chunk and the reset at which a replay starts, if the next chunk is the last and has
         ``log``.
         """
         if self.alone and index is None:
             return None
-        before, anchor = self._anchors[index or 0], self._anchors_after(self._next, log)[index or 0]
+        before = self._anchors[index or 0]
+        anchor = self._anchors_after(self._next, log)[index or 0]
         last = np.flatnonzero(log.resets[:, ENV] == index)[-1:].tolist()
         if phase == "reset" and before is not None and anchor == (self._next, *last):
             return before  # the failure of a reset can depend on the steps before it
         return anchor
 
-    def _anchors_after(self, number: int, log: ResetLog) -> list[tuple[int, int] | None]:
+    def _anchors_after(
+        self,
+        number: int,
+        log: ResetLog,
+    ) -> list[tuple[int, int] | None]:
         anchors = list(self._anchors)
         known = sorted(position for position, special in log.special.items() if special.is_anchor)
         if self.alone:
             for position in known:
-                anchors[log.resets[position, ENV]] = number, position
+                anchors[log.resets[position, ENV]] = (number, position)
             return anchors
         for call, count in Counter(log.resets[known, CALL].tolist()).items():
             if count == len(anchors):  # one call has reset all environments
-                anchors = [(number, int(np.argmax(log.resets[:, CALL] == call)))] * count
+                first = int(np.argmax(log.resets[:, CALL] == call))
+                anchors = [(number, first)] * count
         return anchors
 
     def _trim(self) -> None:
-        oldest = min(
-            (anchor[0] for anchor in self._anchors if anchor is not None), default=self._next
-        )
+        needed = [anchor[0] for anchor in self._anchors if anchor is not None]
+        oldest = min(needed, default=self._next)
         while self._chunks and (self._chunks[0].number < oldest or self.nbytes > self.limit_bytes):
             gone = self._chunks.popleft()
             self.nbytes -= gone.nbytes
             self._cut |= gone.number >= oldest
-            self._anchors = [
-                a if a is not None and a[0] > gone.number else None for a in self._anchors
-            ]
+            for place, anchor in enumerate(self._anchors):
+                if anchor is not None and anchor[0] <= gone.number:
+                    self._anchors[place] = None

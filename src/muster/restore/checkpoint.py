@@ -30,10 +30,8 @@ from muster.utils.whole_files import open_regular, write_whole
 
 FORMAT = 2
 SMALL = 1 << 63  # limit of integers that any JSON reader supports
-NATIVE = {
-    np.dtype(kind)
-    for kind in ("?", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8")
-}
+KINDS = ("?", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8")
+NATIVE = {np.dtype(kind) for kind in KINDS}
 
 
 def save(path: str | Path, state: Any, *, mode: int = 0o666) -> None:
@@ -113,45 +111,35 @@ class _Writer:
     def encode(self, value: Any, place: str) -> Any:
         """Return ``value`` as JSON, in which large values are replaced by the number of a tensor."""
         kind = type(value)
-        if value is None or kind in (bool, str) or (kind is int and -SMALL <= value < SMALL):
+        if value is None or kind in (bool, str):
             return value
+        if kind is int:
+            return value if -SMALL <= value < SMALL else {"int": hex(value)}
         if kind is float:
             return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
-        if kind is int:
-            return {"int": hex(value)}
-        if kind is list:
-            return [self.encode(item, f"{place}[{i}]") for i, item in enumerate(value)]
-        if kind is tuple:
-            return {"tuple": [self.encode(item, f"{place}[{i}]") for i, item in enumerate(value)]}
+        if kind in (list, tuple):
+            items = [self.encode(item, f"{place}[{i}]") for i, item in enumerate(value)]
+            return items if kind is list else {"tuple": items}
         if kind in (dict, OrderedDict):
-            return {
-                "dict": [
-                    [self._key(k, place), self.encode(v, f"{place}[{k!r}]")]
-                    for k, v in value.items()
-                ]
-            }
+            entries = []
+            for key, item in value.items():
+                entries.append([self._key(key, place), self.encode(item, f"{place}[{key!r}]")])
+            return {"dict": entries}
         if kind is bytes:
             if id(value) not in self._known:
                 self._known[id(value)] = self._add(from_bytes(value))
             return {"bytes": self._known[id(value)]}
-        if (
-            kind in (torch.Tensor, torch.nn.Parameter)
-            and value.layout == torch.strided
-            and not value.is_quantized
-        ):
+        if _is_plain_tensor(value):
             return self._tensor(value.detach())
-        if (
-            kind is np.ndarray or isinstance(value, np.generic)
-        ) and value.dtype.kind in "biufcSUmM":
+        if _is_plain_array(value):
             return self._array(np.ascontiguousarray(value), value)
         raise BadCheckpoint(
             f"{place} is a {kind.__module__}.{kind.__qualname__}, which no checkpoint can hold."
         )
 
     def _key(self, key: Any, place: str) -> Any:
-        if type(key) in (str, int) or (
-            type(key) is tuple and all(type(part) is str for part in key)
-        ):
+        texts = type(key) is tuple and all(type(part) is str for part in key)
+        if texts or type(key) in (str, int):
             return self.encode(key, place)
         raise BadCheckpoint(f"{place} has the key {key!r}; expected str, int, or a tuple of str.")
 
@@ -167,17 +155,14 @@ class _Writer:
         }
 
     def _array(self, array: Any, value: Any) -> Any:
-        kind, shape = "array" if type(value) is np.ndarray else "scalar", list(np.shape(value))
+        kind = "array" if type(value) is np.ndarray else "scalar"
+        shape = list(np.shape(value))
+        dtype = array.dtype.str
         if array.dtype in NATIVE:
-            return {
-                kind: self._add(torch.from_numpy(array).reshape(shape)),
-                "dtype": array.dtype.str,
-            }
-        return {
-            kind: self._add(from_bytes(array.tobytes())),
-            "dtype": array.dtype.str,
-            "shape": shape,
-        }
+            number = self._add(torch.from_numpy(array).reshape(shape))
+            return {kind: number, "dtype": dtype}
+        number = self._add(from_bytes(array.tobytes()))
+        return {kind: number, "dtype": dtype, "shape": shape}
 
     def _add(self, tensor: torch.Tensor) -> int:
         memory = tensor.untyped_storage().data_ptr()
@@ -188,6 +173,18 @@ class _Writer:
         return number
 
 
+def _is_plain_tensor(value: Any) -> bool:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return value.layout == torch.strided and not value.is_quantized
+
+
+def _is_plain_array(value: Any) -> bool:
+    if type(value) is not np.ndarray and not isinstance(value, np.generic):
+        return False
+    return value.dtype.kind in "biufcSUmM"
+
+
 def _decode(value: Any, file: TensorFile) -> Any:
     if isinstance(value, list):
         return [_decode(item, file) for item in value]
@@ -196,10 +193,10 @@ def _decode(value: Any, file: TensorFile) -> Any:
     if not value:
         raise ValueError("an empty entry")
     kind, content = next(iter(value.items()))
-    if kind in ("float", "int"):
-        return (
-            struct.unpack(">d", bytes.fromhex(content))[0] if kind == "float" else int(content, 16)
-        )
+    if kind == "float":
+        return struct.unpack(">d", bytes.fromhex(content))[0]
+    if kind == "int":
+        return int(content, 16)
     if kind == "tuple":
         return tuple(_decode(item, file) for item in content)
     if kind == "dict":
@@ -209,10 +206,8 @@ def _decode(value: Any, file: TensorFile) -> Any:
     if kind == "bytes":
         return bytes(bytes_of(tensor))
     if kind == "tensor":
-        return (
-            tensor.view(getattr(torch, value["dtype"])).reshape(shape)
-            if "dtype" in value
-            else tensor
-        )
+        if "dtype" not in value:
+            return tensor
+        return tensor.view(getattr(torch, value["dtype"])).reshape(shape)
     array = np.frombuffer(bytes_of(tensor), np.dtype(value["dtype"])).reshape(shape)
     return array[()] if kind == "scalar" else array.copy()

@@ -21,7 +21,7 @@ from muster.memory.specs import Array
 from muster.restore.action_log import LIMIT_BYTES, ActionLog, Anchors, ResetLog
 from muster.restore.crash_report import CrashDirectory, CrashReport
 from muster.restore.kept_episodes import KeptEpisodes
-from muster.rng import seeds_of
+from muster.rng import entries, seeds_of
 
 if TYPE_CHECKING:
     from muster.rollout.group import Group
@@ -56,8 +56,10 @@ class CrashNotes:
         counters: Sequence[FrameCounters],
         max_frames_per_traj: int | None,
         crash_dir: str | Path | None = None,
+        episode_seeds: Sequence[int] | None = None,
     ) -> None:
         self._directory = CrashDirectory(crash_dir)
+        self._episode_seeds = episode_seeds
         self.kept: KeptEpisodes | None = None  # episodes that are kept
         self._histories: dict[int, ActionLog] = {}
         self._infos = {number: counters[number].info for number in groups}
@@ -84,7 +86,11 @@ class CrashNotes:
         self.kept = KeptEpisodes(missing)
         return self.kept
 
-    def reset(self, which: Mapping[int, Sequence[int]], options: dict[str, Any] | None) -> None:
+    def reset(
+        self,
+        which: Mapping[int, Sequence[int]],
+        options: dict[str, Any] | None,
+    ) -> None:
         """Note a reset of these environments, by group."""
         for number, chosen in which.items():
             self._histories[number].reset(chosen, None, options)
@@ -95,28 +101,33 @@ class CrashNotes:
             self._histories[number].forget()
 
     def seeded(
-        self, groups: Sequence[int], seed: int | None, *, static: bool = False, generation: int = 0
+        self,
+        groups: Sequence[int],
+        seed: int | Sequence[int] | None,
+        *,
+        static: bool = False,
+        generation: int = 0,
     ) -> None:
         """Note a reset of all environments of these groups with the seeds of ``Worker.seed``."""
-        if seed is None:
+        if seed is None and self._episode_seeds is None:
             return
         for number in groups:
             history = self._histories[number]
-            history.reset(
-                None,
-                seeds_of(
-                    seed, [0] * len(history.env_ids) if static else history.env_ids, generation
-                ),
-            )
+            if self._episode_seeds is not None:
+                # a successor continues at numbers of episodes that are not known here
+                if not generation:
+                    history.reset(None, entries(self._episode_seeds, history.env_ids))
+                continue
+            assert seed is not None
+            env_ids = [0] * len(history.env_ids) if static else history.env_ids
+            history.reset(None, seeds_of(seed, env_ids, generation))
 
     def reported(self, result: RolloutResult, lane: Lane) -> None:
         """Log the actions of a complete rollout."""
         begin = self._begun.pop(result.number, 0)
         end = result.done_steps
-        actions, ids = (
-            self._actions(result.group, lane, begin, end),
-            lane.arrays[TRAJ_IDS][begin:end],
-        )
+        actions = self._actions(result.group, lane, begin, end)
+        ids = lane.arrays[TRAJ_IDS][begin:end]
         self.add(result.group, actions, ids, result.anchors, result.episodes)
 
     def add(
@@ -144,13 +155,19 @@ class CrashNotes:
         self, result: RolloutResult, lane: Lane, error: BaseException, index: int | None
     ) -> Replay:
         """Save a crash report for an error of an environment or policy in a worker that still runs."""
-        begin, row = self._begun.get(result.number, 0), result.done_steps
+        begin = self._begun.get(result.number, 0)
+        row = result.done_steps
         self._begun[result.number] = row
         if isinstance(error, HookError):  # neither environment nor policy failed
             self._histories[result.group].forget()
             return None, ""
         end = row + (result.phase == "step")
-        known = {"error": error, "phase": result.phase, "index": index, "log": result.anchors}
+        known = {
+            "error": error,
+            "phase": result.phase,
+            "index": index,
+            "log": result.anchors,
+        }
         return self._save(self._crash_report(result.group, lane, begin, end, **known))
 
     def died(self, at_work: AtWork, error: MusterError) -> Callable[[], Replay]:
@@ -163,34 +180,37 @@ class CrashNotes:
         request = at_work.request
         lane = at_work.lane
         index = at_work.index
-        begin, phase = self._begun.pop(request.number, 0), error.phase or "step"
+        begin = self._begun.pop(request.number, 0)
+        phase = error.phase or "step"
         done = max(begin, at_work.row + (phase == "reset"))
-        flags = (
-            (TRAJ_DONE,) if TRAJ_DONE in lane.arrays else (next_of(TERMINATED), next_of(TRUNCATED))
-        )
-        ended = np.logical_or.reduce([lane.arrays[flag][begin:done] for flag in flags]).astype(bool)
+        flags: tuple[Key, ...] = (TRAJ_DONE,)
+        if TRAJ_DONE not in lane.arrays:
+            flags = (next_of(TERMINATED), next_of(TRUNCATED))
+        ends = [lane.arrays[flag][begin:done] for flag in flags]
+        ended = np.logical_or.reduce(ends).astype(bool)
         if phase == "reset" and len(ended) and ended[-1].sum() == 1:
             index = int(ended[-1].argmax())
         known = {"error": error, "phase": phase, "index": index, "ended": ended}
-        return partial(
-            self._save,
-            self._crash_report(request.group, lane, begin, done + (phase == "step"), **known),
-        )
+        end = done + (phase == "step")
+        return partial(self._save, self._crash_report(request.group, lane, begin, end, **known))
 
     def _crash_report(
-        self, group: int, lane: Lane, begin: int, end: int, **known: Any
+        self,
+        group: int,
+        lane: Lane,
+        begin: int,
+        end: int,
+        **known: Any,
     ) -> CrashReport:
         history = self._histories[group]
         observed: Mapping[Key, Array] = {}
         if end > begin:
+            row = end - (known["phase"] == "step")
             keys = [key for key in self._infos[group].observation_specs if key in lane.arrays]
-            observed = {
-                key: np.array(lane.arrays[key][end - (known["phase"] == "step")]) for key in keys
-            }
+            observed = {key: np.array(lane.arrays[key][row]) for key in keys}
         history.unpickle_factory()
-        crash_report = history.crash_report(
-            actions=self._actions(group, lane, begin, end), observation=observed, **known
-        )
+        actions = self._actions(group, lane, begin, end)
+        crash_report = history.crash_report(actions=actions, observation=observed, **known)
         if AGENT in self._infos[group].observation_specs:
             crash_report = replace(crash_report, missing=TURNS)
         history.forget()
@@ -198,9 +218,16 @@ class CrashNotes:
 
     def _save(self, crash_report: CrashReport) -> Replay:
         path = self._directory.save(crash_report)
-        return path, "" if path is None else crash_report.command(path)
+        command = "" if path is None else crash_report.command(path)
+        return path, command
 
-    def _actions(self, group: int, lane: Lane, begin: int, end: int) -> dict[Key, Array]:
+    def _actions(
+        self,
+        group: int,
+        lane: Lane,
+        begin: int,
+        end: int,
+    ) -> dict[Key, Array]:
         return {key: lane.arrays[key][begin:end] for key in self.action_keys(group, lane)}
 
 
@@ -221,7 +248,12 @@ class LocalLog:
         # see ``Worker.after_rollout``
         self.add = self._add if len(groups) > 1 else self._of[groups[0].number].add
 
-    def _add(self, result: RolloutResult, lane: Lane, begin: int) -> None:
+    def _add(
+        self,
+        result: RolloutResult,
+        lane: Lane,
+        begin: int,
+    ) -> None:
         self._of[result.group].add(result, lane, begin)
 
     def flush(self, *, at_end: bool = False) -> None:
@@ -238,14 +270,22 @@ class _JoinedRollouts:
     def __init__(self, notes: CrashNotes, group: Group) -> None:
         self._notes = notes
         self._number = group.number
-        self._num_envs, self._anchors = group.B, Anchors(group.env)
+        self._num_envs = group.B
+        self._anchors = Anchors(group.env)
         self._keys: list[Key] = []  # of the actions, then of the trajectory ids
         self._columns: list[Array] = []  # [most, B, *shape] of each
-        self._most = self._full = self._rows = 0
+        self._most = 0
+        self._full = 0
+        self._rows = 0
         self._forget()
         group.listen(self)
 
-    def add(self, result: RolloutResult, lane: Lane, begin: int) -> None:
+    def add(
+        self,
+        result: RolloutResult,
+        lane: Lane,
+        begin: int,
+    ) -> None:
         if result.error is not None:
             self.lost_track()
             return
@@ -257,7 +297,8 @@ class _JoinedRollouts:
         self._rows = rows
         if result.episodes is not NO_EPISODES and result.episodes is not None:
             self._ended.append(result.episodes)
-        newest_due = self._ended and self._notes.kept is not None and self._notes.kept.newest_due
+        kept = self._notes.kept
+        newest_due = self._ended and kept is not None and kept.newest_due
         # bypassed rows have to be the last ones
         if rows >= self._full or newest_due or result.left_out:
             self.flush()
@@ -267,7 +308,8 @@ class _JoinedRollouts:
             return
         *actions, ids = (column[: self._rows] for column in self._columns)
         named = dict(zip(self._keys, actions, strict=False))
-        self._notes.add(self._number, named, ids, self._anchors.take(), join_episodes(self._ended))
+        episodes = join_episodes(self._ended)
+        self._notes.add(self._number, named, ids, self._anchors.take(), episodes)
         self._forget()
 
     def _forget(self) -> None:
@@ -280,7 +322,12 @@ class _JoinedRollouts:
         self._anchors.forget()
         self._notes.forget([self._number])
 
-    def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def before_reset(
+        self,
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
+    ) -> None:
         # A rollout begins in row 0 of its lane, or continues after an error, which has forgotten
         # all earlier rows.
         self._anchors.before_reset(self._rows + row, which, seeds)

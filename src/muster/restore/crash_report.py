@@ -119,10 +119,11 @@ class CrashReport:
         code that runs.
         """
         source = self.factory.source
-        trust = (isinstance(source, str) and ":" in source) or not all(
-            map(_is_plain, self._fields().values())
-        )
-        return f"muster replay {path}{' --trust' if trust else ''}"
+        runs_code = isinstance(source, str) and ":" in source
+        if not runs_code:
+            runs_code = not all(map(_is_plain, self._fields().values()))
+        trust = " --trust" if runs_code else ""
+        return f"muster replay {path}{trust}"
 
     def save(self, path: str | Path) -> None:
         """Write the file atomically, readable for its owner only."""
@@ -137,11 +138,13 @@ class CrashReport:
         """
         state = self._fields()
         pickled = {name: value for name, value in state.items() if not _is_plain(value)}
-        state |= {name: {} if _TYPES[name] is dict else None for name in pickled}
+        for name in pickled:
+            state[name] = {} if _TYPES[name] is dict else None
         try:
             state["pickle"] = dumps(pickled, "the environment") if pickled else b""
         except BadOption as error:
-            state |= {"pickle": b"", "missing": f"It cannot be replayed: {error}"}
+            state["pickle"] = b""
+            state["missing"] = f"It cannot be replayed: {error}"
         return state | {"format": FORMAT}
 
     @staticmethod
@@ -158,22 +161,26 @@ class CrashReport:
         except BadCheckpoint as error:
             raise BadCrashReport(f"No crash report: {error}") from error
         _check(state, path)
-        pickled, named, spec = state.pop("pickle"), state["source"] or "", state.pop("spec")
+        pickled = state.pop("pickle")
+        named = state["source"] or ""
+        spec = state.pop("spec")
         if (pickled or ":" in named) and not trust:
-            what = (
-                "a pickle, which can run any code"
-                if pickled
-                else f"{named!r}, which imports a module"
-            )
+            what = f"{named!r}, which imports a module"
+            if pickled:
+                what = "a pickle, which can run any code"
             raise ImportRefused(
                 f"{path} holds {what}. If you trust where it comes from, add --trust (trust=True)."
             )
         if spec:
             state["registered"] = _from_file(spec, path, trust=trust)
-        state |= loads(pickled, "the environment in the crash report") if pickled else {}
+        if pickled:
+            state |= loads(pickled, "the environment in the crash report")
         state["special"] = {n: Special(*entry) for n, entry in state["special"].items()}
         factory = EnvFactory(
-            *(state.pop(name) for name in ("source", "num_envs", "kwargs", "device"))
+            source=state.pop("source"),
+            num_envs=state.pop("num_envs"),
+            kwargs=state.pop("kwargs"),
+            device=state.pop("device"),
         )
         return CrashReport(factory=factory, **state)
 
@@ -181,7 +188,8 @@ class CrashReport:
         """The fields of the file, of which some may be no plain data."""
         factory = self.factory
         spec, registered = _ids_for(factory.source)
-        return {name: value for name, value in vars(self).items() if name != "factory"} | {
+        own = {name: value for name, value in vars(self).items() if name != "factory"}
+        return own | {
             "source": factory.source,
             "num_envs": factory.num_envs,
             "kwargs": None if factory.kwargs is None else dict(factory.kwargs),
@@ -214,10 +222,8 @@ class CrashDirectory:
             who = crash_report.env_ids[0] if len(crash_report.env_ids) == 1 else "all"
             # other collectors, also of other machines, may use this directory
             token = secrets.token_hex(3)
-            path = (
-                cast(Path, self.path)
-                / f"{stamp}-{os.getpid()}-{token}-{self._written:02d}-env-{who}.crash"
-            )
+            number = f"{os.getpid()}-{token}-{self._written:02d}"
+            path = cast(Path, self.path) / f"{stamp}-{number}-env-{who}.crash"
             crash_report.save(path)
         except Exception as error:  # noqa: BLE001  (an error here must not hide the failure)
             warnings.warn(f"No crash report was written: {described(error)}", stacklevel=2)
@@ -245,42 +251,82 @@ class CrashDirectory:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that matter for a replay."""
-    packages = {name: version for name in PACKAGES if (version := installed(name))}
-    return {"python": platform.python_version(), **packages}
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        version = installed(name)
+        if version:
+            found[name] = version
+    return found
 
 
 _TYPES: dict[str, Any] = {  # types of the fields of a file
-    **dict.fromkeys(("name", "phase", "kind", "message", "missing", "caveat", "time"), str),
-    **dict.fromkeys(("actions", "special", "observation", "episode", "versions"), dict),
-    **dict.fromkeys(("num_envs", "max_frames_per_traj"), (int, NOTHING)),
-    **{"env_ids": list, "alone": bool, "resets": np.ndarray, "pickle": bytes},
-    **{"source": (str, NOTHING), "kwargs": (dict, NOTHING), "device": (str, NOTHING)},
-    **{"spec": dict, "registered": NOTHING},
+    "name": str,
+    "phase": str,
+    "kind": str,
+    "message": str,
+    "missing": str,
+    "caveat": str,
+    "time": str,
+    "actions": dict,
+    "special": dict,
+    "observation": dict,
+    "episode": dict,
+    "versions": dict,
+    "num_envs": (int, NOTHING),
+    "max_frames_per_traj": (int, NOTHING),
+    "env_ids": list,
+    "alone": bool,
+    "resets": np.ndarray,
+    "pickle": bytes,
+    "source": (str, NOTHING),
+    "kwargs": (dict, NOTHING),
+    "device": (str, NOTHING),
+    "spec": dict,
+    "registered": NOTHING,
 }
 _SPECIAL = ((int, NOTHING), (dict, NOTHING), (dict, NOTHING))  # a seed, a state, options
 EPISODE = {"episode_return": float, "length": int, "env_id": int, "traj_id": int}
+
+
+def _are_env_ids(ids: list[Any]) -> bool:
+    return bool(ids) and all(type(i) is int for i in ids)
+
+
+def _are_resets(resets: Array) -> bool:
+    return resets.dtype.kind == "i" and resets.shape[1:] == (3,)
+
+
+def _are_special(special: dict[Any, Any]) -> bool:
+    for position, entry in special.items():
+        if type(position) is not int or type(entry) is not tuple or len(entry) != 3:
+            return False
+        if not all(map(isinstance, entry, _SPECIAL)):
+            return False
+    return True
+
+
+def _is_spec(spec: dict[str, Any]) -> bool:
+    return not spec or is_plain_spec(spec)
+
+
+def _is_episode(numbers: dict[str, Any]) -> bool:
+    return not numbers or {name: type(value) for name, value in numbers.items()} == EPISODE
+
+
+def _are_columns(arrays: dict[Any, Any]) -> bool:
+    if any(type(key) is not tuple for key in arrays):
+        return False
+    return all(isinstance(array, np.ndarray) for array in arrays.values())
+
+
 _PARTS: dict[str, Callable[[Any], bool]] = {  # conditions on some of these fields
-    "env_ids": lambda ids: bool(ids) and all(type(i) is int for i in ids),
-    "resets": lambda resets: resets.dtype.kind == "i" and resets.shape[1:] == (3,),
-    "special": lambda special: all(
-        type(n) is int
-        and type(entry) is tuple
-        and len(entry) == 3
-        and all(map(isinstance, entry, _SPECIAL))
-        for n, entry in special.items()
-    ),
-    "spec": lambda spec: not spec or is_plain_spec(spec),
-    "episode": (
-        lambda numbers: (
-            not numbers or {name: type(value) for name, value in numbers.items()} == EPISODE
-        )
-    ),
-    **dict.fromkeys(
-        ("actions", "observation"),
-        lambda arrays: all(
-            type(key) is tuple and isinstance(array, np.ndarray) for key, array in arrays.items()
-        ),
-    ),
+    "env_ids": _are_env_ids,
+    "resets": _are_resets,
+    "special": _are_special,
+    "spec": _is_spec,
+    "episode": _is_episode,
+    "actions": _are_columns,
+    "observation": _are_columns,
 }
 
 
@@ -288,11 +334,20 @@ def _ids_for(source: Any) -> tuple[dict[str, Any], SentIds | None]:
     """Return the id that a replay needs as plain data, if ``source`` is one of a class of
     Gymnasium's; else all ids.
     """
-    spec = plain_spec(source) if isinstance(source, str) and ":" not in source else {}
-    return (spec, None) if spec else ({}, ids_of_this_process(MOST_ID_BYTES))
+    spec = {}
+    if isinstance(source, str) and ":" not in source:
+        spec = plain_spec(source)
+    if spec:
+        return spec, None
+    return {}, ids_of_this_process(MOST_ID_BYTES)
 
 
-def _from_file(spec: dict[str, Any], path: str | Path, *, trust: bool) -> SentIds | None:
+def _from_file(
+    spec: dict[str, Any],
+    path: str | Path,
+    *,
+    trust: bool,
+) -> SentIds | None:
     """Return the id of a file, for ``installed``; None if this process has it."""
     if not trust and imports_foreign_code(spec):
         raise ImportRefused(
@@ -309,10 +364,12 @@ def _check(state: Any, path: str | Path) -> None:
             f"{path} is no crash report of format {FORMAT}, which this version of Muster reads."
         )
     # the first files of this format had no ids
-    for name, nothing in (("spec", {}), ("registered", None)):
-        state.setdefault(name, nothing)
+    state.setdefault("spec", {})
+    state.setdefault("registered", None)
     wrong = [name for name, kind in _TYPES.items() if not isinstance(state.get(name, ...), kind)]
-    wrong += [name for name, fits in _PARTS.items() if name not in wrong and not fits(state[name])]
+    for name, fits in _PARTS.items():
+        if name not in wrong and not fits(state[name]):
+            wrong.append(name)
     if wrong or state.keys() != _TYPES.keys():
         raise BadCrashReport(
             f"{path} is damaged: look at {wrong or sorted(state.keys() - _TYPES.keys())}."
@@ -325,10 +382,12 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_key, value)) and all(map(_is_plain, value.values()))
     if type(value) is np.ndarray:
         return value.dtype.kind in "biufcSUmM"
-    return all(map(_is_plain, value)) if type(value) in (list, tuple) else type(value) in PLAIN
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return type(value) in PLAIN
 
 
 def _is_key(key: Any) -> bool:
-    return type(key) in (str, int) or (
-        type(key) is tuple and all(type(part) is str for part in key)
-    )
+    if type(key) is tuple:
+        return all(type(part) is str for part in key)
+    return type(key) in (str, int)

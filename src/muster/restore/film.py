@@ -43,7 +43,11 @@ LIMIT_S = 300  # to make a film
 LIMIT_BYTES = 256 << 20  # of a film
 
 
-def film(moves: CrashReport, path: Path, fps: float | None = None) -> tuple[list[float], float]:
+def film(
+    moves: CrashReport,
+    path: Path,
+    fps: float | None = None,
+) -> tuple[list[float], float]:
     """Write a video of the episode that the last reset of the moves starts: a picture of the reset
     and of every step.
 
@@ -55,7 +59,8 @@ def film(moves: CrashReport, path: Path, fps: float | None = None) -> tuple[list
         raise BadCrashReport(moves.missing)
     check_ffmpeg()
     with closing(Player(replace(moves, factory=_rendering(moves)))) as player:
-        own_fps, order = _frames_per_second(player), player.moves()
+        own_fps = _frames_per_second(player)
+        order = player.moves()
         fps = own_fps if fps is None else fps
         rewards: list[float] = []
         start = max(n for n, move in enumerate(order) if move[0] == "reset")
@@ -66,11 +71,15 @@ def film(moves: CrashReport, path: Path, fps: float | None = None) -> tuple[list
     return rewards, fps
 
 
-def is_same(rewards: Sequence[float], episode_return: float, length: int) -> bool:
+def is_same(
+    rewards: Sequence[float],
+    episode_return: float,
+    length: int,
+) -> bool:
     """Whether a repeated episode with these rewards has this return and length."""
-    return len(rewards) == length and math.isclose(
-        sum(rewards), episode_return, rel_tol=1e-9, abs_tol=1e-9
-    )
+    if len(rewards) != length:
+        return False
+    return math.isclose(sum(rewards), episode_return, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def _rendering(moves: CrashReport) -> EnvFactory:
@@ -88,16 +97,20 @@ def _rendering(moves: CrashReport) -> EnvFactory:
 
 
 def _frames_per_second(player: Player) -> float:
-    if (mode := getattr(player.env, "render_mode", None)) != "rgb_array":
+    mode = getattr(player.env, "render_mode", None)
+    if mode != "rgb_array":
         raise UnsupportedEnv(
             f"{player.crash_report.name} has render_mode={mode!r} and so gives no pictures:"
             " create_env_fn has to take render_mode= and to pass it on"
         )
-    return float(getattr(player.env, "metadata", {}).get("render_fps") or FPS)
+    metadata = getattr(player.env, "metadata", {})
+    return float(metadata.get("render_fps") or FPS)
 
 
 def _pictures(
-    player: Player, moves: Sequence[tuple[str, int]], rewards: list[float]
+    player: Player,
+    moves: Sequence[tuple[str, int]],
+    rewards: list[float],
 ) -> Iterator[Array]:
     """Make a reset, then steps, until the episode ends; yield the picture after each, and append
     its reward.
@@ -123,16 +136,15 @@ def load_own(path: str | Path, *, trust: bool) -> CrashReport:
     try:
         with open_regular(path) as file:
             about = os.fstat(file.fileno())
-            own = about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            shared = bool(about.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+            own = about.st_uid == os.geteuid() and not shared
             kept = CrashReport.load(f"/dev/fd/{file.fileno()}", trust=trust and own)
         if not kept.episode:
             raise BadCrashReport(f"{path} is a crash report.")
     except ImportRefused as error:
-        how = (
-            "Its file belongs to another user, or others may write it."
-            if trust
-            else "If you trust the directory, restart muster watch with --trust."
-        )
+        how = "If you trust the directory, restart muster watch with --trust."
+        if trust:
+            how = "Its file belongs to another user, or others may write it."
         raise ImportRefused(
             f"To repeat this episode, code of the run's directory has to run. {how}"
         ) from error

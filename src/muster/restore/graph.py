@@ -41,7 +41,7 @@ REFUSED = {"multiprocessing", "subprocess", "ctypes", "_ctypes", "socket", "asyn
 # called to make objects that have no reduction of their own
 NEWOBJ: Any = vars(copyreg)["__newobj__"]
 REDUCERS = ("__reduce_ex__", "__reduce__", "__getstate__")
-RENDERER = "gymnasium.envs.mujoco.mujoco_rendering", "MujocoRenderer"
+RENDERER = ("gymnasium.envs.mujoco.mujoco_rendering", "MujocoRenderer")
 MODEL_AT = 1  # offset of the MjModel in the bytes of an MjData
 
 _models: deque[bytes] = deque(maxlen=16)  # saved models, of which equal environments share one
@@ -57,7 +57,9 @@ def keeps_all_in_dict(cls: type) -> bool:
 
 
 def dump(
-    value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any] = ()
+    value: Any,
+    fixed: Mapping[int, Any],
+    mujoco: Iterable[Any] = (),
 ) -> tuple[bytes, list[bytes]]:
     """Pickle ``value``; raises the exception of the pickler if an object in the graph cannot be
     saved exactly.
@@ -80,7 +82,11 @@ def dump(
     )
 
 
-def load(data: bytes, shared: list[bytes], fixed: Mapping[Any, Any]) -> Any:
+def load(
+    data: bytes,
+    shared: list[bytes],
+    fixed: Mapping[Any, Any],
+) -> Any:
     """Restore a value that ``dump`` has pickled; runs code that the pickle names.
 
     ``fixed``: live objects by name.
@@ -88,7 +94,12 @@ def load(data: bytes, shared: list[bytes], fixed: Mapping[Any, Any]) -> Any:
     return _GraphUnpickler(data, shared, fixed).load()
 
 
-def culprit(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any], path: str) -> str | None:
+def culprit(
+    value: Any,
+    fixed: Mapping[int, Any],
+    mujoco: Iterable[Any],
+    path: str,
+) -> str | None:
     """A sentence with the path of the part of ``value`` that cannot be pickled, and the reason.
 
     None if all can.
@@ -96,11 +107,14 @@ def culprit(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any], path: s
     why = _failure(value, fixed, mujoco)
     if why is None:
         return None
-    steps, value, why = innermost(
-        value, why, _children, lambda child: _failure(child, fixed, mujoco)
-    )
+
+    def failure(child: Any) -> str | None:
+        return _failure(child, fixed, mujoco)
+
+    steps, value, why = innermost(value, why, _children, failure)
     path += "".join(steps)
-    return f"{path} ({type(value).__module__}.{type(value).__qualname__}) cannot be saved: {why}"
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    return f"{path} ({name}) cannot be saved: {why}"
 
 
 class _DataFound(Exception):
@@ -108,17 +122,29 @@ class _DataFound(Exception):
 
 
 class _GraphUnpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, shared: list[bytes], fixed: Mapping[Any, Any]) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        shared: list[bytes],
+        fixed: Mapping[Any, Any],
+    ) -> None:
         super().__init__(io.BytesIO(data), buffers=shared)
         self._fixed = fixed
 
     def persistent_load(self, name: Any) -> Any:
         kind, what = name
-        return vars(importlib.import_module(what)) if kind == "globals" else self._fixed[name]
+        if kind == "globals":
+            return vars(importlib.import_module(what))
+        return self._fixed[name]
 
 
 class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    def __init__(self, file: io.BytesIO, fixed: Mapping[int, Any], mujoco: list[Any]) -> None:
+    def __init__(
+        self,
+        file: io.BytesIO,
+        fixed: Mapping[int, Any],
+        mujoco: list[Any],
+    ) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._in_band)
         self.shared: list[bytes] = []
         self._fixed = dict(fixed)
@@ -155,29 +181,38 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
         }
         if "torch" in sys.modules:  # else no object is a tensor
             special[torch.Tensor] = self._tensor
-            special[torch.UntypedStorage] = lambda s: (_storage, (_storage_bytes(s), str(s.device)))
+            special[torch.UntypedStorage] = self._untyped_storage
         if cls in special:
             return special[cls]
         if cls.__module__.startswith("mujoco.") and cls.__name__ in ("MjData", "MjModel"):
             return self._mujoco_data if cls.__name__ == "MjData" else self._mujoco_model
         if (cls.__module__, cls.__name__) == RENDERER:
-            # recreated when needed
-            return lambda obj: _by_dict(obj, {**vars(obj), "_viewers": {}, "viewer": None})
+            return self._renderer
         if any(base.__module__.split(".")[0] in REFUSED for base in cls.__mro__):
             return self._foreign
         if is_env(cls):
             return _by_dict
-        ordinary = (
-            keeps_all_in_dict(cls) and cls not in self.dispatch_table and not issubclass(cls, Enum)
-        )
-        if ordinary and any(
+        changed = any(
             getattr(cls, name, None) is not getattr(object, name, None) for name in REDUCERS
-        ):
-            return lambda obj: _by_dict(obj) if _loses(obj) else self._usual(obj)
+        )
+        ordinary = keeps_all_in_dict(cls) and not issubclass(cls, Enum)
+        if changed and ordinary and cls not in self.dispatch_table:
+            return self._whole
         return self._usual
 
     def _usual(self, obj: Any) -> Any:
         return super().reducer_override(obj)
+
+    def _whole(self, obj: Any) -> Any:
+        """Pickle an object by its ``__dict__`` if its own reduction would lose attributes."""
+        return _by_dict(obj) if _loses(obj) else self._usual(obj)
+
+    def _renderer(self, renderer: Any) -> Any:
+        # its viewers are recreated when needed
+        return _by_dict(renderer, {**vars(renderer), "_viewers": {}, "viewer": None})
+
+    def _untyped_storage(self, storage: torch.UntypedStorage) -> Any:
+        return _storage, (_storage_bytes(storage), str(storage.device))
 
     def _class(self, cls: type) -> Any:
         if _has_name(cls):
@@ -199,31 +234,34 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
             )
         self._fixed[id(function.__globals__)] = ("globals", function.__module__)
         _, (code, _, _, _, closure), (attributes, slots), *rest = self._usual(function)
-        state = attributes, {**slots, "__globals__": {}}
-        return (
-            FunctionType,
-            (code, function.__globals__, function.__name__, None, closure),
-            state,
-            *rest,
-        )
+        state = (attributes, {**slots, "__globals__": {}})
+        arguments = (code, function.__globals__, function.__name__, None, closure)
+        return FunctionType, arguments, state, *rest
 
     def _array(self, array: Any) -> Any:
-        base = owner = array.base
+        base = array.base
+        owner = base
         while isinstance(owner, (np.ndarray, memoryview)):
             owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
-        foreign = FOREIGN_MEMORY + ((torch.Tensor,) if "torch" in sys.modules else ())
-        if isinstance(owner, foreign) or (type(owner).__name__ == "PyCapsule" and self._mujoco):
+        foreign: tuple[Any, ...] = FOREIGN_MEMORY
+        if "torch" in sys.modules:
+            foreign = (*FOREIGN_MEMORY, torch.Tensor)
+        of_mujoco = type(owner).__name__ == "PyCapsule" and bool(self._mujoco)
+        if of_mujoco or isinstance(owner, foreign):
             raise pickle.PicklingError(f"it is a view into the memory of a {type(owner).__name__}")
         if not isinstance(base, np.ndarray):
             return NotImplemented
-        if array.dtype.hasobject or not (base.flags.c_contiguous or base.flags.f_contiguous):
+        contiguous = base.flags.c_contiguous or base.flags.f_contiguous
+        if array.dtype.hasobject or not contiguous:
             raise pickle.PicklingError("it is a view that cannot be made again")
-        offset = array.__array_interface__["data"][0] - base.__array_interface__["data"][0]
-        return _view, (base, array.shape, array.dtype, offset, array.strides)
+        address, _ = array.__array_interface__["data"]
+        first, _ = base.__array_interface__["data"]
+        return _view, (base, array.shape, array.dtype, address - first, array.strides)
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
-        unusual = tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
-        if tensor.layout != torch.strided or tensor.device.type == "meta" or unusual:
+        unusual = tensor.requires_grad or tensor.is_quantized
+        unusual = unusual or tensor.is_conj() or tensor.is_neg()
+        if unusual or tensor.layout != torch.strided or tensor.device.type == "meta":
             return NotImplemented
         storage = tensor.untyped_storage()  # one object for all its tensors, so it is pickled once
         return _on_storage, (
@@ -259,14 +297,17 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
         if sum(known.model is data.model for known in self._mujoco) > 1:
             raise pickle.PicklingError("two MjData share one MjModel")
         state = data.__getstate__()
-        model = next((m for m in _models if state.startswith(m, MODEL_AT)), None)
-        if model is None:
+        known = [model for model in _models if state.startswith(model, MODEL_AT)]
+        if known:
+            model = known[0]
+        else:
             model = data.model.__getstate__()
             if not state.startswith(model, MODEL_AT):  # a MuJoCo version with another format
                 return _with_state, (type(data), state)
             _models.append(model)
-        parts = state[:MODEL_AT], pickle.PickleBuffer(model), state[MODEL_AT + len(model) :]
-        return _with_state, (type(data), *parts)
+        before = state[:MODEL_AT]
+        after = state[MODEL_AT + len(model) :]
+        return _with_state, (type(data), before, pickle.PickleBuffer(model), after)
 
     def _mujoco_model(self, model: Any) -> Any:
         for data in self._mujoco:
@@ -277,7 +318,8 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
 
 def is_env(cls: type) -> bool:
     """Whether objects of the class can be stepped and reset."""
-    return callable(getattr(cls, "step", None)) and callable(getattr(cls, "reset", None))
+    steps = callable(getattr(cls, "step", None))
+    return steps and callable(getattr(cls, "reset", None))
 
 
 def _has_name(obj: Any) -> bool:
@@ -293,14 +335,17 @@ def _loses(obj: Any) -> bool:
     if isinstance(reduced, str) or reduced[0] not in (type(obj), NEWOBJ):
         return False  # a global name, or a custom constructor
     state = reduced[2] if len(reduced) > 2 else None
-    state = state if isinstance(state, dict) else {}
+    if not isinstance(state, dict):
+        state = {}
     return any(state.get(name, ...) is not value for name, value in vars(obj).items())
 
 
 def _by_dict(obj: Any, state: Any = None) -> Any:
     if not keeps_all_in_dict(type(obj)):
         raise pickle.PicklingError("it keeps state outside its __dict__")
-    return NEWOBJ, (type(obj),), vars(obj) if state is None else state, None, None, _set_dict
+    if state is None:
+        state = vars(obj)
+    return NEWOBJ, (type(obj),), state, None, None, _set_dict
 
 
 def _set_dict(obj: Any, state: dict[str, Any]) -> None:
@@ -313,7 +358,13 @@ def _with_state(cls: Any, *parts: Any) -> Any:
     return made
 
 
-def _view(base: Any, shape: Any, dtype: Any, offset: int, strides: Any) -> Any:
+def _view(
+    base: Any,
+    shape: Any,
+    dtype: Any,
+    offset: int,
+    strides: Any,
+) -> Any:
     return np.ndarray(shape, dtype, base.ravel(order="K"), offset, strides)
 
 
@@ -326,20 +377,33 @@ def _storage(data: Any, device: str) -> torch.UntypedStorage:
     return torch.from_numpy(data).clone().to(device).untyped_storage()
 
 
-def _on_storage(storage: Any, dtype: Any, offset: int, size: Any, stride: Any) -> torch.Tensor:
+def _on_storage(
+    storage: Any,
+    dtype: Any,
+    offset: int,
+    size: Any,
+    stride: Any,
+) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
-        yield from ((f"[{key!r}]", child) for key, child in value.items())
+        for key, child in value.items():
+            yield f"[{key!r}]", child
     elif isinstance(value, (list, tuple, deque)):
-        yield from ((f"[{i}]", child) for i, child in enumerate(value))
+        for i, child in enumerate(value):
+            yield f"[{i}]", child
     elif not isinstance(value, type):
-        yield from ((f".{name}", child) for name, child in getattr(value, "__dict__", {}).items())
+        for name, child in getattr(value, "__dict__", {}).items():
+            yield f".{name}", child
 
 
-def _failure(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any]) -> str | None:
+def _failure(
+    value: Any,
+    fixed: Mapping[int, Any],
+    mujoco: Iterable[Any],
+) -> str | None:
     try:
         dump(value, fixed, mujoco)
     except Exception as error:  # noqa: BLE001  (foreign code; only its message is needed)

@@ -48,15 +48,17 @@ class KeptEpisodes:
         "worst".
         """
         returns = episodes.episode_return.tolist()
-        found = (
-            {"newest": len(returns) - 1} if self.newest_due and math.isfinite(returns[-1]) else {}
-        )
+        found: dict[str, int] = {}
+        if self.newest_due and math.isfinite(returns[-1]):
+            found["newest"] = len(returns) - 1
         high = max(returns)
         low = min(returns)
         if self._best < high < math.inf:
-            self._best, found["best"] = high, returns.index(high)
+            self._best = high
+            found["best"] = returns.index(high)
         if self._worst > low > -math.inf:
-            self._worst, found["worst"] = low, returns.index(low)
+            self._worst = low
+            found["worst"] = returns.index(low)
         return found
 
     def add(
@@ -99,7 +101,8 @@ class KeptEpisodes:
         """
         now = time.monotonic()
         for which in WHICH:
-            if (kept := self._unsaved.pop(which, None)) is not None:
+            kept = self._unsaved.pop(which, None)
+            if kept is not None:
                 missing = _save(kept, directory / EPISODES / f"{which}.episode")
                 yield {"which": which, "missing": missing, **kept.episode}
         if now - self._newest_at > NEWEST_EVERY_S and not self.missing:

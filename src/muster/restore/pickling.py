@@ -40,12 +40,9 @@ def dumps(obj: Any, what: str, remedy: str | None = None) -> bytes:
         data: bytes = cloudpickle.dumps(obj)
     except Exception as error:
         if remedy is None:
-            is_function = isinstance(obj, (FunctionType, MethodType, partial))
-            remedy = (
-                "Make it inside the function instead."
-                if is_function
-                else "Pass a function that makes it."
-            )
+            remedy = "Pass a function that makes it."
+            if isinstance(obj, (FunctionType, MethodType, partial)):
+                remedy = "Make it inside the function instead."
         raise BadOption(f"{what}{_culprit(obj, error)} {remedy}") from error
     return data
 
@@ -120,24 +117,27 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         yield f"method {obj.__name__!r}", obj.__func__
     elif isinstance(obj, partial):
         yield "the function of the partial", obj.func
-        yield from ((f"argument {i} of the partial", value) for i, value in enumerate(obj.args))
-        yield from (
-            (f"argument {name!r} of the partial", value) for name, value in obj.keywords.items()
-        )
+        for i, value in enumerate(obj.args):
+            yield f"argument {i} of the partial", value
+        for name, value in obj.keywords.items():
+            yield f"argument {name!r} of the partial", value
     elif isinstance(obj, Mapping):
-        yield from ((f"key {key!r}", key) for key in obj)
-        yield from ((f"item {key!r}", value) for key, value in obj.items())
+        for key in obj:
+            yield f"key {key!r}", key
+        for key, value in obj.items():
+            yield f"item {key!r}", value
     elif isinstance(obj, (list, tuple, set, frozenset, deque)):
-        yield from ((f"item {i}", value) for i, value in enumerate(obj))
+        for i, value in enumerate(obj):
+            yield f"item {i}", value
     elif isinstance(obj, type):
-        yield from ((f"base class {base.__name__!r}", base) for base in obj.__bases__)
-        yield from (
-            (f"class attribute {name!r}", value)
-            for name, value in vars(obj).items()
-            if name not in NOT_OWN
-        )
+        for base in obj.__bases__:
+            yield f"base class {base.__name__!r}", base
+        for name, value in vars(obj).items():
+            if name not in NOT_OWN:
+                yield f"class attribute {name!r}", value
     if not isinstance(obj, (type, ModuleType)):
-        yield from ((f"attribute {name!r}", value) for name, value in _attributes(obj))
+        for name, value in _attributes(obj):
+            yield f"attribute {name!r}", value
 
 
 def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -147,20 +147,25 @@ def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
         except ValueError:  # the cell is still empty
             pass
     parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
-    yield from (
-        (f"default of {p.name!r}", p.default) for p in parameters if p.default is not p.empty
-    )
+    for parameter in parameters:
+        if parameter.default is not parameter.empty:
+            yield f"default of {parameter.name!r}", parameter.default
     names = sorted(_globals_of(function.__code__) & function.__globals__.keys())
-    yield from ((f"global {name!r}", function.__globals__[name]) for name in names)
+    for name in names:
+        yield f"global {name!r}", function.__globals__[name]
 
 
 def _globals_of(code: CodeType) -> set[str]:
+    loads_global = ("LOAD_GLOBAL", "LOAD_NAME")
     names = {
-        i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in loads_global
     }
-    return names.union(
-        *(_globals_of(inner) for inner in code.co_consts if isinstance(inner, CodeType))
-    )
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            names |= _globals_of(inner)
+    return names
 
 
 def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:

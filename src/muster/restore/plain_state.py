@@ -60,7 +60,12 @@ class Encoder:
             memory.
     """
 
-    def __init__(self, layers: Mapping[int, int], *, compares: bool = False) -> None:
+    def __init__(
+        self,
+        layers: Mapping[int, int],
+        *,
+        compares: bool = False,
+    ) -> None:
         self._layers = layers
         self._compares = compares
         self._seen: dict[int, int] = {}
@@ -84,11 +89,8 @@ class Encoder:
         if isinstance(value, np.generic) and value.dtype.kind in "biufc":
             return ["scalar", np.array(value)]
         if attribute and isinstance(value, Space) and SPACE_GENERATOR is not None:
-            return [
-                "space",
-                _facts(value),
-                [self._item(vars(s).get(SPACE_GENERATOR)) for s in _tree(value)],
-            ]
+            generators = [vars(space).get(SPACE_GENERATOR) for space in _tree(value)]
+            return ["space", _facts(value), [self._item(each) for each in generators]]
         # else no object is one
         of_torch = (torch.device, torch.dtype) if "torch" in sys.modules else ()
         if attribute and isinstance(value, (type, Enum, np.dtype, *of_torch)):
@@ -98,7 +100,7 @@ class Encoder:
         if kind is list:
             return ["list", [self._item(item) for item in value]]
         if kind is dict:
-            return ["dict", [[self._item(k), self._item(v)] for k, v in value.items()]]
+            return ["dict", [[self._item(key), self._item(v)] for key, v in value.items()]]
         if kind is deque:
             return ["deque", value.maxlen, [self._item(item) for item in value]]
         if kind is np.ndarray:
@@ -126,9 +128,11 @@ class Encoder:
         while type(owner) is np.ndarray and owner.base is not None:
             owner = owner.base
         plain = array.dtype.kind in "biufc" and array.dtype.isnative and array.flags.c_contiguous
-        own = type(owner).__name__ in OWNERS and id(owner) not in self._owners
+        copied_before = id(owner) in self._owners
+        own = type(owner).__name__ in OWNERS and not copied_before
         of_tensor = type(owner).__name__ == "Tensor"
-        if not plain or not (own or (self._compares and (of_tensor or id(owner) in self._owners))):
+        comparable = self._compares and (of_tensor or copied_before)
+        if not plain or not (own or comparable):
             raise NotPlain
         self._owners[id(owner)] = owner
         return array.copy()
@@ -138,12 +142,10 @@ class Encoder:
 
         Raises ``NotPlain`` for others, and for memory that something shares.
         """
-        strided = (
-            tensor.layout is torch.strided
-            and tensor.is_contiguous()
-            and tensor.device.type in ("cpu", "cuda")
-        )
-        if not strided or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+        strided = tensor.layout is torch.strided and tensor.is_contiguous()
+        if not strided or tensor.device.type not in ("cpu", "cuda"):
+            raise NotPlain
+        if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
             raise NotPlain
         storage = tensor.untyped_storage()
         place = storage.data_ptr()
@@ -163,7 +165,8 @@ class Decoder:
     """Decodes the results of one ``Encoder``, in the same order; ``layers``: the live environments."""
 
     def __init__(self, layers: list[Any]) -> None:
-        self._layers, self._made = layers, list[Any]()
+        self._layers = layers
+        self._made: list[Any] = []
 
     def decode(self, encoded: Any, live: Any = None) -> Any:
         """Return the value of ``encoded``; ``live`` is the present value of the attribute.
@@ -179,42 +182,45 @@ class Decoder:
             case ["tuple", items]:
                 return tuple(self.decode(item) for item in items)
             case ["list", items]:
-                self._made.append(made := [])
+                made = self._keep([])
                 made.extend(self.decode(item) for item in items)
                 return made
             case ["dict", items]:
-                self._made.append(made := {})
-                made.update((self.decode(k), self.decode(v)) for k, v in items)
+                made = self._keep({})
+                made.update((self.decode(key), self.decode(value)) for key, value in items)
                 return made
             case ["deque", maxlen, items]:
-                self._made.append(made := deque(maxlen=maxlen))
+                made = self._keep(deque(maxlen=maxlen))
                 made.extend(self.decode(item) for item in items)
                 return made
             case ["scalar", array]:
                 return array[()]
             case ["array", array]:
-                self._made.append(made := array.copy())
-                return made
+                return self._keep(array.copy())
             case ["tensor", device, array]:
-                self._made.append(made := torch.from_numpy(array).clone().to(device))
-                return made
+                return self._keep(torch.from_numpy(array).clone().to(device))
             case ["torch generator", device, state]:
-                self._made.append(made := torch.Generator(device))
+                made = self._keep(torch.Generator(device))
                 made.set_state(torch.from_numpy(state.copy()))
                 return made
             case ["generator", _, state, seeds]:
-                self._made.append(made := generator_of(state, seeds))
-                return made
+                return self._keep(generator_of(state, seeds))
             case ["fact", facts]:
                 return _of_facts(live, facts)
             case ["space", facts, generators]:
-                for space, generator in zip(_tree(_of_facts(live, facts)), generators, strict=True):
+                spaces = _tree(_of_facts(live, facts))
+                for space, generator in zip(spaces, generators, strict=True):
                     # not None, as when it was saved
                     setattr(space, str(SPACE_GENERATOR), self.decode(generator))
                 return live
             case [kind, *_]:
                 raise Mismatch(f"is saved as {kind!r}, which this version of Muster does not know")
         return encoded
+
+    def _keep(self, made: Any) -> Any:
+        """Number an object, which later values may name as the same."""
+        self._made.append(made)
+        return made
 
 
 def _of_facts(live: Any, facts: str) -> Any:
@@ -228,7 +234,9 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, np.ndarray):
-        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        return bool(a.tobytes() == b.tobytes())
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict):
@@ -240,13 +248,11 @@ def _tree(space: Space[Any]) -> Iterator[Any]:
     """The space and all spaces inside it, which have separate random states."""
     yield space
     for value in vars(space).values():
-        children = (
-            value.values()
-            if isinstance(value, dict)
-            else value
-            if isinstance(value, (tuple, list))
-            else [value]
-        )
+        children = [value]
+        if isinstance(value, dict):
+            children = list(value.values())
+        elif isinstance(value, (tuple, list)):
+            children = list(value)
         for child in children:
             if isinstance(child, Space):
                 yield from _tree(child)
@@ -257,6 +263,7 @@ def _facts(value: Any) -> str:
         return f"{type(value).__qualname__} {value!r}"
     crc = 0  # of the bounds, of which ``repr`` shows only the extremes
     for space in _tree(value):
-        for _, array in sorted((k, v) for k, v in vars(space).items() if isinstance(v, np.ndarray)):
-            crc = zlib.crc32(array.tobytes(), crc)
+        arrays = {k: v for k, v in vars(space).items() if isinstance(v, np.ndarray)}
+        for name in sorted(arrays):
+            crc = zlib.crc32(arrays[name].tobytes(), crc)
     return f"{value!r} (crc32 {crc:08x})"

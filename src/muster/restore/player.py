@@ -63,17 +63,20 @@ class Player:
         """
         resets = self.crash_report.resets
         _, first = np.unique(resets[:, 0], return_index=True)
-        at = [(int(resets[n, 1]), ("reset", int(n))) for n in first]
+        order = [(int(resets[n, 1]), ("reset", int(n))) for n in first]
         steps = len(next(iter(self.crash_report.actions.values()), ()))
-        order = sorted(
-            [*at, *((row, ("step", row)) for row in range(steps))], key=lambda entry: entry[0]
-        )
-        return [move for _, move in order]  # sorted() keeps resets before the step of the same row
+        order += [(row, ("step", row)) for row in range(steps)]
+        order.sort(key=lambda entry: entry[0])  # keeps resets before the step of the same row
+        return [move for _, move in order]
 
     def make(self, move: tuple[str, int]) -> None:
         """Make a move; raises like a rollout, with the environment's own exception as the cause."""
         with torch.no_grad():
-            (self._reset if move[0] == "reset" else self._step)(move[1])
+            kind, place = move
+            if kind == "reset":
+                self._reset(place)
+            else:
+                self._step(place)
 
     def observation(self) -> dict[Any, Array]:
         """The newest observation, ``[B, *shape]`` per leaf."""
@@ -82,12 +85,10 @@ class Player:
     def outcome(self) -> tuple[Array, Array, Array]:
         """Reward, terminated and truncated of the newest step, ``[B]`` each."""
         arrays = self._lane.arrays
-        self._lane.pull(
-            (self.batch.spec.reward_key, next_of(("terminated",)), next_of(("truncated",)))
-        )
-        return arrays[self.batch.spec.reward_key][0], *(
-            arrays[next_of((f,))][0] for f in ("terminated", "truncated")
-        )
+        keys = (self.batch.spec.reward_key, next_of(("terminated",)), next_of(("truncated",)))
+        self._lane.pull(keys)
+        reward, terminated, truncated = (arrays[key][0] for key in keys)
+        return reward, terminated, truncated
 
     def action(self, row: int) -> Any:
         leaves = {key: array[row] for key, array in self.crash_report.actions.items()}
@@ -95,17 +96,16 @@ class Player:
         if not self.crash_report.alone or codec is None:
             return leaves
         value = codec.build([leaves[key][0] for key in codec.specs])
-        return value.item() if codec.single and not codec.specs[next(iter(leaves))].shape else value
+        plain_number = codec.single and not codec.specs[next(iter(leaves))].shape
+        return value.item() if plain_number else value
 
     def verdict(self) -> str:
-        expected, got = self.crash_report.observation, self.observation()
+        expected = self.crash_report.observation
         if not expected:
             return ""
-        if all(
-            same_bits(_as_stored(got[key], value), value)
-            for key, value in expected.items()
-            if key in got
-        ):
+        got = self.observation()
+        shared = [key for key in expected if key in got]
+        if all(same_bits(_as_stored(got[key], expected[key]), expected[key]) for key in shared):
             return "The observation before the failure is bit for bit the recorded one."
         return (
             "The observation before the failure is NOT the recorded one: this environment is not"
@@ -121,29 +121,27 @@ class Player:
         specs = self.batch.spec.action_specs
         expected = {key: tuple(self._lane.data[key].shape[1:]) for key in specs}
         got = {key: array.shape[1:] for key, array in actions.items()}
-        if (actions and got != expected) or len({len(array) for array in actions.values()}) > 1:
+        lengths = {len(array) for array in actions.values()}
+        if (actions and got != expected) or len(lengths) > 1:
             raise BadCrashReport(
                 f"{self.crash_report.name} takes actions {expected}, and the crash report holds"
                 f" {got}."
             )
-        if (
-            len(resets)
-            and not 0 <= resets[:, 2].min() <= resets[:, 2].max() < self.batch.spec.num_envs
-        ):
+        envs = resets[:, 2]
+        num_envs = self.batch.spec.num_envs
+        if len(envs) and not 0 <= envs.min() <= envs.max() < num_envs:
             raise BadCrashReport(
-                f"the crash report resets environments beyond the {self.batch.spec.num_envs} that"
-                " there"
-                " are."
+                f"the crash report resets environments beyond the {num_envs} that there are."
             )
 
     def _reset(self, n: int) -> None:
         resets = self.crash_report.resets
-        rows = list(
-            itertools.takewhile(lambda i: resets[i, 0] == resets[n, 0], range(n, len(resets)))
-        )
+        call = resets[n, 0]
+        rows = list(itertools.takewhile(lambda i: resets[i, 0] == call, range(n, len(resets))))
         which = [int(resets[i, 2]) for i in rows]
         special = [self.crash_report.special.get(i, Special(None, None, None)) for i in rows]
-        for i, state in zip(which, (entry.state for entry in special), strict=True):
+        for i, entry in zip(which, special, strict=True):
+            state = entry.state
             if state is not None:
                 try:
                     env: Any = self.batch.objects()[i]
@@ -154,7 +152,8 @@ class Player:
                     ) from error
         seeds = [entry.seed for entry in special if entry.seed is not None]
         pass_options(self.batch, special[0].options)
-        self.batch.reset(self._lane.data, 0, which, seeds if len(seeds) == len(which) else None)
+        given = seeds if len(seeds) == len(which) else None
+        self.batch.reset(self._lane.data, 0, which, given)
 
     def _step(self, row: int) -> None:
         data = self._lane.data
@@ -162,11 +161,10 @@ class Player:
             for key in (flag, next_of(flag)):
                 data[key][...] = self._lane.arrays[key][...] = False
         for key, array in self.crash_report.actions.items():
-            data[key][0] = (
-                torch.as_tensor(array[row], device="cpu")
-                if torch.is_tensor(data[key])
-                else array[row]
-            )
+            action = array[row]
+            if torch.is_tensor(data[key]):
+                action = torch.as_tensor(action, device="cpu")
+            data[key][0] = action
         self.batch.start(self._lane)(0)
         for key in self.batch.spec.observation_specs:
             data[key][0] = data[key][1]
@@ -176,7 +174,9 @@ def same_bits(a: Array, b: Array) -> bool:
     """Whether two arrays are equal bit for bit."""
     if a.dtype == object:
         return bool(a.tolist() == b.tolist())
-    return (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes())
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return a.tobytes() == b.tobytes()
 
 
 def _as_stored(value: Array, recorded: Array) -> Array:

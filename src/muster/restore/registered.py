@@ -32,13 +32,14 @@ MAIN = "__main__"
 AT_HAND = ("id", "namespace", "name", "version")
 OWN = "gymnasium.envs."  # modules of Gymnasium's own environments
 PLAIN: dict[str, tuple[type, ...]] = {  # fields of a spec in a file, with their types
-    **dict.fromkeys(("id", "entry_point"), (str,)),
-    **dict.fromkeys(("nondeterministic", "order_enforce", "disable_env_checker"), (bool,)),
-    **{
-        "max_episode_steps": (int, type(None)),
-        "reward_threshold": (int, float, type(None)),
-        "kwargs": (dict,),
-    },
+    "id": (str,),
+    "entry_point": (str,),
+    "nondeterministic": (bool,),
+    "order_enforce": (bool,),
+    "disable_env_checker": (bool,),
+    "max_episode_steps": (int, type(None)),
+    "reward_threshold": (int, float, type(None)),
+    "kwargs": (dict,),
 }
 _IN_A_MODULE = (
     "or move the environment into a module, and register it with entry_point='my_module:MyEnv'"
@@ -97,7 +98,9 @@ def with_later_ids(sent: SentIds) -> SentIds:
         for env_id, spec in _registered()
         if env_id not in sent.packed
     }
-    return SentIds({**later, **sent.packed}) if later else sent
+    if not later:
+        return sent
+    return SentIds({**later, **sent.packed})
 
 
 def check_id(env_id: str, what: str) -> None:
@@ -118,7 +121,8 @@ def spec_of(env_id: str) -> EnvSpec | None:
 
     Without a version, it is the newest one.
     """
-    name, specs = env_id.rpartition(":")[2], dict(_registered())
+    _, _, name = env_id.rpartition(":")
+    specs = dict(_registered())
     if name in specs:
         return specs[name]
     versions = [spec for spec in specs.values() if spec.id == f"{name}-v{spec.version}"]
@@ -129,10 +133,9 @@ def _registered() -> list[tuple[str, EnvSpec]]:
     """Return the ids that ``gymnasium.make`` takes, with their specs: programs may have put
     anything there.
     """
-    found = list(registry.items())
-    return [
-        (env_id, spec) for env_id, spec in found if isinstance(spec, EnvSpec) and _is_id(env_id)
-    ]
+    found = list(registry.items())  # a copy: other threads may register
+    specs = [(env_id, spec) for env_id, spec in found if isinstance(spec, EnvSpec)]
+    return [(env_id, spec) for env_id, spec in specs if _is_id(env_id)]
 
 
 def _is_id(env_id: Any) -> bool:
@@ -155,12 +158,15 @@ def _packed(spec: EnvSpec) -> bytes:
 
     Raises ``BadOption`` with the id, the part that cannot be pickled, and the remedy.
     """
-    # this process has got it itself
-    if type(spec) is _SentSpec and (unused := _unused(spec)) is not None:
-        return unused[0]
+    if type(spec) is _SentSpec:
+        unused = _unused(spec)
+        if unused is not None:  # this process has got it itself
+            packed, _ = unused
+            return packed
     try:
-        content = spec, _named_in_main(spec)
-        if type(spec) is EnvSpec and not content[1] and _is_plain(vars(spec)):
+        named = _named_in_main(spec)
+        content = (spec, named)
+        if type(spec) is EnvSpec and not named and _is_plain(vars(spec)):
             return pickle.dumps(content, pickle.HIGHEST_PROTOCOL)  # a tenth of cloudpickle's time
         return bytes(cloudpickle.dumps(content))
     except Exception as error:
@@ -174,13 +180,15 @@ def _named_in_main(spec: EnvSpec) -> dict[str, Any]:
     """Return the objects of the main module that entry points such as ``"__main__:MyEnv"`` name."""
     main = vars(sys.modules[MAIN])
     of_wrappers = [wrapper.entry_point for wrapper in spec.additional_wrappers]
-    texts = [
-        each
-        for each in (spec.entry_point, spec.vector_entry_point, *of_wrappers)
-        if isinstance(each, str)
-    ]
-    named = [text.partition(":") for text in texts]
-    return {name: main[name] for module, _, name in named if module == MAIN and name in main}
+    entry_points = (spec.entry_point, spec.vector_entry_point, *of_wrappers)
+    found = {}
+    for entry_point in entry_points:
+        if not isinstance(entry_point, str):
+            continue
+        module, _, name = entry_point.partition(":")
+        if module == MAIN and name in main:
+            found[name] = main[name]
+    return found
 
 
 def _is_plain(value: Any) -> bool:
@@ -193,7 +201,8 @@ def _is_plain(value: Any) -> bool:
     if kind is dict:
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
     if isinstance(value, (type, FunctionType)) and str(value.__module__).startswith("gymnasium."):
-        return getattr(sys.modules.get(value.__module__), value.__qualname__, None) is value
+        module = sys.modules.get(value.__module__)
+        return getattr(module, value.__qualname__, None) is value
     return False
 
 
@@ -254,10 +263,14 @@ class _SentSpec(EnvSpec):
         object.__setattr__(self, name, value)
 
 
-def _sent_spec(env_id: str, packed: bytes, others: Mapping[str, EnvSpec]) -> EnvSpec:
+def _sent_spec(
+    env_id: str,
+    packed: bytes,
+    others: Mapping[str, EnvSpec],
+) -> EnvSpec:
     """Make the spec of an id; ``others``: all ids that were sent, with their specs."""
     spec = EnvSpec(env_id)
-    vars(spec)["_unused"] = packed, others
+    vars(spec)["_unused"] = (packed, others)
     spec.__class__ = _SentSpec
     return spec
 
@@ -275,14 +288,16 @@ def _use(spec: _SentSpec) -> None:
 
     If that fails, the reason is raised where an environment is made of it.
     """
-    if (unused := _unused(spec)) is None:  # another thread has done it
+    unused = _unused(spec)
+    if unused is None:  # another thread has done it
         return
     packed, others = unused
     with _kept(others):
         try:
             loaded, main = loads(packed, f"The registration of {spec.id!r}")
         except BadOption as error:
-            loaded, main = _unusable(spec.id, str(error)), {}
+            loaded = _unusable(spec.id, str(error))
+            main = {}
         vars(sys.modules[MAIN]).update(main)
         _import_what_makes(loaded)
     state: dict[str, Any] = object.__getattribute__(spec, "__dict__")

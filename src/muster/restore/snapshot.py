@@ -60,22 +60,16 @@ def take(env: Any) -> Snapshot:
     try:
         layers = _layers(env)
         for layer in layers:
-            if not hasattr(layer, "__dict__") or (
-                not keeps_all_in_dict(type(layer)) and _own(layer) is None
-            ):
+            known = keeps_all_in_dict(type(layer)) or _own(layer) is not None
+            if not known or not hasattr(layer, "__dict__"):
                 raise Mismatch(
                     f"{_name(layer)} keeps state outside its __dict__ and has no get_state and"
                     " set_state"
                 )
         parts = [_part(layer, layers) for layer in layers]
-        about = {"layers": [_name(layer) for layer in layers]}
+        about: Snapshot = {"layers": [_name(layer) for layer in layers]}
         try:
-            encoder = Encoder(_numbers(layers))
-            return {
-                "way": "plain",
-                **about,
-                "data": [{k: encoder.encode(v) for k, v in p.items()} for p in parts],
-            }
+            return {"way": "plain", **about, "data": _encoded(parts, layers)}
         except NotPlain:
             return _pickled(parts, layers) | about
     except Mismatch as error:
@@ -102,9 +96,9 @@ def restore(env: Any, snapshot: Snapshot, trust: bool) -> str | None:
     layers = _layers(env)
     names = [_name(layer) for layer in layers]
     if names != snapshot["layers"]:
-        return (
-            f"It was saved from {' > '.join(snapshot['layers'])}, and is now {' > '.join(names)}."
-        )
+        was = " > ".join(snapshot["layers"])
+        now = " > ".join(names)
+        return f"It was saved from {was}, and is now {now}."
     try:
         if snapshot["way"] == "pickle":
             parts = _unpickled(snapshot, layers)
@@ -118,11 +112,9 @@ def restore(env: Any, snapshot: Snapshot, trust: bool) -> str | None:
         return f"{error}."
     except Exception as error:  # noqa: BLE001  (foreign code can raise anything; the state is not restored then)
         return f"Restoring {_name(env)} raised {described(error)}"
-    return (
-        ALE_INEXACT
-        if any(type(layer).__module__.startswith("ale_py.") for layer in layers)
-        else None
-    )
+    if any(type(layer).__module__.startswith("ale_py.") for layer in layers):
+        return ALE_INEXACT
+    return None
 
 
 # --- layers ---------------------------------------------------------------------------------------
@@ -133,8 +125,10 @@ def _layers(env: Any) -> list[Any]:
     for layer in found:  # the loop appends to it
         held = getattr(layer, "__dict__", {})
         held = {**(held.get("_modules") or {}), **held}  # a torch module has its submodules there
-        for link in (held.get(name) for name in LINKS):
-            for child in link if isinstance(link, (list, tuple)) else [link]:
+        links = [held.get(name) for name in LINKS]
+        for link in links:
+            children = link if isinstance(link, (list, tuple)) else [link]
+            for child in children:
                 if is_env(type(child)) and not any(child is other for other in found):
                     found.append(child)
     return found
@@ -154,14 +148,16 @@ def _own(layer: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
         # A torch module's state_dict has its parameters only, not the state of an environment.
         if not all(callable(f) and not str(f.__module__).startswith("torch") for f in functions):
             continue
-        read, write = getattr(layer, get), getattr(layer, put)
+        read = getattr(layer, get)
+        write = getattr(layer, put)
         try:
             inspect.signature(write).bind(None)
             inspect.signature(read).bind()
         except (TypeError, ValueError):  # another function of that name, or one in C
             continue
-        rng = "include_rng" in inspect.signature(read).parameters
-        return partial(read, include_rng=True) if rng else read, write
+        if "include_rng" in inspect.signature(read).parameters:
+            read = partial(read, include_rng=True)
+        return read, write
     return None
 
 
@@ -170,21 +166,25 @@ def _own(layer: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
 
 def _part(layer: Any, layers: list[Any]) -> dict[str, Any]:
     own = _own(layer)
-    held = {
-        k: v for k, v in vars(layer).items() if not _is_construction(k, v) and not _draws(layer, v)
-    }
+    held: dict[str, Any] = {}
+    left_out: list[str] = []
+    for name, value in vars(layer).items():
+        if _draws(layer, value):
+            left_out.append(name)
+        elif not _is_construction(name, value):
+            held[f".{name}"] = value
     if own is None:
-        part: dict[str, Any] = {
-            "left_out": [name for name, value in vars(layer).items() if _draws(layer, value)]
-        }
-        return part | {f".{name}": value for name, value in held.items()}
-    state = own[0]()
+        return {"left_out": left_out, **held}
+    read, _ = own
+    state = read()
+    part: dict[str, Any]
     if hasattr(state, "serialize") and hasattr(state, "__setstate__"):  # ALEState
         part = {"bytes": state.__getstate__()}
     else:
         part = {"state": state}
     part["check"] = _plain_attributes(layer, layers)
-    return part | {f".{name}": value for name, value in held.items() if _is_gymnasiums(name, value)}
+    of_gymnasium = {name: v for name, v in held.items() if _is_gymnasiums(name[1:], v)}
+    return part | of_gymnasium
 
 
 def _is_construction(name: str, value: Any) -> bool:
@@ -205,20 +205,20 @@ def _draws(layer: Any, value: Any) -> bool:
     """Whether ``value`` is a pygame object, such as a window, that Gymnasium's environments
     recreate if missing.
     """
-    return (
-        type(layer).__module__.startswith("gymnasium.envs.")
-        and type(value).__module__.split(".")[0] == "pygame"
-    )
+    package = type(value).__module__.split(".")[0]
+    return package == "pygame" and type(layer).__module__.startswith("gymnasium.envs.")
 
 
 def _plain_attributes(layer: Any, layers: list[Any]) -> list[Any]:
     found = []
     for name, value in vars(layer).items():
-        if not _is_construction(name, value) and not _is_gymnasiums(name, value):
-            try:
-                found.append([name, Encoder(_numbers(layers), compares=True).encode(value)])
-            except NotPlain:
-                pass
+        if _is_construction(name, value) or _is_gymnasiums(name, value):
+            continue
+        try:
+            encoded = Encoder(_numbers(layers), compares=True).encode(value)
+        except NotPlain:
+            continue
+        found.append([name, encoded])
     return found
 
 
@@ -236,11 +236,11 @@ def _put_back(part: dict[str, Any], layer: Any) -> None:
         vars(layer).update(attributes)
         return
     live = vars(layer)
-    kept = {
-        k: v
-        for k, v in live.items()
-        if k in part["left_out"] or _is_construction(k, v) or _draws(layer, v)
-    }
+    kept = {}
+    for name, value in live.items():
+        left_out = name in part["left_out"] or _draws(layer, value)
+        if left_out or _is_construction(name, value):
+            kept[name] = value
     live.clear()
     live.update(attributes | kept)
 
@@ -257,24 +257,31 @@ def _check(part: dict[str, Any], layer: Any, layers: list[Any]) -> None:
 # --- plain and pickled snapshots ------------------------------------------------------------------
 
 
-def _pickled(parts: list[dict[str, Any]], layers: list[Any]) -> Snapshot:
+def _pickled(
+    parts: list[dict[str, Any]],
+    layers: list[Any],
+) -> Snapshot:
     fixed = {id(layer): ("layer", number) for number, layer in enumerate(layers)}
     fixed |= {id(type(layer)): ("class", number) for number, layer in enumerate(layers)}
-    mujoco = [
-        value for part in parts for value in part.values() if type(value).__name__ == "MjData"
-    ]
+    mujoco = []
+    for part in parts:
+        mujoco += [value for value in part.values() if type(value).__name__ == "MjData"]
     try:
         data, shared = dump(parts, fixed, mujoco)
     except Exception as error:
         for part, layer in zip(parts, layers, strict=True):
             for name, value in part.items():
-                if why := culprit(value, fixed, mujoco, f"{type(layer).__name__}{name}"):
+                why = culprit(value, fixed, mujoco, f"{type(layer).__name__}{name}")
+                if why:
                     raise Mismatch(why) from error
         raise
     return {"way": "pickle", "python": PYTHON, "data": data, "shared": shared}
 
 
-def _unpickled(snapshot: Snapshot, layers: list[Any]) -> list[dict[str, Any]]:
+def _unpickled(
+    snapshot: Snapshot,
+    layers: list[Any],
+) -> list[dict[str, Any]]:
     if snapshot["python"] != PYTHON:
         raise Mismatch(
             f"The state was pickled by Python {snapshot['python']}, and this is Python {PYTHON}"
@@ -285,7 +292,22 @@ def _unpickled(snapshot: Snapshot, layers: list[Any]) -> list[dict[str, Any]]:
     return parts
 
 
-def _decoded(data: list[Any], layers: list[Any]) -> list[dict[str, Any]]:
+def _encoded(
+    parts: list[dict[str, Any]],
+    layers: list[Any],
+) -> list[dict[str, Any]]:
+    """Return the parts as plain data; raises ``NotPlain``."""
+    encoder = Encoder(_numbers(layers))
+    encoded = []
+    for part in parts:
+        encoded.append({name: encoder.encode(value) for name, value in part.items()})
+    return encoded
+
+
+def _decoded(
+    data: list[Any],
+    layers: list[Any],
+) -> list[dict[str, Any]]:
     decoder = Decoder(layers)
     parts = []
     for encoded, layer in zip(data, layers, strict=True):

@@ -48,7 +48,11 @@ def is_own(policy: Policy, error: BaseException) -> bool:
     return issubclass(type(error), getattr(policy, "raises", OWN))
 
 
-def policy_error(policy: Policy, error: BaseException, t: int = 0) -> PolicyError:
+def policy_error(
+    policy: Policy,
+    error: BaseException,
+    t: int = 0,
+) -> PolicyError:
     """Return the error that names the policy, its error and the row.
 
     ``error`` can be of any type: a policy that uses Muster can also raise Muster's errors.
@@ -64,9 +68,9 @@ def env_error(name: str, method: str, error: BaseException) -> BaseException:
     """Return the error to raise for an environment's error: the adapter's own, with its details, or
     an ``EnvError``.
     """
-    if issubclass(type(error), MusterError) and not issubclass(
-        type(error), (PolicyError, BadPolicyOutput)
-    ):
+    is_ours = issubclass(type(error), MusterError)
+    of_policy = issubclass(type(error), (PolicyError, BadPolicyOutput))
+    if is_ours and not of_policy:
         return error
     return EnvError(f"{name}.{method} raised {described(error)}")
 
@@ -76,11 +80,12 @@ def keep(outputs: Outputs) -> Outputs:
 
     The adapter has copied objects.
     """
-    action, extras, state = (
-        {key: value.clone() for key, value in part.items()}
-        for part in (outputs.action, outputs.extras, outputs.state)
+    return Outputs(
+        action={key: value.clone() for key, value in outputs.action.items()},
+        extras={key: value.clone() for key, value in outputs.extras.items()},
+        state={key: value.clone() for key, value in outputs.state.items()},
+        objects=outputs.objects,
     )
-    return Outputs(action, extras, state, outputs.objects)
 
 
 def store_outputs(outputs: Outputs, lane: Lane, t: int = 0) -> None:

@@ -67,19 +67,18 @@ def check_bootstrap(
 ) -> None:
     """Raise ``BadOption`` if values cannot be evaluated with these columns."""
     if not any(column.key in VALUES for column in columns):
+        names = " or ".join(repr(key[0]) for key in VALUES)
         raise BadOption(
-            f"bootstrap: the policy gives no {' or '.join(repr(key[0]) for key in VALUES)}. Let it"
-            " return one beside its action, as in (action, {'state_value': value}), or leave"
-            " bootstrap out"
+            f"bootstrap: the policy gives no {names}. Let it return one beside its action, as in"
+            " (action, {'state_value': value}), or leave bootstrap out"
         )
     if AGENT in observed:
         raise BadOption(
             "bootstrap evaluates the last row of each environment, and agents that take turns have"
             " one each: compute the values of ('next', 'observation') in the learner"
         )
-    if not reset_when_done and any(
-        column.carry and column.key not in observed for column in columns
-    ):
+    is_recurrent = any(column.carry and column.key not in observed for column in columns)
+    if is_recurrent and not reset_when_done:
         raise BadOption(
             "bootstrap: reset_when_done=False forgets recurrent states at the ends of episodes"
         )
@@ -97,19 +96,32 @@ class NextRows:
             after truncations.
     """
 
-    def __init__(self, group: Group, lane: Lane, wanted: Bootstrap) -> None:
+    def __init__(
+        self,
+        group: Group,
+        lane: Lane,
+        wanted: Bootstrap,
+    ) -> None:
         self._group = group
         self._lane = lane
         self._wanted = wanted
         of_env = group.env.spec.carried_specs
-        self._states = [c.key for c in lane.layout.columns if c.carry and c.key not in of_env]
+        carried = [column.key for column in lane.layout.columns if column.carry]
+        self._states = [key for key in carried if key not in of_env]
         self._kept: dict[tuple[int, int], dict[Key, Any]]
         self._kept = lane.cache.setdefault(KEPT, {})
         # the rollout writes these rows again
-        for cell in [cell for cell in self._kept if cell[0] >= lane.done_steps]:
-            del self._kept[cell]
+        for cell in list(self._kept):
+            row, _ = cell
+            if row >= lane.done_steps:
+                del self._kept[cell]
 
-    def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def before_reset(
+        self,
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
+    ) -> None:
         """Keep the recurrent states of environments ``which`` in ``row``."""
         if row == 0:
             return
@@ -136,10 +148,12 @@ class NextRows:
         shown = ids >= 0
         if limit is not None:
             indices, sharing = places
-            shown &= np.arange(n)[:, None] * sharing + indices < limit
+            places_in_batch = np.arange(n)[:, None] * sharing + indices
+            shown &= places_in_batch < limit
         last = np.full(lane.B, -1)
         if n:
-            last = np.where(shown.any(axis=0), n - 1 - shown[::-1].argmax(axis=0), -1)
+            newest = n - 1 - shown[::-1].argmax(axis=0)
+            last = np.where(shown.any(axis=0), newest, -1)
         cells = np.zeros(ids.shape, bool)
         envs = np.flatnonzero(last >= 0)
         cells[last[envs], envs] = True
@@ -188,13 +202,19 @@ def rollout_and_values(
     return outcome, made
 
 
-def _evaluate(group: Group, lane: Lane, made: BootstrapRows, policy: Policy) -> None:
+def _evaluate(
+    group: Group,
+    lane: Lane,
+    made: BootstrapRows,
+    policy: Policy,
+) -> None:
     if not len(made.t):
         made.fill(np.empty(0, np.float32))
         return
     if SPARE not in lane.cache:
         shape = group.env.spec.acting_shape
-        lane.cache[SPARE] = spare_lane(made.columns, math.prod(shape), shape, group.env.spec.device)
+        B = math.prod(shape)
+        lane.cache[SPARE] = spare_lane(made.columns, B, shape, group.env.spec.device)
     around = group.contexts.usual
     if not policy.draws_globally:
         around = RolloutContext(group.rng, group.options, own_rng=False, inference=True)
@@ -202,12 +222,15 @@ def _evaluate(group: Group, lane: Lane, made: BootstrapRows, policy: Policy) -> 
 
 
 def spare_lane(
-    columns: tuple[Column, ...], B: int, batch_shape: tuple[int, ...], device: Any = None
+    columns: tuple[Column, ...],
+    B: int,
+    batch_shape: tuple[int, ...],
+    device: Any = None,
 ) -> Lane:
     """Allocate a lane with one row of these columns."""
-    return Slot(
-        Layout(1, B, columns, batch_shape=batch_shape), "heap" if device is None else device
-    ).lanes[0]
+    layout = Layout(1, B, columns, batch_shape=batch_shape)
+    slot = Slot(layout, "heap" if device is None else device)
+    return slot.lanes[0]
 
 
 def fill_values(
@@ -222,7 +245,8 @@ def fill_values(
     Args:
         around: context in which the policy runs.
     """
-    key, B = next(c.key for c in made.columns if c.key in VALUES), lane.B
+    key = next(column.key for column in made.columns if column.key in VALUES)
+    B = lane.B
     values = np.zeros(len(made.t), np.float32)
     with rng.unmoved(), around:
         for begin in range(0, len(made.t), B):
@@ -233,7 +257,8 @@ def fill_values(
                     lane.data[name][0, k:] = rows[begin]
             lane.begin_at(0)
             _ask(policy, lane, rng)
-            values[begin : begin + k] = lane.tensors[key][0].reshape(B)[:k].cpu().numpy()
+            found = lane.tensors[key][0].reshape(B)
+            values[begin : begin + k] = found[:k].cpu().numpy()
     made.fill(values)  # all values or none
 
 

@@ -37,8 +37,9 @@ class Carry(dict[Key, Any]):
         call.
         """
         if column.key not in self:
-            self[column.key] = self._zeros(ArraySpec(column.shape, column.dtype))
-            self[column.key][...] = column.key == IS_INIT
+            rows = self._zeros(ArraySpec(column.shape, column.dtype))
+            rows[...] = column.key == IS_INIT
+            self[column.key] = rows
         return self[column.key]
 
     def take(self, key: Key, row: Any, but: Collection[int]) -> None:
@@ -68,8 +69,9 @@ class Carry(dict[Key, Any]):
 
     def _zeros(self, spec: ArraySpec) -> Any:
         shape = (1, self._env_spec.num_envs, *spec.shape)
-        if self._env_spec.device is None or not spec.is_tensor:
+        device = self._env_spec.device
+        if device is None or not spec.is_tensor:
             return np.zeros(shape, spec.dtype)
         # rollouts run in it, but carried rows are also written outside of rollouts
         with torch.inference_mode(False):
-            return torch.zeros(shape, dtype=torch_dtype(spec.dtype), device=self._env_spec.device)
+            return torch.zeros(shape, dtype=torch_dtype(spec.dtype), device=device)

@@ -27,7 +27,8 @@ from muster.keys import (
 from muster.memory.specs import OBJECT, Column
 from muster.rollout.options import RolloutOptions
 
-FLAG, INTEGER = np.dtype(bool), np.dtype(np.int64)
+FLAG = np.dtype(bool)
+INTEGER = np.dtype(np.int64)
 
 
 def lane_columns(
@@ -58,34 +59,34 @@ def lane_columns(
         columns.append(replace(column, carry=True, by_policy=key in by_policy))
         if not options.compact_obs:
             columns.append(replace(column, key=next_of(key)))
-    columns += [
-        Column(key, s.shape, s.dtype, ragged=s.ragged, inner=s.inner)
-        for key, s in env_spec.action_specs.items()
-    ]
-    columns += [
-        Column(next_of(key), s.shape, s.dtype, ragged=s.ragged, inner=s.inner)
-        for key, s in env_spec.step_specs.items()
-    ]
-    visible = {*env_spec.flags, *((TRUNCATED,) if options.max_frames_per_traj else ())}
+    for key, spec in env_spec.action_specs.items():
+        columns.append(Column(key, spec.shape, spec.dtype, ragged=spec.ragged, inner=spec.inner))
+    for key, spec in env_spec.step_specs.items():
+        column = Column(next_of(key), spec.shape, spec.dtype, ragged=spec.ragged, inner=spec.inner)
+        columns.append(column)
+    visible = set(env_spec.flags)
+    if options.max_frames_per_traj:
+        visible.add(TRUNCATED)
     for flag in FLAGS:
-        columns += [
-            Column(key, (), FLAG, trailing=True, host=True, hidden=flag not in visible)
-            for key in (flag, next_of(flag))
-        ]
+        for key in (flag, next_of(flag)):
+            hidden = flag not in visible
+            columns.append(Column(key, (), FLAG, trailing=True, host=True, hidden=hidden))
     if options.traj_done_key is not None:
         columns.append(Column(TRAJ_DONE, (), FLAG, trailing=True, host=True))
-    hidden = env_spec.reward_key == TEAM_REWARD
     columns.append(
         Column(
-            env_spec.reward_key, (), env_spec.reward_dtype, trailing=True, host=True, hidden=hidden
+            env_spec.reward_key,
+            (),
+            env_spec.reward_dtype,
+            trailing=True,
+            host=True,
+            hidden=env_spec.reward_key == TEAM_REWARD,
         )
     )
-    columns.append(Column(TRAJ_IDS, (), INTEGER, host=True))
+    columns.append(Column(TRAJ_IDS, (), INTEGER, host=True, hidden=not options.track_traj_ids))
     if options.max_frames_per_traj:
-        columns += [
-            Column(key, (), INTEGER, trailing=True, host=True)
-            for key in (STEP_COUNT, next_of(STEP_COUNT))
-        ]
+        for key in (STEP_COUNT, next_of(STEP_COUNT)):
+            columns.append(Column(key, (), INTEGER, trailing=True, host=True))
     if not env_spec.final_obs_certain:
         columns.append(Column(NEXT_OBS_VALID, (), FLAG))
     if marks_valid:
@@ -98,10 +99,9 @@ def lane_columns(
             " policy_version."
         )
     if options.track_policy_version and POLICY_VERSION not in by_policy:
-        columns.append(Column(POLICY_VERSION, (), OBJECT if text else INTEGER, host=True))
+        dtype = OBJECT if text else INTEGER
+        columns.append(Column(POLICY_VERSION, (), dtype, host=True))
     if resumed:
         columns.append(Column(RESUMED, (), FLAG, host=True))
-    return (
-        *columns,
-        *(column for column in policy if column.key not in env_spec.observation_specs),
-    )
+    own = [column for column in policy if column.key not in env_spec.observation_specs]
+    return (*columns, *own)

@@ -46,7 +46,12 @@ class RolloutContext:
     """
 
     def __init__(
-        self, rng: GroupRng, options: RolloutOptions, *, own_rng: bool = True, inference: bool
+        self,
+        rng: GroupRng,
+        options: RolloutOptions,
+        *,
+        own_rng: bool = True,
+        inference: bool,
     ) -> None:
         self._rng = rng
         self._own_rng = own_rng and options.execution.own_rng

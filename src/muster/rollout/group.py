@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from muster.episodes.agent_returns import AgentReturns
 from muster.episodes.clock import AgentClock, TrajectoryClock
 from muster.keys import Key
 from muster.memory.specs import Array
@@ -21,6 +22,7 @@ from muster.rollout.ends import Bypass
 from muster.rollout.options import RolloutOptions
 from muster.rollout.progress import Phase, Progress
 from muster.rollout.resets import Due, ResetListener
+from muster.rollout.seeding import EpisodeSeeding
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +58,17 @@ class OpenRollout(Protocol):
     @property
     def is_paused(self) -> bool:
         """Whether it goes on after its last row as if nothing had happened."""
+
+    @property
+    def stays_open(self) -> bool:
+        """Whether it waits for a request for its next row."""
+
+    @property
+    def has_unsettled(self) -> bool:
+        """Whether a row is complete that no request has returned."""
+
+    def leave(self) -> None:
+        """End a rollout that stays open."""
 
 
 class RandomStart:
@@ -126,6 +139,8 @@ class Group:
             number, unless a request says otherwise.
         first_call: the kept call; None: none.
         contexts: the contexts for environments and policies.
+        seeding: the seeds of episodes.
+        agent_returns: the returns of agents that act at the same time; None: there are none.
         resumed: environments whose next row is the first after a load; None: the rollouts have no
             column for that.
     """
@@ -153,6 +168,9 @@ class Group:
             self.clock = AgentClock(env_ids, total_envs, env.spec.agents)
         else:
             self.clock = TrajectoryClock(env_ids, total_envs)
+        self.agent_returns: AgentReturns | None = None
+        if env.spec.agent_rewards:
+            self.agent_returns = AgentReturns(env.spec.agent_rewards, env.spec.num_envs)
         self.carry = Carry(env.spec)
         self.due = Due(range(env.spec.num_envs))
         self.random_start = RandomStart(options.max_decorrelation_steps)
@@ -163,6 +181,7 @@ class Group:
         self.first_call: FirstCall | None = None
         self.contexts = Contexts(rng, options)
         self.can = Abilities(env, options)
+        self.seeding = EpisodeSeeding(options.episode_seeds, env.spec, self.clock)
 
     @property
     def B(self) -> int:  # noqa: N802 (the field's name)
@@ -200,6 +219,7 @@ class Group:
     def reseed(self, rng: GroupRng, seeds: Sequence[int]) -> None:
         """Use other random streams, and reset each environment with its seed before its next step."""
         self.contexts = Contexts(rng, self.options)
+        self.seeding.restart()
         self.reset(seeds=seeds)
 
     # --- resets -----------------------------------------------------------------------------------
@@ -210,9 +230,14 @@ class Group:
         absent = () if self.open is None else self.open.absent
         return [i for i in self.due.which if i not in absent]
 
-    def reset(self, which: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> None:
+    def reset(
+        self,
+        which: Sequence[int] | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> None:
         """Schedule a reset of the environments ``which`` (default all) before the next step."""
-        self.due.add(range(self.B) if which is None else sorted(set(which)), seeds)
+        chosen = range(self.B) if which is None else sorted(set(which))
+        self.due.add(chosen, seeds)
 
     def lose(self) -> None:
         """Schedule a reset of all environments, whose states are unknown."""
@@ -220,7 +245,12 @@ class Group:
         self.due.lose()
         self.reset()
 
-    def begin_episodes(self, *, early: bool = False, reports: Reports | None = None) -> list[int]:
+    def begin_episodes(
+        self,
+        *,
+        early: bool = False,
+        reports: Reports | None = None,
+    ) -> list[int]:
         """Execute the resets that are due, and return these environments.
 
         Call it in the group's context.
@@ -239,9 +269,11 @@ class Group:
         was_lost = self.due.recover()
         if self.agent_clock is None or was_lost:  # else the environments end the episodes of agents
             self.clock.abandon(which)
+        if self.agent_returns is not None:
+            self.agent_returns.abandon(which)
         self.carry.begin_anew(which)
         for part, seeds in self.due.parts(undone):
-            self.reset_envs(self.carry, 0, part, seeds, reports)
+            self.reset_envs(self.carry, 0, part, self.seeding.seeds_of(part, seeds), reports)
         self.discard_call()
         self.due.done(early=early)
         return which
@@ -275,7 +307,9 @@ class Group:
     def call_of(self, policy: Policy) -> FirstCall | None:
         """Return the kept call, if it is this policy's."""
         call = self.first_call
-        return call if call is not None and call.policy is policy else None
+        if call is None or call.policy is not policy:
+            return None
+        return call
 
     def keep_call(self, call: FirstCall) -> None:
         """Keep a call whose outputs become row 0 of the next rollout."""
@@ -297,6 +331,39 @@ class Group:
     def opened(self, rollout: OpenRollout) -> None:
         """Note the rollout that begins; an earlier one is given up."""
         self.open = rollout
+
+    def leave(self) -> None:
+        """End the open rollout if it ``stays_open``: from here on, the group is as between two
+        rollouts.
+        """
+        if self.open is not None and self.open.stays_open:
+            self.open.leave()
+
+    @property
+    def has_unsettled(self) -> bool:
+        """Whether an error has left a complete row of a rollout that stays open: the next request
+        returns it.
+        """
+        return self.open is not None and self.open.stays_open and self.open.has_unsettled
+
+    @property
+    def can_stay_open(self) -> bool:
+        """Whether rollouts of one row may stay open, since nothing is done only at their ends."""
+        options = self.options
+        return (
+            self.env.spec.device is None
+            and self.agent_clock is None
+            and self.agent_returns is None
+            and self.can.holding is None
+            and self.can.starting.keeps_first_call
+            and not self.seeding.is_chosen
+            and not self.progress.watched
+            and options.reset_when_done
+            and options.on_step is None
+            and options.interruptor is None
+            and not options.reset_at_each_iter
+            and not options.set_truncated
+        )
 
     def closed(self) -> None:
         """Note that the open rollout is complete."""

@@ -61,7 +61,12 @@ class StepView:
     """
 
     def __init__(
-        self, lane: Lane, t: int, env_ids: Array, waiting: Waiting, repeats: Mapping[Key, Key]
+        self,
+        lane: Lane,
+        t: int,
+        env_ids: Array,
+        waiting: Waiting,
+        repeats: Mapping[Key, Key],
     ) -> None:
         self.t = t
         self.env_ids = env_ids
@@ -90,9 +95,9 @@ class StepView:
         step.
         """
         ended = self[next_of(TERMINATED)] | self[next_of(TRUNCATED)]
-        return np.flatnonzero(
-            np.asarray(ended if isinstance(ended, np.ndarray) else ended.cpu()) & self.valid
-        )
+        if not isinstance(ended, np.ndarray):
+            ended = ended.cpu()
+        return np.flatnonzero(np.asarray(ended) & self.valid)
 
     def __getitem__(self, key: str | Key) -> Any:
         key = (key,) if isinstance(key, str) else key
@@ -116,14 +121,18 @@ class StepView:
 
     def __setitem__(self, key: str | Key, value: Any) -> None:
         row = self[key]
-        if self._is_fixed(key if isinstance(key, tuple) else (key,)):
+        path = key if isinstance(key, tuple) else (key,)
+        if self._is_fixed(path):
             raise BadOption(
                 f"step[{key!r}]: that can only be read; it says what happened in the environment"
             )
         row[...] = value
 
     def _is_fixed(self, key: Key) -> bool:
-        return key in FIXED or (key[1:] if key[0] == "next" else key) in self._repeats
+        if key in FIXED:
+            return True
+        path = key[1:] if key[0] == "next" else key
+        return path in self._repeats
 
 
 def watching(
@@ -156,12 +165,17 @@ def watching(
 
 
 def _repeat(
-    step: StepView, lane: Lane, repeats: Mapping[Key, Key], finals: Sequence[Final]
+    step: StepView,
+    lane: Lane,
+    repeats: Mapping[Key, Key],
+    finals: Sequence[Final],
 ) -> None:
     """Copy values written by a hook into the next observations, except the first ones of an
     episode.
     """
-    t, data, stepped = step.t, lane.data, np.flatnonzero(step.valid)
+    t = step.t
+    data = lane.data
+    stepped = np.flatnonzero(step.valid)
     going_on = np.setdiff1d(stepped, step.finished)
     for key, source in repeats.items():
         row = data[source][t]
@@ -175,7 +189,8 @@ def _repeat(
 
 def check_pause(seconds: Any) -> None:
     """Raise ``BadOption`` unless ``seconds`` is a number of at least 0."""
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not is_number or not seconds >= 0:
         raise BadOption(
             f"render={seconds!r}: expected seconds to wait after every step, at least 0"
         )
@@ -201,7 +216,12 @@ def rendering(env: EnvBatch, seconds: float) -> Watch:
     return watch
 
 
-def call_hook(name: str, function: Callable[[Value], Result], value: Value, advice: str) -> Result:
+def call_hook(
+    name: str,
+    function: Callable[[Value], Result],
+    value: Value,
+    advice: str,
+) -> Result:
     """Call a function of the user.
 
     Raises:

@@ -13,9 +13,11 @@ from muster.rollout.abilities import writes_next
 from muster.rollout.carry import Carry
 from muster.rollout.marks import CACHE_BYTES, NEVER, marks_of
 from muster.rollout.options import RolloutOptions
-from muster.rollout.values import quick_check
+from muster.rollout.values import quick_check, quick_row_check
 
-TERMINATED, TRUNCATED, DONE = next_of(("terminated",)), next_of(("truncated",)), next_of(("done",))
+TERMINATED = next_of(("terminated",))
+TRUNCATED = next_of(("truncated",))
+DONE = next_of(("done",))
 
 
 class LaneViews:
@@ -32,10 +34,17 @@ class LaneViews:
         marks: columns of ``marks_of``, and the values.
         fills: functions that fill these columns, and the values.
         is_fine: see ``quick_check``; None: every rollout needs ``first_bad_value``.
+        row_is_fine: see ``quick_row_check``; None: every row needs ``first_bad_value``.
         mirrored: keys of columns to copy to the device after a rollout.
     """
 
-    def __init__(self, env: EnvBatch, carry: Carry, options: RolloutOptions, lane: Lane) -> None:
+    def __init__(
+        self,
+        env: EnvBatch,
+        carry: Carry,
+        options: RolloutOptions,
+        lane: Lane,
+    ) -> None:
         data = lane.data
         arrays = lane.arrays
         columns = lane.layout.columns
@@ -51,42 +60,50 @@ class LaneViews:
         for column in carried:
             carry.of(column)  # allocates it
         rows_of = [(column.key, data[column.key]) for column in carried]
-        self.carried = [(key, rows, rows[:1], rows[lane.T :]) for key, rows in rows_of]
+        last = lane.T
+        self.carried = [(key, rows, rows[:1], rows[last:]) for key, rows in rows_of]
         self.states = [(rows, key == IS_INIT) for key, rows in rows_of if key not in of_env]
         self.is_fine = quick_check(lane, env.spec, options.validate)
+        self.row_is_fine = quick_row_check(lane, env.spec, options.validate)
         values = marks_of(lane)
-        places = (data, arrays) if lane.mirrored else (arrays,)
-        self.marks = [
-            (part[key], value) for part in places for key, value in values.items() if key in part
-        ]
+        self.marks: list[tuple[Any, Any]] = []
+        for part in (data, arrays) if lane.mirrored else (arrays,):
+            self.marks += [(part[key], value) for key, value in values.items() if key in part]
         if lane.mirrored:
-            self.fills = [
-                (getattr(rows, "fill_", None) or rows.fill, value) for rows, value in self.marks
-            ]
+            self.fills = [(_fill_of(rows), value) for rows, value in self.marks]
         else:
             self.fills = _fills(lane, values)
-        self.mirrored = [
-            column.key for column in lane.layout.tensor_columns if column.host and lane.mirrored
-        ]
-        keys = env.spec.reward_key, DONE, TERMINATED, TRUNCATED, TRAJ_IDS
+        host = [column.key for column in lane.layout.tensor_columns if column.host]
+        self.mirrored = host if lane.mirrored else []
+        keys = (env.spec.reward_key, DONE, TERMINATED, TRUNCATED, TRAJ_IDS)
         self.flags = [arrays[key] for key in keys]
         self.version = arrays.get(POLICY_VERSION)
         self.valid = arrays.get(VALID)
         self.resumed = arrays.get(RESUMED)
 
 
-def _fills(lane: Lane, values: Mapping[Key, bool]) -> list[tuple[Callable[[Any], Any], Any]]:
+def _fill_of(rows: Any) -> Callable[[Any], Any]:
+    """Return the function that fills a tensor, or an array."""
+    fill: Callable[[Any], Any] | None = getattr(rows, "fill_", None)
+    return rows.fill if fill is None else fill
+
+
+def _fills(
+    lane: Lane,
+    values: Mapping[Key, bool],
+) -> list[tuple[Callable[[Any], Any], Any]]:
     """Return functions that fill the columns with these values, and the values: one for columns
     beside each other.
     """
     fills: list[tuple[Callable[[Any], Any], Any]] = []
     block: Any = lane.block
     offsets = lane.layout.offsets
-    for value, columns in groupby(
-        lane.layout.tensor_columns, key=lambda column: values.get(column.key)
-    ):
-        if value is not None:
-            keys = [column.key for column in columns]
-            end = offsets[keys[-1]] + lane.arrays[keys[-1]].nbytes
-            fills.append((block[offsets[keys[0]] : end].fill, value))
+    runs = groupby(lane.layout.tensor_columns, key=lambda column: values.get(column.key))
+    for value, columns in runs:
+        if value is None:
+            continue
+        keys = [column.key for column in columns]
+        first = offsets[keys[0]]
+        end = offsets[keys[-1]] + lane.arrays[keys[-1]].nbytes
+        fills.append((block[first:end].fill, value))
     return fills

@@ -18,7 +18,11 @@ from muster.rollout.starting import no_act
 from muster.rollout.tally import Tally
 from muster.utils import interrupts
 
-IN_POLICY, IN_STEP, AFTER_STEP, BETWEEN_ROWS = range(4)  # positions of the loop
+# positions of the loop
+IN_POLICY = 0
+IN_STEP = 1
+AFTER_STEP = 2
+BETWEEN_ROWS = 3
 TIMED_EVERY = 16  # a power of two; only one of so many steps is timed, so timing is almost free
 
 
@@ -62,7 +66,10 @@ def rollout(
         running = group.open
         acted = False
         if lane.done_steps and isinstance(running, Rollout) and running.lane is lane:
-            running.go_on(request, tally, listener, watch)
+            if request.stays_open:
+                running.next_row(request, tally)
+            else:
+                running.go_on(request, tally, listener, watch)
         else:
             running = Rollout(group, request, lane, tally, listener, watch)
             group.opened(running)
@@ -71,10 +78,10 @@ def rollout(
         signals = interrupts.here()
         if lane.acts_from > lane.done_steps:  # row 0 has the action of the policy's first call
             _run(running, prepared, no_act, lane.done_steps, lane.acts_from, signals)
-        if not lane.stopped:
-            _run(running, prepared, prepared.act, lane.acts_from, lane.T, signals)
+        if not lane.stopped and lane.acts_from < lane.acts_until:
+            _run(running, prepared, prepared.act, lane.acts_from, lane.acts_until, signals)
     completing = time.perf_counter_ns()
-    outcome = running.finish()
+    outcome = running.settle() if request.stays_open else running.finish()
     cells[PHASE] = Phase.IDLE
     ended = time.perf_counter_ns()
     tally.add_rollout(ended - completing, ended - began)
@@ -109,7 +116,12 @@ def end_early(group: Group) -> None:
         running.finish()
 
 
-def _prepare(running: Rollout, policy: Policy, *, acted: bool) -> Prepared:
+def _prepare(
+    running: Rollout,
+    policy: Policy,
+    *,
+    acted: bool,
+) -> Prepared:
     """Return the functions that act and step in the lane.
 
     Sets the first row of ``act``, after row 0 if it has an action already (``acted``).
@@ -134,7 +146,12 @@ def _prepare(running: Rollout, policy: Policy, *, acted: bool) -> Prepared:
     return Prepared(policy, version, act, step)
 
 
-def _catch_up(running: Rollout, policy: Policy, holding: HoldsSteps, acted: bool) -> None:
+def _catch_up(
+    running: Rollout,
+    policy: Policy,
+    holding: HoldsSteps,
+    acted: bool,
+) -> None:
     """Make the steps after which rows can be complete, where agents take turns; see
     ``HoldsSteps.late``.
 

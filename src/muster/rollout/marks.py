@@ -65,7 +65,12 @@ class NextObservations:
         due: the row after which the next copy is due.
     """
 
-    def __init__(self, keys: Sequence[Key], columns: Sequence[tuple[Any, Any]], every: int) -> None:
+    def __init__(
+        self,
+        keys: Sequence[Key],
+        columns: Sequence[tuple[Any, Any]],
+        every: int,
+    ) -> None:
         self._keys = keys
         self._columns = columns
         self._every = every
@@ -85,24 +90,42 @@ class NextObservations:
                 else:
                     after[begin:end] = before[begin:end]
 
-    def keep(self, lane: Lane, t: int, envs: Sequence[int], known: Collection[int]) -> None:
+    def keep(
+        self,
+        lane: Lane,
+        t: int,
+        envs: Sequence[int],
+        known: Collection[int],
+    ) -> None:
         """Keep the observations after row ``t`` of ``envs``, except those of ``known``
         environments.
         """
         index = [i for i in envs if i not in known]
-        self.finals.append(
-            Final(t, index, {key: lane.arrays[key][t + 1, index].copy() for key in self._keys})
-        )
+        leaves = {key: lane.arrays[key][t + 1, index].copy() for key in self._keys}
+        self.finals.append(Final(t, index, leaves))
 
-    def infos(self, lane: Lane, over: Array) -> Array:
-        """Return the infos of the last steps of episodes (``over``: ``[n, B]``) as dicts, in order."""
+    def take_finals(self) -> list[Final]:
+        """Return and forget the observations that are in no row."""
+        finals = self.finals
+        if finals:
+            self.finals = []
+        return finals
+
+    def infos(self, lane: Lane, over: Array, begin: int = 0) -> Array:
+        """Return the infos of the last steps of episodes as dicts, in order.
+
+        ``over``: ``[n, B]``, in rows from ``begin`` on.
+        """
         t, env = over.nonzero()
+        t += begin
         keys = [key for key in self._keys if key[0] == INFO]
         if self._columns:
-            return info_records(
-                {key[1:]: lane.arrays[next_of(key)][t, env] for key in keys}, len(t)
-            )
-        cells = {(f.t, i): (f.leaves, place) for f in self.finals for place, i in enumerate(f.envs)}
+            columns = {key[1:]: lane.arrays[next_of(key)][t, env] for key in keys}
+            return info_records(columns, len(t))
+        cells: dict[tuple[int, int], tuple[dict[Key, Array], int]] = {}
+        for final in self.finals:
+            for place, i in enumerate(final.envs):
+                cells[final.t, i] = (final.leaves, place)
         found = [cells[cell] for cell in zip(t.tolist(), env.tolist(), strict=True)]
         return info_records(
             {key[1:]: [leaves[key][place] for leaves, place in found] for key in keys}, len(t)
@@ -117,26 +140,26 @@ class NextObservations:
 
 def marks_of(lane: Lane) -> dict[Key, bool]:
     """Return the columns of flags and marks, with their values in valid rows without an end."""
-    values = dict.fromkeys((*FLAGS, *map(next_of, FLAGS), TRAJ_DONE), False) | {
-        NEXT_OBS_VALID: True,
-        VALID: True,
-    }
+    values = dict.fromkeys((*FLAGS, *map(next_of, FLAGS), TRAJ_DONE), False)
+    values[NEXT_OBS_VALID] = True
+    values[VALID] = True
     return {key: value for key, value in values.items() if key in lane.data}
 
 
 def nested_truncations(specs: Specs) -> list[Key]:
     """Return the nested ``truncated`` flags among observations that have a ``done`` beside them."""
-    return [
-        key
-        for key, spec in specs.items()
-        if len(key) > 1
-        and key[-1] == "truncated"
-        and spec.dtype == bool
-        and (*key[:-1], "done") in specs
-    ]
+    flags = [key for key, spec in specs.items() if len(key) > 1 and spec.dtype == bool]
+    truncated = [key for key in flags if key[-1] == "truncated"]
+    return [key for key in truncated if (*key[:-1], "done") in specs]
 
 
-def mark_end(lane: Lane, t: int, env_spec: EnvSpec, *, limited: bool) -> None:
+def mark_end(
+    lane: Lane,
+    t: int,
+    env_spec: EnvSpec,
+    *,
+    limited: bool,
+) -> None:
     """For ``set_truncated``: mark the last row ``t`` as truncated where no episode ended.
 
     Nested flags are marked in the ``next`` columns only, since the episode continues. The root is
@@ -162,14 +185,15 @@ def end_agents(lane: Lane, n: int, clock: AgentClock) -> None:
 
     Each agent's last row is marked. An agent without a row starts a new trajectory.
     """
-    agents, terminated, truncated = (
-        lane.arrays[key][:n] for key in (AGENT, *map(next_of, (TERMINATED, TRUNCATED)))
-    )
+    agents = lane.arrays[AGENT][:n]
+    terminated = lane.arrays[next_of(TERMINATED)][:n]
+    truncated = lane.arrays[next_of(TRUNCATED)][:n]
     for b in range(lane.B):
         for agent in range(len(clock.agents)):
             rows = np.flatnonzero(agents[:, b] == agent)
             if len(rows):
-                truncated[rows[-1], b] |= not terminated[rows[-1], b]
+                last = rows[-1]
+                truncated[last, b] |= not terminated[last, b]
             else:
                 clock.abandon([b], agent)
 
@@ -203,12 +227,18 @@ def blank(lane: Lane, valid: Array, *, repeat_flags: bool) -> None:
     cells = np.ones((lane.T, lane.B), bool)
     cells[: len(valid)] = ~valid
     for column in lane.layout.columns:
-        data = (lane.arrays if column.host else lane.data)[column.key][: lane.T]
-        value = {TRAJ_IDS: -1, VALID: False}.get(column.key, 0 if column.is_tensor else None)
-        data[cells if isinstance(data, np.ndarray) else torch.from_numpy(cells).to(data.device)] = (
-            value
-        )
-    for flag in FLAGS if repeat_flags else ():
+        source = lane.arrays if column.host else lane.data
+        data = source[column.key][: lane.T]
+        value: Any = 0 if column.is_tensor else None
+        if column.key == TRAJ_IDS:
+            value = -1
+        where: Any = cells
+        if not isinstance(data, np.ndarray):
+            where = torch.from_numpy(cells).to(data.device)
+        data[where] = value
+    if not repeat_flags:
+        return
+    for flag in FLAGS:
         ended = np.logical_or.accumulate(lane.arrays[next_of(flag)], axis=0)
         for key in (flag, next_of(flag)):
             lane.arrays[key][cells] = ended[cells]
@@ -240,7 +270,8 @@ def mark_valid(
         blank(lane, valid, repeat_flags=repeat_flags)
     if shared is not None:
         places, sharing, limit = shared
-        beyond = valid & (np.arange(n)[:, None] * sharing + places >= limit)
+        places_in_batch = np.arange(n)[:, None] * sharing + places
+        beyond = valid & (places_in_batch >= limit)
         surplus = int(beyond.sum())
         valid &= ~beyond
     if VALID in lane.arrays:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from muster.errors import BadOption
 from muster.protocols import PolicyMode
-from muster.utils.checked import Checked, Details, Limit, Number, PositiveNumber
+from muster.utils.checked import Checked, Details, Limit, Number, PositiveNumber, list_of_seeds
 
 Validate = Literal["off", "fast", "full"]
 
@@ -98,6 +98,13 @@ class RolloutOptions(Checked):
             environments.
         prev_action_reward: add the observations ``prev_action`` and ``prev_reward``, zero at the
             start of an agent's episode. Modules and heads then get a dict of all observations.
+        track_traj_ids: False: batches have no ``collector/traj_ids``. Episodes, their records and
+            ``split_trajs`` are the same.
+        episode_seeds: seeds chosen by hand, such as ``range(10)`` for scenarios 0 to 9: every
+            episode is reset with a seed from this list. Episode k of environment i (both from 0)
+            has entry ``i + k * (number of environments)``; the list starts over at its end. The
+            seeds are the same on any number of workers. Only for environments that Muster resets
+            one by one. None: only the first episode of each environment has a seed.
     """
 
     max_frames_per_traj: Limit = None
@@ -114,3 +121,5 @@ class RolloutOptions(Checked):
     max_decorrelation_steps: Number = 0
     traj_done_key: Annotated[str, _entry_of_info] | None = None
     prev_action_reward: bool = False
+    track_traj_ids: bool = True
+    episode_seeds: Annotated[Sequence[int], list_of_seeds] | None = None

@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 
 CELLS = 64
 # indices of the cells
-PHASE, ORDER, ACTING, STEPPING, KNOWN, STOP, BEFORE, WAITS, LOOKED = range(9)
+PHASE = 0
+ORDER = 1
+ACTING = 2
+STEPPING = 3
+KNOWN = 4
+STOP = 5
+BEFORE = 6
+WAITS = 7
+LOOKED = 8
 ALL_ORDERS = 1 << 62  # value of STOP: no result of this worker is awaited any more
 
 # marks of unwritten rewards: NaNs that no environment writes
@@ -74,19 +82,25 @@ class Progress:
         """Start a request, with 0 steps until ``count``: its lane may hold rewards of an earlier
         request.
         """
-        self.cells[KNOWN] = self.cells[BEFORE] = 0
-        self.cells[ACTING] = self.cells[STEPPING] = -1
+        self.cells[KNOWN] = 0
+        self.cells[BEFORE] = 0
+        self.cells[ACTING] = -1
+        self.cells[STEPPING] = -1
         self.cells[ORDER] = number
 
-    def mark_unwritten(self, lane: Lane, reward_key: Key, begin: int) -> None:
+    def mark_unwritten(
+        self,
+        lane: Lane,
+        reward_key: Key,
+        begin: int,
+    ) -> None:
         """Mark the rewards from row ``begin`` on as not written."""
-        mark = (
-            UNWRITTEN.get(lane.arrays[reward_key].dtype)
-            if self.watched and not lane.mirrored
-            else None
-        )
+        if not self.watched or lane.mirrored:
+            return
+        rewards = lane.arrays[reward_key]
+        mark = UNWRITTEN.get(rewards.dtype)
         if mark is not None:
-            lane.arrays[reward_key][begin:].view(mark.dtype)[...] = mark
+            rewards[begin:].view(mark.dtype)[...] = mark
 
     def look(self) -> bool:
         """Show that the worker waits with a deadline of its own, and return whether it was ended."""
@@ -101,12 +115,16 @@ class Progress:
 
 def reward_key(lane: Lane) -> Key:
     """Return the key of the reward column that ``step`` writes."""
-    return next(
-        c.key for c in lane.layout.columns if c.key[-1] in ("reward", "team_reward") and c.host
-    )
+    names = ("reward", "team_reward")
+    return next(c.key for c in lane.layout.columns if c.key[-1] in names and c.host)
 
 
-def steps_made(cells: Any, lane: Lane, reward_key: Key, rule: Rule | None = None) -> int:
+def steps_made(
+    cells: Any,
+    lane: Lane,
+    reward_key: Key,
+    rule: Rule | None = None,
+) -> int:
     """Return the number of steps of a dead worker's current request, in all rows of its lane.
 
     ``rule`` is that of the request: see ``Group.rule``.
@@ -121,7 +139,8 @@ def steps_made(cells: Any, lane: Lane, reward_key: Key, rule: Rule | None = None
     else:
         made = np.ascontiguousarray(rewards).view(mark.dtype) != mark
     if cells[WAITS]:
-        ended = (lane.arrays[next_of(TERMINATED)] | lane.arrays[next_of(TRUNCATED)]).astype(bool)
+        ends = lane.arrays[next_of(TERMINATED)] | lane.arrays[next_of(TRUNCATED)]
+        ended = ends.astype(bool)
         if rule is None:
             made[1:] &= ~np.logical_or.accumulate(ended[:-1], axis=0)
         else:
@@ -140,15 +159,21 @@ def _let_go(lane: Lane, ended: Array, rule: Rule) -> Array:
     if TRAJ_DONE in lane.arrays:
         ended = ended & lane.arrays[TRAJ_DONE].astype(bool)
     without = np.zeros_like(ended)
-    without[:, [i for i in range(lane.B) if not rule.awaits(i)]] = True
+    unneeded = [i for i in range(lane.B) if not rule.awaits(i)]
+    without[:, unneeded] = True
     for t in np.flatnonzero(ended.any(axis=1)).tolist():
         over = np.flatnonzero(ended[t] & ~without[t]).tolist()
         rule.ended(over)
-        without[t + 1 :, [i for i in over if rule.complete or not rule.awaits(i)]] = True
+        let_go = [i for i in over if rule.complete or not rule.awaits(i)]
+        without[t + 1 :, let_go] = True
     return without
 
 
-def stepped_in_row(cells: Any, lane: Lane, reward_key: Key) -> int | None:
+def stepped_in_row(
+    cells: Any,
+    lane: Lane,
+    reward_key: Key,
+) -> int | None:
     """Return the number of rewards in the newest row, including bypassed environments; None if
     unknown.
     """
@@ -157,4 +182,5 @@ def stepped_in_row(cells: Any, lane: Lane, reward_key: Key) -> int | None:
     mark = UNWRITTEN.get(rewards.dtype)
     if mark is None or cells[KNOWN] >= 0 or not 0 <= row < lane.T:
         return None
-    return int((np.ascontiguousarray(rewards[row]).view(mark.dtype) != mark).sum())
+    written = np.ascontiguousarray(rewards[row]).view(mark.dtype) != mark
+    return int(written.sum())

@@ -37,12 +37,15 @@ def start_at_random(group: Group, which: Sequence[int]) -> None:
     env = group.env
     rng = group.rng.stream(FIRST_STREAM)
     steps = np.zeros(group.B, np.int64)
-    steps[which] = 1 + rng.integers(group.random_start.most, size=group.B)[which]
+    drawn = 1 + rng.integers(group.random_start.most, size=group.B)
+    steps[which] = drawn[which]
     most = int(steps.max())
     columns = lane_columns(env.spec, (), group.options)
-    lane = Slot(Layout(1, group.B, columns, batch_shape=env.spec.batch_shape)).lanes[0]
+    layout = Layout(1, group.B, columns, batch_shape=env.spec.batch_shape)
+    lane = Slot(layout).lanes[0]
     streams = cast(GroupRng, _Streams(group.rng))
-    policy = _DrawingFrom(streams, sampler_of(env), env.spec.batch_shape, masks=masks_of(env.spec))
+    masks = masks_of(env.spec)
+    policy = _DrawingFrom(streams, sampler_of(env), env.spec.batch_shape, masks=masks)
     phase = progress.begin(Phase.RESET)
     tally = Tally()
     try:
@@ -54,7 +57,13 @@ def start_at_random(group: Group, which: Sequence[int]) -> None:
                 if left < most:
                     group.reset(np.flatnonzero(steps == left).tolist())
             request = RolloutRequest(
-                0, group.number, 0, "random", version=0, absent=absent, is_random_start=True
+                number=0,
+                group=group.number,
+                lane=0,
+                policy="random",
+                version=0,
+                absent=absent,
+                is_random_start=True,
             )
             lane.restart()
             make_steps(group, policy, request, lane, tally)

@@ -43,6 +43,9 @@ class RolloutRequest:
         offset, nbytes: byte range of the slot in the arena, for a worker in a process or thread of
             its own.
         absent: environments that make no steps.
+        stays_open: make one row, and leave the rollout open for the next request for the lane, which
+            makes the next row. What follows from a row is done after each: data and records are
+            those of rollouts of one row. ``Group.leave`` ends the rollout.
         is_random_start: random steps before the first batch. They are in no batch, no hook is
             called, and nothing is shown in the worker's progress.
     """
@@ -65,6 +68,7 @@ class RolloutRequest:
     nbytes: int = 0
     absent: Collection[int] = ()
     is_random_start: bool = False
+    stays_open: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without field names, in about half of the time."""

@@ -12,7 +12,12 @@ from typing_extensions import Self
 class ResetListener(Protocol):
     """What is told of a group's resets, for instance a log of actions."""
 
-    def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def before_reset(
+        self,
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
+    ) -> None:
         """Note a reset that comes now; the arguments are those of ``EnvBatch.reset``."""
 
     def lost_track(self, which: Sequence[int]) -> None:
@@ -30,14 +35,22 @@ class Due:
         is_lost: the environments failed: their states, and open turns of agents, are lost.
     """
 
-    def __init__(self, which: Sequence[int], seeds: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        which: Sequence[int],
+        seeds: Mapping[int, int] | None = None,
+    ) -> None:
         self.which = list(which)
         self.seeds = dict(seeds or {})
         self.error: BaseException | None = None
         self.begun: set[int] = set()
         self.is_lost = False
 
-    def add(self, which: Sequence[int], seeds: Sequence[int] | None = None) -> None:
+    def add(
+        self,
+        which: Sequence[int],
+        seeds: Sequence[int] | None = None,
+    ) -> None:
         """Add the environments ``which``."""
         self.which = sorted({*self.which, *which})
         if seeds is not None:
@@ -61,10 +74,14 @@ class Due:
         """Split ``which`` into environments with seeds, and those without (None); omits empty
         parts.
         """
+        parts: list[tuple[list[int], list[int] | None]] = []
         seeded = [i for i in which if i in self.seeds]
+        if seeded:
+            parts.append((seeded, [self.seeds[i] for i in seeded]))
         others = [i for i in which if i not in self.seeds]
-        parts = (seeded, [self.seeds[i] for i in seeded]), (others, None)
-        return [(part, seeds) for part, seeds in parts if part]
+        if others:
+            parts.append((others, None))
+        return parts
 
     def undone(self, *, again: bool) -> list[int]:
         """Return the environments that still need a reset; not those reset early, unless they have
@@ -82,11 +99,17 @@ class Due:
     def leave_out(self, which: Collection[int]) -> Self:
         """Remove these environments, and return them with their seeds, for ``done``."""
         due = [i for i in self.which if i in which]
-        held = type(self)(due, {i: self.seeds.pop(i) for i in due if i in self.seeds})
+        seeds = {i: self.seeds.pop(i) for i in due if i in self.seeds}
+        held = type(self)(due, seeds)
         self.which = [i for i in self.which if i not in which]
         return held
 
-    def done(self, held: Self | None = None, *, early: bool = False) -> None:
+    def done(
+        self,
+        held: Self | None = None,
+        *,
+        early: bool = False,
+    ) -> None:
         """Replace the environments, which were reset (``early``: before their rollout), by
         ``held``.
         """
@@ -97,7 +120,12 @@ class Due:
             self.which = held.which
             self.seeds = held.seeds
 
-    def load(self, which: Sequence[Any], seeds: Mapping[Any, Any], B: int) -> None:
+    def load(
+        self,
+        which: Sequence[Any],
+        seeds: Mapping[Any, Any],
+        B: int,
+    ) -> None:
         """Restore ``which`` of ``B`` environments, and their seeds.
 
         Raises ``IndexError`` or ``TypeError`` for other data.

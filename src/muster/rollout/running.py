@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from muster.episodes.agent_returns import with_returns
 from muster.episodes.clock import MANY, AgentClock, TrajectoryClock
 from muster.errors import BadEnvOutput, BadPolicyOutput
 from muster.keys import AGENT, STEP_COUNT, TRAJ_DONE, next_of
@@ -60,6 +61,9 @@ class Rollout:
        The next request for the same lane lets it ``go_on`` with the first incomplete row.
     5. ``finish`` completes all columns, carries the last rows on, and returns the outcome.
 
+    If the request says that it stays open, ``settle`` does after each row what follows from it, the
+    next request makes the ``next_row``, and ``leave`` ends it.
+
     Args:
         tally: of the present request; ``go_on`` replaces it.
         listener: is told of resets, beside the group's listeners.
@@ -93,6 +97,7 @@ class Rollout:
         self.views = views
         self.next_obs = NextObservations(views.observed, views.next_rows, views.copied_every)
         self.paused: Prepared | None = None
+        self._settled = 0  # number of rows that ``settle`` has completed
         self.reports = group.reports
         if request.is_random_start or listener is not None:
             self.reports = _reports_of(group, request, listener)
@@ -156,6 +161,8 @@ class Rollout:
             self._stamp(views.version, 0, call)
         if call is not None:
             store_outputs(call.outputs, lane)  # also the version, if the policy tells it itself
+        if request.stays_open:
+            lane.act_until(1)
         return call is not None
 
     def go_on(
@@ -180,6 +187,14 @@ class Rollout:
             self.reports.progress.count(waits=self.ends.leaves_out)
         if self.views.version is not None:
             self._stamp(self.views.version, self.lane.done_steps, None)
+
+    def next_row(self, request: RolloutRequest, tally: Tally) -> None:
+        """Make one more row for another request; none if an error has left a row that is complete."""
+        self.request = request
+        self.tally = tally
+        if self.views.version is not None:
+            self.views.version[self._settled] = request.version
+        self.lane.act_until(self._settled + 1)
 
     def _begin_episodes(self) -> None:
         """Execute the resets that are due, except those of environments that make no steps because
@@ -231,7 +246,12 @@ class Rollout:
         self.tally.discard("decorrelation", steps)
         self.reports.progress.cells[BEFORE] = steps
 
-    def _stamp(self, version: Array, begin: int, call: FirstCall | None) -> None:
+    def _stamp(
+        self,
+        version: Array,
+        begin: int,
+        call: FirstCall | None,
+    ) -> None:
         """Write the version of the policy into the rows of ``version`` from ``begin`` on; that of
         ``call`` into row 0.
         """
@@ -293,7 +313,12 @@ class Rollout:
             lane.stop()
         return STOP if lane.stopped else self.next_call(t + 1)
 
-    def _end_episodes(self, t: int, finished: Sequence[int], late: Sequence[int]) -> None:
+    def _end_episodes(
+        self,
+        t: int,
+        finished: Sequence[int],
+        late: Sequence[int],
+    ) -> None:
         """End the episodes of ``finished`` at row ``t``; those of ``late`` reached the limit."""
         lane = self.lane
         lost = self.group.can.lives_lost
@@ -347,12 +372,27 @@ class Rollout:
             self._reset_rows(t + 1, part, seeds)
         group.due.done(group.due.leave_out(self.absent))
 
-    def _reset_rows(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def _reset_rows(
+        self,
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
+    ) -> None:
+        seeding = self.group.seeding
+        if seeding.is_chosen:
+            seeds = seeding.seeds_of(which, seeds, self._ended_before(row))
         took_ns = self.group.reset_envs(self.lane.data, row, which, seeds, self.reports)
         self.tally.add_reset(took_ns)
         self._restart_states(row, which)
         if self._limit is not None:
             self._limit.restart(which, row)
+
+    def _ended_before(self, row: int) -> Array:
+        """Return the number of episodes of each environment that have ended in the lane, ``[B]``."""
+        arrays = self.lane.arrays
+        if self.group.options.traj_done_key is not None:
+            return np.asarray(arrays[TRAJ_DONE][:row].sum(axis=0))
+        return np.asarray((arrays[TERMINATED][:row] | arrays[TRUNCATED][:row]).sum(axis=0))
 
     def _restart_states(self, row: int, which: Sequence[int]) -> None:
         for array, value in self.views.states:
@@ -370,17 +410,20 @@ class Rollout:
         self._unmark()
         self.group.lose()
 
-    def _check_values(self, without: Array | None) -> None:
-        """Check values, which is cheaper once per rollout than once per step."""
+    def _check_values(self, without: Array | None, begin: int = 0) -> None:
+        """Check the values of rows from ``begin`` on, which is cheaper once per rollout than once
+        per step.
+        """
         lane = self.lane
         group = self.group
-        found = first_bad_value(lane, group.env.spec, group.options.validate, without)
+        found = first_bad_value(lane, group.env.spec, group.options.validate, without, begin)
         if found is None:
             return
-        t, message, by_policy = found  # discard this row and all later ones
+        t, message, by_policy = found
+        first = begin + t  # discard this row and all later ones
         reason = "bad_policy_output" if by_policy else "bad_env_output"
-        self.tally.discard(reason, self.waiting.executed(t, lane.done_steps))
-        lane.take_back(t)
+        self.tally.discard(reason, self.waiting.executed(first, lane.done_steps))
+        lane.take_back(first)
         self.reports.progress.begin(Phase.POLICY if by_policy else Phase.STEP)
         self._unmark()
         group.lose()
@@ -397,6 +440,49 @@ class Rollout:
             marks[begin:] = value
 
     # --- the end ----------------------------------------------------------------------------------
+
+    def settle(self) -> RolloutOutcome:
+        """Complete the columns of the row that was made last; the rollout stays open."""
+        lane = self.lane
+        group = self.group
+        options = group.options
+        t = self._settled
+        n = lane.done_steps
+        reward, done, terminated, truncated, ids = [rows[t:n] for rows in self.views.flags]
+        if 1 in terminated.tobytes() or 1 in truncated.tobytes():
+            np.logical_or(terminated, truncated, out=done)
+        is_fine = self.views.row_is_fine
+        if is_fine is None or not is_fine(t):
+            self._check_values(None, t)
+        over = done if options.traj_done_key is None else lane.arrays[TRAJ_DONE][t:n]
+        clock = group.clock
+        clock.fill_ids(ids, over)
+        if options.max_frames_per_traj:
+            counts = lane.arrays[STEP_COUNT][t:n]
+            clock.fill_step_counts(counts, over)
+            np.add(counts, 1, out=lane.arrays[next_of(STEP_COUNT)][t:n])
+        episodes = clock.advance(reward, terminated, truncated, over)
+        if group.env.spec.info_specs and len(episodes):
+            episodes = replace(episodes, info=self.next_obs.infos(lane, over, t))
+        self._settled = n
+        return RolloutOutcome((n - t) * lane.B, n - t, episodes, self.next_obs.take_finals())
+
+    @property
+    def stays_open(self) -> bool:
+        """Whether it waits for a request for its next row."""
+        return self.request.stays_open
+
+    @property
+    def has_unsettled(self) -> bool:
+        """Whether a row is complete that ``settle`` has not completed."""
+        return self.lane.done_steps > self._settled
+
+    def leave(self) -> None:
+        """End a rollout that stays open: carry its last rows on."""
+        n = self.lane.done_steps
+        for key, rows, _, _ in self.views.carried:
+            self.group.carry.take(key, rows[n : n + 1], self.absent)
+        self.group.closed()
 
     def finish(self) -> RolloutOutcome:
         """Complete all columns of the lane after its last step."""
@@ -433,6 +519,10 @@ class Rollout:
         episodes = clock.advance(reward, terminated, truncated, over)
         if group.env.spec.info_specs and len(episodes):
             episodes = replace(episodes, info=self.next_obs.infos(lane, over))
+        if group.agent_returns is not None:
+            returns = group.agent_returns.advance(lane.arrays, over)
+            if returns:
+                episodes = with_returns(episodes, returns)
         if without is not None:
             self._take_back_steps(without, over)
         if options.compact_obs and n:
@@ -505,7 +595,11 @@ def places_of(group: Group, request: RolloutRequest) -> tuple[Array, int]:
     return np.arange(first, first + group.B), sharing
 
 
-def _reports_of(group: Group, request: RolloutRequest, listener: ResetListener | None) -> Reports:
+def _reports_of(
+    group: Group,
+    request: RolloutRequest,
+    listener: ResetListener | None,
+) -> Reports:
     if request.is_random_start:
         return Reports(Progress(), [])
     if listener is None:

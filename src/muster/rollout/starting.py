@@ -38,14 +38,22 @@ class Starting(Protocol):
     def seen(self, obs: Seen) -> Seen:
         """Return the observations of the environments that the policy's first call acts for."""
 
-    def start(self, policy: Policy, lane: Lane, rng: GroupRng, cells: Array) -> tuple[Act, Step]:
+    def start(
+        self,
+        policy: Policy,
+        lane: Lane,
+        rng: GroupRng,
+        cells: Array,
+    ) -> tuple[Act, Step]:
         """Return the functions that act and step in the lane; ``cells`` show the phase."""
 
 
 def starting_of(env: EnvBatch) -> Starting:
     """Return how policy and environments start in a lane of this env batch."""
     ready = capability(env, ActsWhenReady)
-    return Together(env) if ready is None else WhenReady(ready)
+    if ready is None:
+        return Together(env)
+    return WhenReady(ready)
 
 
 class Together:
@@ -59,7 +67,13 @@ class Together:
     def seen(self, obs: Seen) -> Seen:
         return obs
 
-    def start(self, policy: Policy, lane: Lane, rng: GroupRng, cells: Array) -> tuple[Act, Step]:
+    def start(
+        self,
+        policy: Policy,
+        lane: Lane,
+        rng: GroupRng,
+        cells: Array,
+    ) -> tuple[Act, Step]:
         phase = cells[PHASE]
         cells[PHASE] = Phase.POLICY
         try:
@@ -83,7 +97,13 @@ class WhenReady:
     def seen(self, obs: Seen) -> Seen:
         return {key: rows[self._env.ready_envs] for key, rows in obs.items()}
 
-    def start(self, policy: Policy, lane: Lane, rng: GroupRng, cells: Array) -> tuple[Act, Step]:
+    def start(
+        self,
+        policy: Policy,
+        lane: Lane,
+        rng: GroupRng,
+        cells: Array,
+    ) -> tuple[Act, Step]:
         written = [column.key for column in policy.columns()]
         prepare = partial(_acting_in_phase, policy, rng, cells)
         return no_act, self._env.start_ready(lane, prepare, written)
@@ -93,7 +113,12 @@ def no_act(t: int) -> None:
     """Do nothing: the action is there, or the step acts."""
 
 
-def _acting_in_phase(policy: Policy, rng: GroupRng, cells: Array, lane: Lane) -> Act:
+def _acting_in_phase(
+    policy: Policy,
+    rng: GroupRng,
+    cells: Array,
+    lane: Lane,
+) -> Act:
     """Prepare a policy that acts within steps. In an error of the policy, the phase is POLICY."""
     phase = cells[PHASE]
     cells[PHASE] = Phase.POLICY

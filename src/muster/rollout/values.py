@@ -21,27 +21,20 @@ from muster.rollout.options import Validate
 FEW = 16  # values to check; for fewer of them, Python is faster than ufuncs
 
 
-def quick_check(lane: Lane, env_spec: EnvSpec, mode: Validate) -> Callable[[], bool] | None:
+def quick_check(
+    lane: Lane,
+    env_spec: EnvSpec,
+    mode: Validate,
+) -> Callable[[], bool] | None:
     """Return a function that tests whether all rows are free of bad values; None: use
     ``first_bad_value``.
     """
     if mode != "fast" or lane.mirrored:
         return None
-    isfinite, floats, bounds = (
-        np.isfinite,
-        [lane.arrays[env_spec.reward_key]],
-        list[tuple[Any, Array, Array]](),
-    )
-    for key, spec in env_spec.action_specs.items():
-        if spec.dtype.kind == "f":
-            floats.append(lane.arrays[key])
-        elif spec.dtype.kind in "iu":
-            both = (np.less, spec.low), (np.greater, spec.high)
-            bounds += [
-                (leaves, lane.arrays[key], bound) for leaves, bound in both if bound is not None
-            ]
-
-    if sum(rows.size for rows in (*floats, *(rows for _, rows, _ in bounds))) <= FEW:
+    isfinite = np.isfinite
+    floats, bounds = _to_check(lane, env_spec)
+    checked = sum(rows.size for rows in floats) + sum(rows.size for _, rows, _ in bounds)
+    if checked <= FEW:
         return _few_are_fine(floats, bounds)
 
     def is_fine() -> bool:
@@ -56,6 +49,45 @@ def quick_check(lane: Lane, env_spec: EnvSpec, mode: Validate) -> Callable[[], b
     return is_fine
 
 
+def quick_row_check(lane: Lane, env_spec: EnvSpec, mode: Validate) -> Callable[[int], bool] | None:
+    """Return a function that tests whether a row is free of bad values; None: use
+    ``first_bad_value``.
+    """
+    if mode != "fast" or lane.mirrored:
+        return None
+    floats, bounds = _to_check(lane, env_spec)
+    isfinite = np.isfinite
+
+    def is_fine(t: int) -> bool:
+        for rows in floats:
+            if 0 in isfinite(rows[t]).tobytes():
+                return False
+        for leaves, rows, bound in bounds:  # noqa: SIM110 (called after every row)
+            if 1 in leaves(rows[t], bound).tobytes():
+                return False
+        return True
+
+    return is_fine
+
+
+def _to_check(lane: Lane, env_spec: EnvSpec) -> tuple[list[Array], list[tuple[Any, Array, Array]]]:
+    """Return the columns that have to be finite; and those with bounds, each with a comparison that
+    finds values beyond one of them, and the bound.
+    """
+    floats = [lane.arrays[env_spec.reward_key]]
+    bounds: list[tuple[Any, Array, Array]] = []
+    for key, spec in env_spec.action_specs.items():
+        rows = lane.arrays[key]
+        if spec.dtype.kind == "f":
+            floats.append(rows)
+        elif spec.dtype.kind in "iu":
+            if spec.low is not None:
+                bounds.append((np.less, rows, spec.low))
+            if spec.high is not None:
+                bounds.append((np.greater, rows, spec.high))
+    return floats, bounds
+
+
 def _few_are_fine(
     floats: list[Array], bounds: list[tuple[Any, Array, Array]]
 ) -> Callable[[], bool]:
@@ -63,14 +95,10 @@ def _few_are_fine(
     Python.
     """
     numbers = [rows.reshape(-1).tolist for rows in floats]
-    limits = [
-        (
-            rows.reshape(-1).tolist,
-            np.broadcast_to(bound, rows.shape).reshape(-1).tolist(),
-            leaves is np.less,
-        )
-        for leaves, rows, bound in bounds
-    ]
+    limits = []
+    for leaves, rows, bound in bounds:
+        every = np.broadcast_to(bound, rows.shape).reshape(-1).tolist()
+        limits.append((rows.reshape(-1).tolist, every, leaves is np.less))
 
     def is_fine() -> bool:
         for values in numbers:
@@ -86,7 +114,11 @@ def _few_are_fine(
 
 
 def first_bad_value(
-    lane: Lane, env_spec: EnvSpec, mode: Validate, late: Array | None = None
+    lane: Lane,
+    env_spec: EnvSpec,
+    mode: Validate,
+    late: Array | None = None,
+    begin: int = 0,
 ) -> tuple[int, str, bool] | None:
     """Find the first row with an invalid value.
 
@@ -96,62 +128,70 @@ def first_bad_value(
     Args:
         late: mask of cells without a transition, ``[n, B]``: their rewards are 0, their other
             values are not checked.
+        begin: first row to be checked.
 
     Returns:
-        row, description of the problem, and whether the policy caused it; None: no problem, or
+        row, counted from ``begin``, description of the problem, and whether the policy caused it; None: no problem, or
         ``mode`` is ``"off"``.
     """
     if mode == "off":
         return None
-    n = lane.done_steps
+    rows = slice(begin, lane.done_steps)
     made = None if late is None or not late.any() else ~late
-    reward = lane.arrays[env_spec.reward_key][:n]
-    if not np.isfinite(reward).all():
-        t, b = (int(i) for i in np.argwhere(~np.isfinite(reward))[0])
-        return (
-            t,
-            f"{env_spec.name}[{b}].step (row {t} of the batch): reward is {reward[t, b]}",
-            False,
-        )
+    reward = lane.arrays[env_spec.reward_key][rows]
+    finite = np.isfinite(reward)
+    if not finite.all():
+        t, b = (int(i) for i in np.argwhere(~finite)[0])
+        where = f"{env_spec.name}[{b}].step (row {t} of the batch)"
+        return t, f"{where}: reward is {reward[t, b]}", False
     for key, spec in env_spec.action_specs.items():
         if not spec.is_tensor or (lane.mirrored and mode != "full"):
             continue
         bounded = mode == "full" or spec.dtype.kind in "iu"
         values = _host(lane, key) if lane.mirrored else lane.data[key]
-        found = _first(values[:n], spec if bounded else replace(spec, low=None, high=None), made)
+        bounds = spec if bounded else replace(spec, low=None, high=None)
+        found = _first(values[rows], bounds, made)
         if found is not None:
             t, b, what = found
             return t, f"{dotted(key)} for env {b} (row {t} of the batch): {what}", True
-    for key, spec in env_spec.observation_specs.items() if mode == "full" else ():
+    if mode != "full":
+        return None
+    for key, spec in env_spec.observation_specs.items():
         # An observation occurs twice: after the step that returned it, and before the next step.
-        shown = [_first(_host(lane, key)[:n], spec, made)]
+        shown = [_first(_host(lane, key)[rows], spec, made)]
         if next_of(key) in lane.data:
             known = made
             if NEXT_OBS_VALID in lane.data:  # where False, the observation is NaN or 0
-                certain = _host(lane, NEXT_OBS_VALID)[:n]
+                certain = _host(lane, NEXT_OBS_VALID)[rows]
                 known = certain if made is None else certain & made
-            shown.append(_first(_host(lane, next_of(key))[:n], spec, known))
-        if places := [place for place in shown if place is not None]:
+            shown.append(_first(_host(lane, next_of(key))[rows], spec, known))
+        places = [place for place in shown if place is not None]
+        if places:
             t, b, what = min(places, key=lambda place: place[0])
             return t, f"{env_spec.name}[{b}] (row {t} of the batch): {dotted(key)} {what}", False
     return None
 
 
-def _first(values: Array, spec: ArraySpec, made: Array | None) -> tuple[int, int, str] | None:
+def _first(
+    values: Array,
+    spec: ArraySpec,
+    made: Array | None,
+) -> tuple[int, int, str] | None:
     """Return row and environment of the first value outside the bounds of ``spec``, and the reason.
 
     Args:
         values: array, ``[n, B, *shape]``.
         made: mask of cells to check, ``[n, B]``; None: all.
     """
-    if made is None:
-        found = values_problem(values, spec)
-        return None if found is None else (found[0][0], found[0][1], found[1])
-    found = values_problem(values[made], spec)
+    found = values_problem(values if made is None else values[made], spec)
     if found is None:
         return None
-    t, b = np.argwhere(made)[found[0][0]]
-    return int(t), int(b), found[1]
+    place, why = found
+    if made is None:
+        t, b, *_ = place
+    else:
+        t, b = np.argwhere(made)[place[0]]
+    return int(t), int(b), why
 
 
 def _host(lane: Lane, key: Key) -> Array:

@@ -421,7 +421,7 @@ class ClientEnvs(StackedEnvs):
 
     def __init__(self, clients: Clients, number: int) -> None:
         self._env = ClientEnv(clients, number)
-        super().__init__([self._env])  # type: ignore[list-item]  # it has all that is used
+        super().__init__([self._env])
         self.spec = replace(self.spec, final_obs_certain=False)
 
     def start(self, lane: Lane) -> Step:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ PASSED_ON = (
     ),
     *(
         "replay_buffer",
+        "replay_write_mode",
         "pre_collect_hook",
         "post_collect_hook",
         "on_step",
@@ -109,7 +110,7 @@ class PolicyServer(MultiCollector):
             "reset", "clients decide when an episode ends; max_frames_per_traj= limits it"
         )
 
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+    def set_seed(self, seed: int | Sequence[int], static_seed: bool = False) -> int:
         """Not available after construction. Raises ``BadOption``."""
         if self._is_set_up:
             raise self._refusal(

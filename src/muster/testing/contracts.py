@@ -49,7 +49,13 @@ class EnvContract:
         raise NotImplementedError("return a new environment")
 
     @passes_on(CollectorOptions)
-    def collect(self, batches: int = 2, *, seed: int = 0, **options: Any) -> TensorDict:
+    def collect(
+        self,
+        batches: int = 2,
+        *,
+        seed: int = 0,
+        **options: Any,
+    ) -> TensorDict:
         """Collect ``batches`` batches and concatenate them in time, ``[B, batches * steps]``."""
         with self._collector(seed=seed, **options) as collector:
             return _joined(collector, batches)
@@ -58,20 +64,19 @@ class EnvContract:
         self,
     ) -> None:
         batch = self._collect_with_infos(self.make_env)
-        going_on = ~_ended(batch)[..., :-1]
+        inside = ~_ended(batch)[..., :-1]
         for key in _observation_keys(batch):
-            after, before = (
-                _without(batch, ("next", *key), last=True),
-                _without(batch, key, last=False),
-            )
-            assert _equal(after[going_on], before[going_on]), (
+            after = _without(batch, ("next", *key), last=True)
+            before = _without(batch, key, last=False)
+            assert _equal(after[inside], before[inside]), (
                 f"{key}: next[t] must be obs[t + 1] inside an episode"
             )
 
     def test_done_is_terminated_or_truncated_and_never_set_before_a_step(self) -> None:
         batch = self.collect()
         after = batch["next"]
-        own = [flag for flag in ("done", "terminated", "truncated") if flag in after.keys()]  # noqa: SIM118
+        flags = ("done", "terminated", "truncated")
+        own = [flag for flag in flags if flag in after.keys()]  # noqa: SIM118
         if len(own) == 3:
             assert torch.equal(after["done"], after["terminated"] | after["truncated"]), (
                 "done = terminated | truncated"
@@ -83,18 +88,21 @@ class EnvContract:
 
     def test_trajectory_ids_change_exactly_where_an_episode_ended(self) -> None:
         batch = self.collect()
-        ids, done = batch["collector", "traj_ids"], _ended(batch)
-        assert torch.equal(ids[..., 1:] != ids[..., :-1], done[..., :-1]), "one id per episode"
-        pieces = int(done[..., :-1].sum()) + done[..., 0].numel()
+        ids = batch["collector", "traj_ids"]
+        done = _ended(batch)
+        changes = ids[..., 1:] != ids[..., :-1]
+        assert torch.equal(changes, done[..., :-1]), "one id per episode"
+        num_envs = done[..., 0].numel()
+        pieces = int(done[..., :-1].sum()) + num_envs
         assert len(ids.unique()) == pieces, "no id is used twice"
 
     def test_rewards_are_finite_numbers(self) -> None:
         after = self.collect()["next"]
-        rewards = [key for key in after.keys(True, True) if key == "reward" or key[-1] == "reward"]
+        keys = after.keys(True, True)
+        rewards = [key for key in keys if key == "reward" or key[-1] == "reward"]
         assert rewards, "there is a reward, or one per group of agents"
-        assert all(torch.isfinite(after.get(key)).all() for key in rewards), (
-            "rewards must be finite"
-        )
+        for key in rewards:
+            assert torch.isfinite(after.get(key)).all(), "rewards must be finite"
 
     def test_the_same_seed_gives_the_same_data(self) -> None:
         self._assert_equal(
@@ -105,21 +113,22 @@ class EnvContract:
 
     def test_neither_the_size_of_batches_nor_their_layout_changes_the_data(self) -> None:
         whole = self.collect(batches=1)
-        parts = self.collect(batches=4, frames_per_batch=self._frames() // 4)
+        quarter = self._frames() // 4
+        parts = self.collect(batches=4, frames_per_batch=quarter)
         self._assert_equal(parts, whole, "depends on frames_per_batch")
         time_major = self.collect(batches=1, layout="time_major")
-        self._assert_equal(
-            time_major.permute(*range(1, whole.ndim), 0), whole, "depends on the layout"
-        )
+        time_last = time_major.permute(*range(1, whole.ndim), 0)
+        self._assert_equal(time_last, whole, "depends on the layout")
 
     def test_time_limits_truncate_and_count(self) -> None:
         batch = self.collect(max_frames_per_traj=5)
-        after = batch["next"]
-        assert after["step_count"].max() <= 5, "no episode is longer than max_frames_per_traj"
-        at_limit = after["step_count"] == 5
-        assert _ended(batch).unsqueeze(-1)[at_limit].all(), "an episode ends at its limit"
-        begins = batch["step_count"][..., 1:, 0][_ended(batch)[..., :-1]]
-        assert not begins.any(), "the first row of an episode has step_count 0"
+        ended = _ended(batch)
+        counts = batch["next", "step_count"]
+        assert counts.max() <= 5, "no episode is longer than max_frames_per_traj"
+        at_limit = counts == 5
+        assert ended.unsqueeze(-1)[at_limit].all(), "an episode ends at its limit"
+        following = batch["step_count"][..., 1:, 0]
+        assert not following[ended[..., :-1]].any(), "the first row of an episode has step_count 0"
 
     def test_batches_stay_unchanged_while_collecting_goes_on(self) -> None:
         with self._collector() as collector:
@@ -134,7 +143,8 @@ class EnvContract:
         found = self._collect_with_infos(lambda: poisoned(self.make_env()))
         differing = self._differing(found, expected)
         if differing:  # times, for instance, are never the same
-            differing -= self._differing(self._collect_with_infos(self.make_env), expected)
+            repeated = self._collect_with_infos(self.make_env)
+            differing -= self._differing(repeated, expected)
         assert not differing, (
             f"{differing} depend on what the environment does later with the memory it returned"
         )
@@ -145,13 +155,10 @@ class EnvContract:
             collector.reset()
             collector.rollout()
             stats = collector.stats()
-            assert stats.executed == stats.frames == 2 * self._frames(), (
-                "executed = delivered, without errors"
-            )
-            assert (stats.discarded, stats.in_flight) == (
-                {},
-                0,
-            ), "nothing is discarded, nothing waits"
+            frames = 2 * self._frames()
+            assert stats.executed == stats.frames == frames, "executed = delivered, without errors"
+            assert stats.discarded == {}, "nothing is discarded"
+            assert stats.in_flight == 0, "nothing waits"
 
     def test_collecting_leaves_the_global_random_generators_alone(self) -> None:
         with self._collector() as collector:
@@ -175,13 +182,13 @@ class EnvContract:
                 return _joined(collector, 2)
 
     def _collector(self, make: Callable[[], Any] | None = None, **options: Any) -> Collector:
-        given = {
+        defaults = {
             "num_envs": self.num_envs,
             "frames_per_batch": self._frames(),
             "validate": "full",
             "seed": 0,
         }
-        return Collector(make or self.make_env, None, **{**given, **options})
+        return Collector(make or self.make_env, None, **(defaults | options))
 
     def _frames(self) -> int:
         if self.num_envs is not None:
@@ -199,7 +206,12 @@ class EnvContract:
             env.close()
         return self.steps * count
 
-    def _assert_equal(self, a: TensorDict, b: TensorDict, problem: str) -> None:
+    def _assert_equal(
+        self,
+        a: TensorDict,
+        b: TensorDict,
+        problem: str,
+    ) -> None:
         for key in self._differing(a, b):
             raise AssertionError(f"{key} {problem}")
 
@@ -222,12 +234,13 @@ def _ended(batch: TensorDict) -> torch.Tensor:
         done: torch.Tensor = after["done"][..., 0]
         return done
     flags = ("done", "terminated", "truncated")
-    keys = [
-        key
-        for key in after.keys(True, True)
-        if (key if isinstance(key, str) else key[-1]).endswith(flags)
-    ]
-    return torch.stack([after.get(key).flatten(batch.ndim).any(-1) for key in keys]).any(0)
+    keys = []
+    for key in after.keys(True, True):
+        name = key if isinstance(key, str) else key[-1]
+        if name.endswith(flags):
+            keys.append(key)
+    ends = [after.get(key).flatten(batch.ndim).any(-1) for key in keys]
+    return torch.stack(ends).any(0)
 
 
 def _columns(batch: TensorDict) -> set[Any]:
@@ -238,36 +251,46 @@ def _columns(batch: TensorDict) -> set[Any]:
 
 
 def _observation_keys(batch: TensorDict) -> list[Key]:
-    before, after = (
-        {k if isinstance(k, tuple) else (k,) for k in _columns(td)} for td in (batch, batch["next"])
-    )
-    return [
-        key
-        for key in sorted(after & before)
-        if key[0] not in ("done", "terminated", "truncated", "step_count")
-    ]
+    before = _paths(batch)
+    after = _paths(batch["next"])
+    others = ("done", "terminated", "truncated", "step_count")
+    return [key for key in sorted(after & before) if key[0] not in others]
+
+
+def _paths(batch: TensorDict) -> set[Key]:
+    """Return the keys of all columns, each as a tuple."""
+    keys = _columns(batch)
+    return {key if isinstance(key, tuple) else (key,) for key in keys}
 
 
 def _without(batch: TensorDict, key: Key, *, last: bool) -> Any:
     """Return a column of tensors or objects without its last (or first) row in time."""
     rows = slice(None, -1) if last else slice(1, None)
-    index = (slice(None),) * (batch.ndim - 1) + (rows,)
+    leading = (slice(None),) * (batch.ndim - 1)
+    index = (*leading, rows)
     return batch.get(key)[index]
 
 
 def _equal(a: Any, b: Any) -> bool:
     """Whether tensors (NaN equals NaN), or nested objects with arrays, are equal."""
     if torch.is_tensor(a):
-        return a.shape == b.shape and bool(torch.isclose(a, b, 0.0, 0.0, equal_nan=True).all())
+        if a.shape != b.shape:
+            return False
+        close = torch.isclose(a, b, 0.0, 0.0, equal_nan=True)
+        return bool(close.all())
     if hasattr(a, "tolist"):
-        a, b = a.tolist(), b.tolist()
+        a = a.tolist()
+        b = b.tolist()
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+        if a.keys() != b.keys():
+            return False
+        return all(_equal(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(_equal, a, b))
     return bool(a == b)
 
 
 def _global_state() -> tuple[Any, ...]:
-    numpy_state = np.random.get_state(legacy=False)
-    return torch.get_rng_state().tolist(), repr(numpy_state), random.getstate()
+    of_numpy = np.random.get_state(legacy=False)
+    of_torch = torch.get_rng_state()
+    return of_torch.tolist(), repr(of_numpy), random.getstate()

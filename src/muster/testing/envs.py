@@ -39,19 +39,32 @@ class CountingEnv(gymnasium.Env[Any, Any]):
     """
 
     def __init__(
-        self, length: int = 3, *, truncate: bool = False, reuse: bool = False, noise: bool = False
+        self,
+        length: int = 3,
+        *,
+        truncate: bool = False,
+        reuse: bool = False,
+        noise: bool = False,
     ) -> None:
         self.length = length
         self.truncate = truncate
         self.noise = noise
-        self.observation_space = spaces.Box(-np.inf, np.inf, (3 if noise else 2,), np.float32)
+        shape = (3,) if noise else (2,)
+        self.observation_space = spaces.Box(-np.inf, np.inf, shape, np.float32)
         self.action_space = spaces.Discrete(2)
-        self.t = self.executed = self.closed = 0
+        self.t = 0
+        self.executed = 0
+        self.closed = 0
         self.seeds: list[int | None] = []
         self.tally: list[tuple[float, int]] = []
-        self._buffer = np.zeros(self.observation_space.shape, np.float32) if reuse else None
+        self._buffer = np.zeros(shape, np.float32) if reuse else None
 
-    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
+    def reset(
+        self,
+        *,
+        seed: int | None = None,
+        options: Info | None = None,
+    ) -> tuple[Any, Info]:
         super().reset(seed=seed)
         self.seeds.append(seed)
         self.t = 0
@@ -62,20 +75,19 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         self.t += 1
         done = self.t >= self.length
         if done:
-            self.tally.append((self.t * (self.t + 1) / 2, self.t))
-        return (
-            self._observe(),
-            float(self.t),
-            done and not self.truncate,
-            done and self.truncate,
-            {},
-        )
+            total = self.t * (self.t + 1) / 2
+            self.tally.append((total, self.t))
+        terminated = done and not self.truncate
+        truncated = done and self.truncate
+        return self._observe(), float(self.t), terminated, truncated, {}
 
     def close(self) -> None:
         self.closed += 1
 
     def _observe(self) -> Any:
-        values = [self.length, self.t] + ([self.np_random.random()] if self.noise else [])
+        values: list[float] = [self.length, self.t]
+        if self.noise:
+            values.append(self.np_random.random())
         if self._buffer is None:
             return np.array(values, np.float32)
         self._buffer[:] = values
@@ -98,8 +110,14 @@ class InfoEnv(CountingEnv):
         "success": spaces.Discrete(2),
     }
 
-    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
-        return super().reset(seed=seed, options=options)[0], {"t": 0, "stage": "begin"}
+    def reset(
+        self,
+        *,
+        seed: int | None = None,
+        options: Info | None = None,
+    ) -> tuple[Any, Info]:
+        obs, _ = super().reset(seed=seed, options=options)
+        return obs, {"t": 0, "stage": "begin"}
 
     def step(self, action: int) -> tuple[Any, float, bool, bool, Info]:
         obs, reward, terminated, truncated, _ = super().step(action)
@@ -118,7 +136,8 @@ class InfoEnv(CountingEnv):
         if t % 2 == 0:
             info["even"] = True
         if t == self.length:
-            info |= {"stage": "end", "success": self.length % 2 == 0}
+            info["stage"] = "end"
+            info["success"] = self.length % 2 == 0
         return info
 
 
@@ -141,27 +160,43 @@ class ChainEnv(gymnasium.Env[Any, Any]):
         self.episode = -1
         self._obs: Array = np.zeros(3, np.int64)
 
-    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Array, Info]:
+    def reset(
+        self,
+        *,
+        seed: int | None = None,
+        options: Info | None = None,
+    ) -> tuple[Array, Info]:
         super().reset(seed=seed)
         self.episode += 1
-        self._obs = np.array([self.episode, 0, self.np_random.integers(2**31)], np.int64)
+        state = self.np_random.integers(2**31)
+        self._obs = np.array([self.episode, 0, state], np.int64)
         return self._obs, {}
 
     def step(self, action: int) -> tuple[Array, float, bool, bool, Info]:
-        self._obs, reward, terminated, truncated = self.follow(self._obs, np.asarray(action))
+        results = self.follow(self._obs, np.asarray(action))
+        self._obs, reward, terminated, truncated = results
         return self._obs, float(reward), bool(terminated), bool(truncated), {}
 
-    def follow(self, obs: Array, action: Array) -> tuple[Array, Array, Array, Array]:
+    def follow(
+        self,
+        obs: Array,
+        action: Array,
+    ) -> tuple[Array, Array, Array, Array]:
         """Compute the results of ``action`` (``[...]``) on ``obs`` (``[..., 3]``).
 
         Returns:
             the next observation, reward, terminated, truncated.
         """
+        episode = obs[..., 0]
+        t = obs[..., 1]
         state = (obs[..., 2] * 1103515245 + 12345 + action) % 2**31
-        after = np.stack([obs[..., 0], obs[..., 1] + 1, state], -1)
+        after = np.stack([episode, t + 1, state], -1)
+        reward = (state >> 4) % 1000
         ended = (state >> 8) % self.ends == 0
         kind = (state >> 5) % 4
-        return after, (state >> 4) % 1000, ended & (kind != 1), ended & (kind <= 1)
+        terminated = ended & (kind != 1)
+        truncated = ended & (kind <= 1)
+        return after, reward, terminated, truncated
 
 
 class SpaceEnv(gymnasium.Env[Any, Any]):
@@ -173,7 +208,10 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
     """
 
     def __init__(
-        self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], length: int = 3
+        self,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        length: int = 3,
     ) -> None:
         self.observation_space = observation_space
         self.action_space = action_space
@@ -182,7 +220,12 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
         self.observations: list[Any] = []
         self.t = 0
 
-    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
+    def reset(
+        self,
+        *,
+        seed: int | None = None,
+        options: Info | None = None,
+    ) -> tuple[Any, Info]:
         super().reset(seed=seed)
         if seed is not None:
             self.observation_space.seed(seed)
@@ -192,7 +235,8 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, Info]:
         self.actions.append(action)
         self.t += 1
-        return self._observe(), 1.0, self.t >= self.length, False, {}
+        terminated = self.t >= self.length
+        return self._observe(), 1.0, terminated, False, {}
 
     def _observe(self) -> Any:
         self.observations.append(self.observation_space.sample())
@@ -226,16 +270,21 @@ class FaultyEnv(CountingEnv):
         self.output = dict(output or {})
         self.error = error
         self.on_reset = on_reset
-        self.steps = self.resets = 0
+        self.steps = 0
+        self.resets = 0
 
-    def reset(self, *, seed: int | None = None, options: Info | None = None) -> Any:
+    def reset(
+        self,
+        *,
+        seed: int | None = None,
+        options: Info | None = None,
+    ) -> Any:
         faulty = self.on_reset and self.resets == self.at
         self.resets += 1
         if faulty and self.error is not None:
             raise self.error()
-        return self._answer(
-            ("obs", "info"), super().reset(seed=seed, options=options), faulty=faulty
-        )
+        returned = super().reset(seed=seed, options=options)
+        return self._answer(("obs", "info"), returned, faulty=faulty)
 
     def step(self, action: int) -> Any:
         faulty = not self.on_reset and self.steps == self.at
@@ -243,17 +292,23 @@ class FaultyEnv(CountingEnv):
         if faulty and self.error is not None:
             raise self.error()
         names = ("obs", "reward", "terminated", "truncated", "info")
-        return self._answer(names, super().step(action), faulty=faulty)
+        returned = super().step(action)
+        return self._answer(names, returned, faulty=faulty)
 
-    def _answer(self, names: tuple[str, ...], values: tuple[Any, ...], *, faulty: bool) -> Any:
+    def _answer(
+        self,
+        names: tuple[str, ...],
+        values: tuple[Any, ...],
+        *,
+        faulty: bool,
+    ) -> Any:
         """Return the correct ``values``, or their replacements in ``output``."""
         if not faulty:
             return values
         if "all" in self.output:
             return self.output["all"]
-        return tuple(
-            self.output.get(name, value) for name, value in zip(names, values, strict=True)
-        )
+        named = zip(names, values, strict=True)
+        return tuple(self.output.get(name, value) for name, value in named)
 
 
 class TorchCartPole:
@@ -282,7 +337,8 @@ class TorchCartPole:
         final_obs: bool = True,
         max_steps: int = 500,
     ) -> None:
-        self.num_envs, self.device = num_envs, torch.device(device)
+        self.num_envs = num_envs
+        self.device = torch.device(device)
         self.final_obs = final_obs
         self.max_steps = max_steps
         self.metadata = {"autoreset_mode": autoreset}
@@ -304,42 +360,40 @@ class TorchCartPole:
         if seed is not None:
             self._generator.manual_seed(seed)
         everywhere = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
-        self._begin((options or {}).get("reset_mask", everywhere))
+        given = options or {}
+        self._begin(given.get("reset_mask", everywhere))
         return self.state.clone(), {}
 
     def step(
         self, action: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Info]:
         _, x_dot, theta, theta_dot = self.state.unbind(1)
-        sin, cos = theta.sin(), theta.cos()
+        sin = theta.sin()
+        cos = theta.cos()
         push = (action * 20.0 - 10.0 + 0.05 * theta_dot**2 * sin) / 1.1
-        theta_acc = (9.8 * sin - cos * push) / (0.5 * (4 / 3 - 0.1 * cos**2 / 1.1))
+        inertia = 0.5 * (4 / 3 - 0.1 * cos**2 / 1.1)
+        theta_acc = (9.8 * sin - cos * push) / inertia
         x_acc = push - 0.05 * theta_acc * cos / 1.1
         rates = torch.stack([x_dot, x_acc, theta_dot, theta_acc], 1)
         self.state = self.state + 0.02 * rates
         self._steps += 1
-        terminated = (self.state[:, 0].abs() > 2.4) | (
-            self.state[:, 2].abs() > 12 * 2 * np.pi / 360
-        )
+        left = self.state[:, 0].abs() > 2.4
+        fell = self.state[:, 2].abs() > 12 * 2 * np.pi / 360
+        terminated = left | fell
         truncated = self._steps >= self.max_steps
         info: Info = {}
         if self.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP:
-            info = {"final_obs": self.state.clone()} if self.final_obs else {}
+            if self.final_obs:
+                info["final_obs"] = self.state.clone()
             self._begin(terminated | truncated)
-        return (
-            self.state.clone(),
-            torch.ones(self.num_envs, device=self.device),
-            terminated,
-            truncated,
-            info,
-        )
+        reward = torch.ones(self.num_envs, device=self.device)
+        return self.state.clone(), reward, terminated, truncated, info
 
     def close(self) -> None:
         """Do nothing."""
 
     def _begin(self, where: torch.Tensor) -> None:
-        fresh = (
-            torch.rand(self.num_envs, 4, generator=self._generator, device=self.device) * 0.1 - 0.05
-        )
+        drawn = torch.rand(self.num_envs, 4, generator=self._generator, device=self.device)
+        fresh = drawn * 0.1 - 0.05
         self.state = torch.where(where[:, None], fresh, self.state)
         self._steps.masked_fill_(where, 0)

@@ -24,7 +24,13 @@ Array = NDArray[Any]
 Info = dict[str, Any]
 
 MOST = 1024  # environments per file
-RUNS, STARTED, EXECUTED, CLOSED = range(4)  # columns of ``OracleEnv.read``
+# columns of ``OracleEnv.read``
+RUNS = 0
+STARTED = 1
+EXECUTED = 2
+CLOSED = 3
+COLUMNS = 4
+
 ENDS = 7  # average number of steps per episode
 
 _made: Counter[tuple[str, int]] = Counter()  # environments made in this process
@@ -73,7 +79,11 @@ class OracleEnv(gymnasium.Env[Any, Any]):
     """
 
     def __init__(
-        self, path: str | Path, first: int = 0, count: int = 1, fault: Fault | None = None
+        self,
+        path: str | Path,
+        first: int = 0,
+        count: int = 1,
+        fault: Fault | None = None,
     ) -> None:
         place = (str(path), first)
         self.number = first + _made[place] % count
@@ -81,7 +91,8 @@ class OracleEnv(gymnasium.Env[Any, Any]):
         self._cells = _map(path)[self.number]
         self.run = int(self._cells[RUNS])
         self._cells[RUNS] += 1
-        self.fault, self._calls = fault, Counter[str]()
+        self.fault = fault
+        self._calls = Counter[str]()
         self.observation_space = spaces.Box(0, 2**62, (6,), np.int64)
         self.action_space = spaces.Discrete(5)
         self._now = (self.number, self.run, -1, 0, 0, 0)
@@ -95,20 +106,28 @@ class OracleEnv(gymnasium.Env[Any, Any]):
         If a process was killed in the middle of a step, that step was started and not executed.
         """
         counts = np.array(_map(path))
-        return counts[
-            : int(np.flatnonzero(counts[:, RUNS])[-1]) + 1 if counts[:, RUNS].any() else 0
-        ]
+        used = np.flatnonzero(counts[:, RUNS])
+        if len(used) == 0:
+            return counts[:0]
+        return counts[: int(used[-1]) + 1]
 
-    def reset(self, *, seed: int | None = None, options: Info | None = None) -> Any:
+    def reset(
+        self,
+        *,
+        seed: int | None = None,
+        options: Info | None = None,
+    ) -> Any:
         super().reset(seed=seed)
         env, run, episode, _, total, _ = self._now
-        self._now = (env, run, episode + 1, 0, total, int(self.np_random.integers(2**31)))
+        state = int(self.np_random.integers(2**31))
+        self._now = (env, run, episode + 1, 0, total, state)
         return self._pass("reset", (np.array(self._now), {}))
 
     def step(self, action: int) -> Any:
         self._cells[STARTED] += 1
         now, reward, terminated, truncated = follow(self._now, int(action))
-        got = self._pass("step", (np.array(now), float(reward), terminated, truncated, {}))
+        honest: Any = (np.array(now), float(reward), terminated, truncated, {})
+        got = self._pass("step", honest)
         self._now = now
         self._cells[EXECUTED] += 1
         return got
@@ -122,9 +141,13 @@ class OracleEnv(gymnasium.Env[Any, Any]):
         number = self._calls[on]
         fault = self.fault
         self._calls[on] += 1
-        if fault is None or (fault.on, fault.at) != (on, number):
+        if fault is None:
             return honest
-        return fault.do(honest) if fault.runs is None or self.run < fault.runs else honest
+        if fault.on != on or fault.at != number:
+            return honest
+        if fault.runs is not None and self.run >= fault.runs:
+            return honest
+        return fault.do(honest)
 
 
 def follow(obs: Any, action: Any) -> tuple[Any, Any, Any, Any]:
@@ -140,10 +163,17 @@ def follow(obs: Any, action: Any) -> tuple[Any, Any, Any, Any]:
     ended = (state >> 8) % ENDS == 0
     kind = (state >> 5) % 4
     after = (env, run, episode, t + 1, total + 1, state)
-    return after, (state >> 4) % 1000, ended & (kind != 1), ended & (kind <= 1)
+    reward = (state >> 4) % 1000
+    terminated = ended & (kind != 1)
+    truncated = ended & (kind <= 1)
+    return after, reward, terminated, truncated
 
 
-def check_stream(batches: Iterable[TensorDict], *, gaps: int = 0) -> Counter[tuple[int, int]]:
+def check_stream(
+    batches: Iterable[TensorDict],
+    *,
+    gaps: int = 0,
+) -> Counter[tuple[int, int]]:
     """Check that batches of ``OracleEnv`` (time last) have every step of every run once, in order,
     up to some step.
 
@@ -181,24 +211,25 @@ class _Stream:
 
     def add(self, batch: TensorDict, where: str) -> None:
         assert batch.names[-1] == "time", f"{where}: time is the last dimension"
-        obs, after = (
-            td["observation"].numpy().reshape(-1, batch.shape[-1], 6)
-            for td in (batch, batch["next"])
-        )
+        steps = batch.shape[-1]
+        obs = batch["observation"].numpy().reshape(-1, steps, 6)
+        after = batch["next", "observation"].numpy().reshape(-1, steps, 6)
         rows = obs.shape[:2]
         marks = batch.get(("collector", "valid"), None)
         valid = np.ones(rows, bool) if marks is None else marks.numpy().reshape(rows)
-        expected = follow(np.moveaxis(obs, -1, 0), batch["action"].numpy().reshape(rows))
+        actions = batch["action"].numpy().reshape(rows)
+        expected = follow(np.moveaxis(obs, -1, 0), actions)
         flags = {
             flag: batch["next", flag].numpy().reshape(rows)
             for flag in ("reward", "terminated", "truncated", "done")
         }
+        either = flags["terminated"] | flags["truncated"]
         wrong = {
             "next/observation": (after != np.stack(expected[0], -1)).any(-1),
             "reward": flags["reward"] != expected[1],
             "terminated": flags["terminated"] != expected[2],
             "truncated": flags["truncated"] < expected[3],
-            "done": flags["done"] != flags["terminated"] | flags["truncated"],
+            "done": flags["done"] != either,
         }
         for name, at in wrong.items():
             at &= valid
@@ -217,7 +248,14 @@ class _Stream:
                 )
                 self._append(*parts, f"{where}, lane {lane}")
 
-    def _append(self, obs: Array, after: Array, done: Array, ids: Array, where: str) -> None:
+    def _append(
+        self,
+        obs: Array,
+        after: Array,
+        done: Array,
+        ids: Array,
+        where: str,
+    ) -> None:
         """Check and add rows of one environment."""
         env, run = (int(number) for number in obs[0, :2])
         before, ended = self._last.get(env, (None, True))
@@ -226,47 +264,57 @@ class _Stream:
         else:
             known = -1 if before is None else int(before[1])
             assert run > known, f"{where}: run {run} of environment {env} after run {known}"
-            assert obs[0, 3] == obs[0, 4] == 0, (
+            counters = obs[0, 3:5].tolist()
+            assert counters == [0, 0], (
                 f"{where}: run {run} of environment {env} begins with {obs[0].tolist()}"
             )
         self._join(after[:-1], done[:-1], obs[1:], where)
         self._last[env] = after[-1].copy(), bool(done[-1])
         self.rows[env, run] += len(obs)
-        for row in np.flatnonzero(np.append(True, done[:-1])):
-            key, number = tuple(obs[row, :3].tolist()), int(ids[row])
+        starts = np.append(True, done[:-1])
+        for row in np.flatnonzero(starts):
+            key = tuple(obs[row, :3].tolist())
+            number = int(ids[row])
             known_id = self._ids.setdefault(key, number)
             assert known_id == number, (
                 f"{where}: episode {key} is trajectory {known_id} and {number}"
             )
-            assert self._used.setdefault(number, key) == key, (
-                f"{where}: {self._used[number]} and {key} share an id"
-            )
-        assert (ids[1:] == ids[:-1])[~done[:-1]].all(), (
-            f"{where}: the trajectory changes within an episode"
-        )
+            known_key = self._used.setdefault(number, key)
+            assert known_key == key, f"{where}: {known_key} and {key} share an id"
+        unchanged = ids[1:] == ids[:-1]
+        assert unchanged[~done[:-1]].all(), f"{where}: the trajectory changes within an episode"
 
-    def _join(self, before: Array, ended: Array, obs: Array, where: str) -> None:
+    def _join(
+        self,
+        before: Array,
+        ended: Array,
+        obs: Array,
+        where: str,
+    ) -> None:
         """Check that the rows ``obs`` directly follow the observations ``before``."""
         missing = np.where(ended, obs[:, 4] - before[:, 4], 0)
-        began = (
-            (obs[:, :2] == before[:, :2]).all(-1) & (obs[:, 2] > before[:, 2]) & (obs[:, 3] == 0)
-        )
-        bad = np.where(ended, ~began, (obs != before).any(-1))
+        same_run = (obs[:, :2] == before[:, :2]).all(-1)
+        later_episode = obs[:, 2] > before[:, 2]
+        began = same_run & later_episode & (obs[:, 3] == 0)
+        differs = (obs != before).any(-1)
+        bad = np.where(ended, ~began, differs)
         self.gaps += int(missing.sum())
         if bad.any():
             row = int(bad.argmax())
+            end = " (the end of an episode)" if ended[row] else ""
             raise AssertionError(
-                f"{where}: after"
-                f" {before[row].tolist()}{' (the end of an episode)' * bool(ended[row])} comes"
+                f"{where}: after {before[row].tolist()}{end} comes"
                 f" {obs[row].tolist()}, {row + 1} rows on"
             )
 
 
 def _map(path: str | Path) -> Array:
     """Map the counters into shared memory."""
+    size = MOST * COLUMNS * 8
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        os.ftruncate(fd, MOST * 32)
-        return np.frombuffer(mmap.mmap(fd, MOST * 32), np.int64).reshape(MOST, 4)
+        os.ftruncate(fd, size)
+        memory = mmap.mmap(fd, size)
+        return np.frombuffer(memory, np.int64).reshape(MOST, COLUMNS)
     finally:
         os.close(fd)

@@ -30,7 +30,8 @@ def poisoned(env: Any) -> Any:
             which own no memory: these are returned unchanged.
     """
     is_torchrl = any(cls.__module__.startswith("torchrl.") for cls in type(env).__mro__)
-    if not is_torchrl and (hasattr(env, "step_env") or hasattr(env, "observation_size")):
+    # TorchRL's first: asked for an unknown attribute, its batched environments start workers
+    if not is_torchrl and _is_functional(env):
         return env
     results: dict[Any, Any] = {}
     for name in OF_TORCHRL if is_torchrl else METHODS:
@@ -40,29 +41,41 @@ def poisoned(env: Any) -> Any:
     return env
 
 
-def _spoiling(method: Callable[..., Any], name: str, results: dict[Any, Any]) -> Callable[..., Any]:
+def _is_functional(env: Any) -> bool:
+    return hasattr(env, "step_env") or hasattr(env, "observation_size")
+
+
+def _spoiling(
+    method: Callable[..., Any],
+    name: str,
+    results: dict[Any, Any],
+) -> Callable[..., Any]:
     """Return the method, with memory for its results that it shares with other methods."""
 
     def place(args: Any) -> Any:
-        return (name, *map(str, args)) if name in BY_ITSELF else ""
+        if name not in BY_ITSELF:
+            return ""
+        return (name, *map(str, args))
 
     if inspect.iscoroutinefunction(method):
 
         @functools.wraps(method)
         async def awaited(*args: Any, **kwargs: Any) -> Any:
-            spoil(results.get(place(args)))
+            key = place(args)
+            spoil(results.get(key))
             returned = await method(*args, **kwargs)
-            results[place(args)] = refilled(results.get(place(args)), returned)
-            return results[place(args)]
+            results[key] = refilled(results.get(key), returned)
+            return results[key]
 
         return awaited
 
     @functools.wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
-        spoil(results.get(place(args)))
+        key = place(args)
+        spoil(results.get(key))
         returned = method(*args, **kwargs)
-        results[place(args)] = refilled(results.get(place(args)), returned)
-        return results[place(args)]
+        results[key] = refilled(results.get(key), returned)
+        return results[key]
 
     return called
 
@@ -95,20 +108,14 @@ def refilled(memory: Any, value: Any) -> Any:
     shape.
     """
     if isinstance(value, np.ndarray) and value.dtype != object:
-        same = type(memory) is type(value) and (memory.shape, memory.dtype) == (
-            value.shape,
-            value.dtype,
-        )
-        if not same:
+        same_type = type(memory) is type(value)
+        if not same_type or memory.shape != value.shape or memory.dtype != value.dtype:
             return value.copy()
         memory[...] = value
         return memory
     if isinstance(value, tuple):
-        olds = (
-            memory
-            if isinstance(memory, tuple) and len(memory) == len(value)
-            else [None] * len(value)
-        )
+        same_length = isinstance(memory, tuple) and len(memory) == len(value)
+        olds = memory if same_length else [None] * len(value)
         parts = [refilled(old, part) for old, part in zip(olds, value, strict=True)]
         kind: Any = type(value)
         return kind._make(parts) if hasattr(kind, "_make") else tuple(parts)

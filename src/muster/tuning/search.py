@@ -21,6 +21,7 @@ from muster.collectors.signatures import passes_on
 from muster.envs.build import is_environment
 from muster.errors import BadOption, UnsupportedEnv
 from muster.restore.pickling import MAKE_POLICY, dumps, loads
+from muster.utils.containers import is_several
 from muster.utils.cpus import usable_cores
 
 TOTALS = (8, 32)  # default numbers of environments
@@ -93,7 +94,7 @@ class Setup:
 
     def make(self, create_env_fn: Any, policy: Any = None, **options: Any) -> BaseCollector:
         """Make the collector. ``options`` are added to those of the setup, or replace them."""
-        several = isinstance(create_env_fn, (list, tuple))
+        several = is_several(create_env_fn)
         factories = [create_env_fn] * self.groups if self.workers and not several else create_env_fn
         return self.collector_class(factories, policy, **{**self.options(), **options})
 
@@ -196,7 +197,7 @@ def tune(
         MusterError: environments or policy raised.
     """
     factories = factories_of(create_env_fn)
-    groups = len(factories) if isinstance(create_env_fn, (list, tuple)) else None
+    groups = len(factories) if is_several(create_env_fn) else None
     if not seconds > 0:
         raise BadOption(f"seconds={seconds!r}: expected more than 0")
     _check_totals(num_envs, groups)
@@ -214,7 +215,7 @@ def tune(
         copied = loads(dumps(policy, "policy", MAKE_POLICY), "policy")
     elif policy is not None:
         raise BadOption("policy_factory cannot be used with policy: give one of them")
-    elif checked.policy_factory() is None:
+    elif checked.factories[0]() is None:
         raise BadOption("policy_factory returned None, expected a policy")
     else:
         copied = None  # each collector makes its own

@@ -14,7 +14,8 @@ def host_and_port(address: str) -> tuple[str, int]:
     Raises ``BadOption`` for other texts.
     """
     host, colon, port = address.rpartition(":")
-    if not (colon and host and port.isdecimal() and int(port) < 1 << 16):
+    is_port = port.isdecimal() and int(port) < 1 << 16
+    if not colon or not host or not is_port:
         raise BadOption(f"address={address!r}: expected 'host:port', such as 127.0.0.1:8000")
     return host.strip("[]"), int(port)
 

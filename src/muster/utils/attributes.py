@@ -18,9 +18,8 @@ def resolve(root: Any, path: str) -> Any:
     ``BadOption``.
     """
     try:
-        tree = ast.parse(
-            f"root.{path}" if not path.startswith("[") else f"root{path}", mode="eval"
-        ).body
+        expression = f"root{path}" if path.startswith("[") else f"root.{path}"
+        tree = ast.parse(expression, mode="eval").body
         return _walk(root, tree)
     except (SyntaxError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise BadOption(

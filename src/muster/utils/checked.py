@@ -15,7 +15,7 @@ that a type has the same meaning under each of its names.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from types import NoneType, UnionType
 from typing import (
@@ -55,11 +55,11 @@ class Details(Checked):
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        given = [
-            f"{f.name}={getattr(self, f.name)!r}"
-            for f in fields
-            if getattr(self, f.name) != f.default
-        ]
+        given = []
+        for field in fields:
+            value = getattr(self, field.name)
+            if value != field.default:
+                given.append(f"{field.name}={value!r}")
         return f"{type(self).__name__}({', '.join(given)})"
 
 
@@ -102,8 +102,27 @@ def one_of(*known: str) -> Check:
     return check
 
 
+def list_of_seeds(name: str, value: Any) -> tuple[int, ...]:
+    """Return the seeds; at least one, and integers of at least 0."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise BadOption(f"{name}={value!r}: expected a list of seeds")
+    seeds = tuple(integer(f"{name}[{i}]", seed, 0) for i, seed in enumerate(value))
+    if not seeds:
+        raise BadOption(f"{name} is an empty list: expected at least one seed")
+    return seeds
+
+
+def seed_or_seeds(name: str, value: Any) -> int | tuple[int, ...]:
+    """Return a seed, or seeds."""
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return list_of_seeds(name, value)
+    return integer(name, value, 0)
+
+
 Number = Annotated[int, at_least(0)]
 PositiveNumber = Annotated[int, at_least(1)]
+Seeds = Annotated[Sequence[int], list_of_seeds]
+Seed = Annotated[int | Sequence[int], seed_or_seeds]
 Limit = Annotated[int | None, limit]
 
 
@@ -117,7 +136,11 @@ def check_bool(name: str, value: Any) -> bool:
     return value
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+def check_choice(
+    name: str,
+    value: Any,
+    choices: tuple[str, ...],
+) -> str:
     """Return the value. Raise ``BadOption`` unless it is one of the choices."""
     if value not in choices:
         raise BadOption(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
@@ -160,7 +183,10 @@ def _check_of(kind: Any) -> Check | None:
     return checked
 
 
-def _check_of_members(texts: tuple[str, ...], others: list[Any]) -> Check | None:
+def _check_of_members(
+    texts: tuple[str, ...],
+    others: list[Any],
+) -> Check | None:
     """Return the check of a union of texts and other types."""
     for member in others:
         if get_origin(member) is Annotated:

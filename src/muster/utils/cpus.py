@@ -12,11 +12,9 @@ from muster.errors import BadOption
 
 def allowed_cpus() -> list[int]:
     """Return the numbers of the CPUs on which this process may run."""
-    return (
-        sorted(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else list(range(os.cpu_count() or 1))
-    )
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def usable_cores(root: Path = Path("/")) -> float:
@@ -26,12 +24,9 @@ def usable_cores(root: Path = Path("/")) -> float:
     Args:
         root: parent folder of ``proc`` and ``sys``.
     """
-    return min(
-        [
-            float(len(allowed_cpus())),
-            *(quota for folder in _cpu_cgroups(root) if (quota := _quota(folder)) > 0),
-        ]
-    )
+    quotas = [_quota(folder) for folder in _cpu_cgroups(root)]
+    limits = [quota for quota in quotas if quota > 0]
+    return min([float(len(allowed_cpus())), *limits])
 
 
 def pinned(

@@ -117,14 +117,17 @@ class CoroutineRunner:
         Raises:
             MusterError: the worker was ended.
         """
-        seconds, finished = self.timeouts.get(phase), threading.Event()
+        seconds = self.timeouts.get(phase)
+        finished = threading.Event()
         drivers: list[asyncio.Task[None]] = []
 
         def begin() -> None:
             drivers.append(asyncio.get_running_loop().create_task(_finish(calls, seconds, phase)))
             drivers[0].add_done_callback(lambda _: finished.set())
 
-        blocked_at = None if seconds is None else time.monotonic() + seconds + CANCEL_S + BLOCKED_S
+        blocked_at = None
+        if seconds is not None:
+            blocked_at = time.monotonic() + seconds + CANCEL_S + BLOCKED_S
         home = self._home = _event_loop()
         try:
             while not home.call(begin):  # the user's code has stopped that loop
@@ -158,7 +161,10 @@ class EventLoop:
         self.loop = asyncio.new_event_loop()
         self._door = _Door()
         self.thread = threading.Thread(
-            target=_serve, args=(self.loop, self._door), name="muster-event-loop", daemon=True
+            target=_serve,
+            args=(self.loop, self._door),
+            name="muster-event-loop",
+            daemon=True,
         )
         self.thread.start()
         self._end = weakref.finalize(self, _stop, self.loop, self._door, self.thread, os.getpid())
@@ -218,13 +224,18 @@ def _event_loop() -> EventLoop:
 
 def _forget() -> None:
     global _current, _making
-    _current, _making = None, threading.Lock()
+    _current = None
+    _making = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forget)  # the thread of the loop is in the other process
 
 
-async def _finish(calls: Sequence[CoroutineCall], seconds: float | None, phase: str) -> None:
+async def _finish(
+    calls: Sequence[CoroutineCall],
+    seconds: float | None,
+    phase: str,
+) -> None:
     # as in all threads that step environments
     if "torch" in sys.modules and torch.is_grad_enabled():
         torch.set_grad_enabled(False)
@@ -255,8 +266,10 @@ def _note_blocked(home: EventLoop, calls: Sequence[CoroutineCall]) -> None:
     """Set the errors of calls whose event loop is blocked, and leave that loop to itself."""
     global _current
     with _making:
-        _current = None if _current is not None and _current() is home else _current
-    task, place = asyncio.current_task(home.loop), _user_line(home.thread)
+        if _current is not None and _current() is home:
+            _current = None
+    task = asyncio.current_task(home.loop)
+    place = _user_line(home.thread)
     for call in calls:
         if call.returned or call.error is not None:
             continue
@@ -277,7 +290,10 @@ def _user_line(thread: threading.Thread) -> str:
     stack = traceback.extract_stack(frame) if frame is not None else []
     ours = [n for n, line in enumerate(stack) if Path(line.filename) == Path(__file__)]
     called = stack[ours[-1] + 1 :] if ours else []
-    return f" at {called[0].filename}:{called[0].lineno} in {called[0].name}" if called else ""
+    if not called:
+        return ""
+    line = called[0]
+    return f" at {line.filename}:{line.lineno} in {line.name}"
 
 
 def _serve(loop: asyncio.AbstractEventLoop, door: _Door) -> None:
@@ -286,7 +302,8 @@ def _serve(loop: asyncio.AbstractEventLoop, door: _Door) -> None:
         loop.run_forever()
         door.close()
         loop.run_until_complete(asyncio.sleep(0))  # calls what came in before
-        if tasks := asyncio.all_tasks(loop):  # started by the user's code
+        tasks = asyncio.all_tasks(loop)  # started by the user's code
+        if tasks:
             for task in tasks:
                 task.cancel()
             loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_S))
@@ -298,7 +315,12 @@ def _serve(loop: asyncio.AbstractEventLoop, door: _Door) -> None:
         loop.close()
 
 
-def _stop(loop: asyncio.AbstractEventLoop, door: _Door, thread: threading.Thread, pid: int) -> None:
+def _stop(
+    loop: asyncio.AbstractEventLoop,
+    door: _Door,
+    thread: threading.Thread,
+    pid: int,
+) -> None:
     if os.getpid() != pid or not thread.is_alive():
         return
     with door.lock:

@@ -25,7 +25,9 @@ class Owner:
     __slots__ = ("_has", "_name", "_pid")
 
     def __init__(self, name: str = "", has: str = "") -> None:
-        self._pid, self._name, self._has = os.getpid(), name, has
+        self._pid = os.getpid()
+        self._name = name
+        self._has = has
 
     def is_here(self) -> bool:
         """Whether this process made the object, not a fork of that process."""

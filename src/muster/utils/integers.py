@@ -11,7 +11,12 @@ from muster.errors import BadOption
 
 
 def integer(
-    name: str, value: Any, at_least: int | None = 1, *, of: str = "", or_else: str = ""
+    name: str,
+    value: Any,
+    at_least: int | None = 1,
+    *,
+    of: str = "",
+    or_else: str = "",
 ) -> int:
     """Convert ``value`` to an ``int``; accepts integers of NumPy and torch, but no bool.
 

@@ -25,7 +25,11 @@ def check_ffmpeg() -> Any:
     return write_frames
 
 
-def write_mp4(path: Path, frames: Iterator[NDArray[np.uint8]], fps: float) -> None:
+def write_mp4(
+    path: Path,
+    frames: Iterator[NDArray[np.uint8]],
+    fps: float,
+) -> None:
     """Write pictures, uint8 ``[height, width, 3]`` of one size, as H.264.
 
     The format needs even sizes: the last row or column of pictures with an odd height or width is
@@ -34,12 +38,12 @@ def write_mp4(path: Path, frames: Iterator[NDArray[np.uint8]], fps: float) -> No
     Raises:
         FileError: it cannot be written, for example because the disk is full.
     """
-    write_frames, first = check_ffmpeg(), _even(next(frames))
+    write_frames = check_ffmpeg()
+    first = _even(next(frames))
     height, width = first.shape[:2]
     with written_elsewhere(path) as made:
-        with closing(
-            write_frames(str(made), (width, height), fps=fps, macro_block_size=2)
-        ) as output:
+        writer = write_frames(str(made), (width, height), fps=fps, macro_block_size=2)
+        with closing(writer) as output:
             output.send(None)
             for frame in itertools.chain([first], frames):
                 try:
@@ -82,4 +86,5 @@ def is_complete(path: Path) -> bool:
 def _even(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
     rows = frame.shape[0] % 2
     columns = frame.shape[1] % 2
-    return np.ascontiguousarray(np.pad(frame, ((0, rows), (0, columns), (0, 0)), "edge"))
+    added = ((0, rows), (0, columns), (0, 0))
+    return np.ascontiguousarray(np.pad(frame, added, "edge"))

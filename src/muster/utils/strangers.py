@@ -53,9 +53,8 @@ class Strangers:
         """End all that have been strangers for longer than that."""
         with self._lock:
             late = time.monotonic() - within_s
-            for connection in [
-                connection for connection, since in self._since.items() if since < late
-            ]:
+            connections = [each for each, since in self._since.items() if since < late]
+            for connection in connections:
                 self._end(connection)
 
     def _end(self, connection: socket.socket) -> None:

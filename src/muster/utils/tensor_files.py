@@ -28,9 +28,15 @@ STORABLE = frozenset(
         torch.uint32,
         torch.int32,
         torch.uint64,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
     }
-    | {torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64}
-    | {torch.float8_e4m3fn, torch.float8_e5m2}
 )
 MOST_HEADER_BYTES = 100_000_000  # limit of safetensors
 
@@ -62,17 +68,20 @@ def unseal(text: bytes) -> dict[str, Any]:
     return about
 
 
-def encode(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> bytes:
+def encode(
+    tensors: Mapping[str, torch.Tensor],
+    about: Mapping[str, Any],
+) -> bytes:
     """Return the content of a file with JSON and contiguous CPU tensors of ``STORABLE`` dtypes that
     share no memory.
 
     Raises ``ValueError`` if names and ``about`` exceed the size of a header.
     """
-    text = seal(
-        {"tensors": {name: _checksum(tensor) for name, tensor in tensors.items()}, "about": about}
-    )
+    checksums = {name: _checksum(tensor) for name, tensor in tensors.items()}
+    text = seal({"tensors": checksums, "about": about})
     content = save(dict(tensors), {"muster": text.decode()})
-    if (size := int.from_bytes(content[:8], "little")) > MOST_HEADER_BYTES:
+    size = int.from_bytes(content[:8], "little")
+    if size > MOST_HEADER_BYTES:
         raise ValueError(f"{size:,} bytes of names and JSON, more than {MOST_HEADER_BYTES:,}")
     return content
 
@@ -104,7 +113,10 @@ class TensorFile:
 
 
 @contextmanager
-def opened(file: IO[bytes], path: str | os.PathLike[str]) -> Iterator[TensorFile]:
+def opened(
+    file: IO[bytes],
+    path: str | os.PathLike[str],
+) -> Iterator[TensorFile]:
     """Read the header of an open ``file``; its tensors stay valid after the context.
 
     Raises ``Damaged``.
@@ -117,7 +129,8 @@ def opened(file: IO[bytes], path: str | os.PathLike[str]) -> Iterator[TensorFile
             text = (found.metadata() or {}).get("muster")
             if text is None:
                 raise Damaged("it has no description of Muster's")
-            about, names = unseal(text.encode()), tuple(found.keys())
+            about = unseal(text.encode())
+            names = tuple(found.keys())
             if set(names) != set(about["tensors"]):
                 raise Damaged("its tensors are not those of its description")
             yield TensorFile(about["about"], names, found, about["tensors"])
@@ -133,13 +146,12 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def from_bytes(content: bytes) -> torch.Tensor:
     """Return a copy of ``content``, ``[bytes]`` uint8."""
-    return (
-        torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        if content
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
+    if not content:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _checksum(tensor: torch.Tensor) -> str:
     kind = f"{tensor.dtype} {list(tensor.shape)}".encode()
-    return f"{zlib.crc32(bytes_of(tensor) if tensor.numel() else b'', zlib.crc32(kind)):08x}"
+    values = bytes_of(tensor) if tensor.numel() else b""
+    return f"{zlib.crc32(values, zlib.crc32(kind)):08x}"

@@ -18,9 +18,10 @@ _TESTING = os.path.join(MUSTER, "testing", "")
 _INSTALLED = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
 _INSTALLED += [*site.getsitepackages(), site.getusersitepackages()]
 INSTALLED = tuple(os.path.join(folder, "") for folder in _INSTALLED)
-_CAUSE, _CONTEXT, _TRACEBACK = (  # a subclass's may do anything
-    vars(BaseException)[name] for name in ("__cause__", "__context__", "__traceback__")
-)
+# a subclass's may do anything
+_CAUSE = vars(BaseException)["__cause__"]
+_CONTEXT = vars(BaseException)["__context__"]
+_TRACEBACK = vars(BaseException)["__traceback__"]
 
 
 class _Trimmed(ContextDecorator):
@@ -41,12 +42,10 @@ class _Trimmed(ContextDecorator):
         trace: TracebackType | None,
     ) -> None:
         if error is not None and issubclass(type(error), Exception):
-            files = [
-                file
-                for file in map(_file, _entries(error))
-                if is_muster(file) or not is_installed(file)
-            ]
-            if issubclass(type(error), MusterError) or (files and not is_muster(files[-1])):
+            every = [_file(entry) for entry in _entries(error)]
+            files = [file for file in every if is_muster(file) or not is_installed(file)]
+            of_user = bool(files) and not is_muster(files[-1])
+            if of_user or issubclass(type(error), MusterError):
                 trim(error)
 
 
@@ -65,9 +64,11 @@ def trim(error: BaseException) -> None:
     chain: list[BaseException] = []
     left: list[BaseException | None] = [error]
     while left:
-        if (one := left.pop()) is not None and not any(one is other for other in chain):
-            chain.append(one)
-            left += [_CAUSE.__get__(one), _CONTEXT.__get__(one)]
+        one = left.pop()
+        if one is None or any(one is other for other in chain):
+            continue
+        chain.append(one)
+        left += [_CAUSE.__get__(one), _CONTEXT.__get__(one)]
     for one in chain:
         shown = None
         for entry in reversed(_shown(_entries(one), keep_first=one is error)):
@@ -78,9 +79,8 @@ def trim(error: BaseException) -> None:
 
 def traceback_text(error: BaseException) -> str:
     """Return the traceback of an error as Python prints it."""
-    return "".join(
-        traceback.format_exception(type(error), error, _TRACEBACK.__get__(error))
-    ).rstrip()
+    lines = traceback.format_exception(type(error), error, _TRACEBACK.__get__(error))
+    return "".join(lines).rstrip()
 
 
 def is_muster(file: str) -> bool:

@@ -46,7 +46,11 @@ REMEDIES = {
 }
 
 
-def explained(path: str | os.PathLike[str], what: str, error: OSError) -> FileError:
+def explained(
+    path: str | os.PathLike[str],
+    what: str,
+    error: OSError,
+) -> FileError:
     """Return the error that ``path`` cannot be ``what`` (for example "written"), with the remedy."""
     if isinstance(error, FileError):
         return error
@@ -54,14 +58,22 @@ def explained(path: str | os.PathLike[str], what: str, error: OSError) -> FileEr
     return _file_error(path, what, error.errno or 0, why)
 
 
-def _file_error(path: str | os.PathLike[str], what: str, number: int, why: str) -> FileError:
+def _file_error(
+    path: str | os.PathLike[str],
+    what: str,
+    number: int,
+    why: str,
+) -> FileError:
     remedy = REMEDIES.get(number, "")
     message = f"{os.fspath(path)} cannot be {what}: {why}. {remedy}".rstrip()
     return file_error(message, number or None, why, os.fspath(path))
 
 
 @contextmanager
-def file_errors(path: str | os.PathLike[str], what: str) -> Iterator[None]:
+def file_errors(
+    path: str | os.PathLike[str],
+    what: str,
+) -> Iterator[None]:
     """Context in which an ``OSError`` becomes a ``FileError`` about ``path``, see ``explained``."""
     try:
         yield
@@ -88,7 +100,11 @@ def check_folder(path: str | os.PathLike[str]) -> None:
         raise _file_error(folder, "used as a folder", errno.EEXIST, os.strerror(errno.EEXIST))
 
 
-def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> IO[bytes]:
+def open_regular(
+    path: str | os.PathLike[str],
+    *,
+    links: bool = True,
+) -> IO[bytes]:
     """Open a file for reading, without waiting for the other end of a FIFO.
 
     Args:
@@ -119,17 +135,30 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     _check_regular(path, mode, "written")
 
 
-def _check_regular(path: str | os.PathLike[str], mode: int, what: str) -> None:
+def _check_regular(
+    path: str | os.PathLike[str],
+    mode: int,
+    what: str,
+) -> None:
     """Raise ``FileError`` for the mode of a folder, FIFO, socket or device."""
     if stat.S_ISREG(mode):
         return
     if stat.S_ISDIR(mode):
         raise _file_error(path, what, errno.EISDIR, "it is a folder")
-    kind = "a FIFO" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+    kind = "a device"
+    if stat.S_ISFIFO(mode):
+        kind = "a FIFO"
+    elif stat.S_ISSOCK(mode):
+        kind = "a socket"
     raise _file_error(path, what, errno.EINVAL, f"it is {kind}, not an ordinary file")
 
 
-def append_whole(file: FileIO, line: bytes, end: int, path: str | os.PathLike[str]) -> None:
+def append_whole(
+    file: FileIO,
+    line: bytes,
+    end: int,
+    path: str | os.PathLike[str],
+) -> None:
     """Append a line to a file of length ``end``, completely or not at all, with one write.
 
     Raises:
@@ -142,7 +171,12 @@ def append_whole(file: FileIO, line: bytes, end: int, path: str | os.PathLike[st
             raise OSError(errno.ENOSPC, "no space left for another line")
 
 
-def write_whole(path: Path, parts: Iterable[Any], *, mode: int = 0o666) -> None:
+def write_whole(
+    path: Path,
+    parts: Iterable[Any],
+    *,
+    mode: int = 0o666,
+) -> None:
     """Write ``parts`` (buffers) to the file ``path``: after a crash the file is the complete new or
     the old one.
 
@@ -244,7 +278,8 @@ def _create(path: Path, mode: int) -> tuple[Path, int]:
     """Create a temporary file beside ``path``, locked while the descriptor is open."""
     while True:
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(6)}{TEMPORARY}")
-        fd, held = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS, mode), True
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS, mode)
+        held = True
         with suppress(OSError):  # without locks no leftovers are removed
             held = try_lock(fd)
         if held and is_at(temporary, fd):

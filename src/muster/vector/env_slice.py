@@ -114,7 +114,8 @@ class EnvSlice(EnvBatch):
                 self.close()
             raise
         name = type(self.envs[0]).__name__
-        self.spec = EnvSpec(name, self.num_envs, (self.num_envs,), {}, {})  # no rollout is made
+        # no rollout is made
+        self.spec = EnvSpec(name, self.num_envs, (self.num_envs,), {}, {})
         self._due = [False] * self.num_envs  # environments to be reset before the next step
         self._histories = [_History(None) for _ in env_fns]
 
@@ -155,10 +156,12 @@ class EnvSlice(EnvBatch):
         # the caller waits: run at once, other than below an inference server
         if hasattr(os, "SCHED_OTHER"):
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-        nbytes = VectorRows(space, num_envs, workers, shared).nbytes
-        rows = VectorRows(space, num_envs, workers, shared, main.arena.view(offset, nbytes))
+        memory = (space, num_envs, workers, shared)
+        nbytes = VectorRows(*memory).nbytes
+        rows = VectorRows(*memory, main.arena.view(offset, nbytes))
         own = range(self._first, self._first + self.num_envs)
-        self.shared = _SharedRows(rows, own, main.config.index, space, main.progress.cells, last)
+        worker = main.config.index
+        self.shared = _SharedRows(rows, own, worker, space, main.progress.cells, last)
         self._histories = [_History(seed) for seed in seeds]
         for i, values in pickle.loads(attributes).items():
             for name, value in values.items():
@@ -218,7 +221,11 @@ class EnvSlice(EnvBatch):
             self._truncate(i, infos)
         return self.shared.write(half, infos)
 
-    def reset_envs(self, half: int, arguments: Mapping[int, dict[str, Any]]) -> bytes | None:
+    def reset_envs(
+        self,
+        half: int,
+        arguments: Mapping[int, dict[str, Any]],
+    ) -> bytes | None:
         """Reset environments with these arguments, by index; see ``step`` for the result."""
         infos: PackedInfos = []
         for i, given in arguments.items():
@@ -226,7 +233,12 @@ class EnvSlice(EnvBatch):
             self._add(infos, i, self._reset(i, given, infos))
         return self.shared.write(half, infos)
 
-    def _reset(self, i: int, given: dict[str, Any], infos: PackedInfos) -> dict[str, Any]:
+    def _reset(
+        self,
+        i: int,
+        given: dict[str, Any],
+        infos: PackedInfos,
+    ) -> dict[str, Any]:
         """Reset an environment, keep its observation, and return the info."""
         cells = self.shared.cells
         cells[PHASE] = Phase.RESET
@@ -240,7 +252,7 @@ class EnvSlice(EnvBatch):
             self._replace(i, "reset", error, infos)
             self._streams.use(i, history.next_seed)
             try:
-                obs, info = self.envs[i].reset(**{**arguments, "seed": history.next_seed})
+                obs, info = self.envs[i].reset(**(arguments | {"seed": history.next_seed}))
             except Exception as again:
                 raise self._error(i, "reset", again) from again
         history.was_reset()
@@ -249,7 +261,12 @@ class EnvSlice(EnvBatch):
         result: dict[str, Any] = info
         return result
 
-    def _keep(self, i: int, method: str, obs: Any) -> None:
+    def _keep(
+        self,
+        i: int,
+        method: str,
+        obs: Any,
+    ) -> None:
         """Copy an observation, whose memory the environment may use again, and others of this
         worker may share.
         """
@@ -266,13 +283,24 @@ class EnvSlice(EnvBatch):
             self._add(infos, i, {"final_obs": self.shared.obs[i], "final_info": {}})
             self._add(infos, i, self._reset(i, {}, infos))
 
-    def _add(self, infos: PackedInfos, i: int, info: dict[str, Any]) -> None:
+    def _add(
+        self,
+        infos: PackedInfos,
+        i: int,
+        info: dict[str, Any],
+    ) -> None:
         if info:
             infos.append((self._first + i, packed(info)))
 
     # --- failures ---------------------------------------------------------------------------------
 
-    def _replace(self, i: int, method: str, error: Exception, infos: PackedInfos) -> None:
+    def _replace(
+        self,
+        i: int,
+        method: str,
+        error: Exception,
+        infos: PackedInfos,
+    ) -> None:
         """Make an environment again, after it raised an error; or raise that."""
         failure = self._error(i, method, error)
         if not self._replaces:
@@ -286,7 +314,12 @@ class EnvSlice(EnvBatch):
         history.was_replaced(self._first + i)
         self._add(infos, i, {"muster": {"error": str(failure)}})
 
-    def _error(self, i: int, method: str, error: Exception) -> EnvError:
+    def _error(
+        self,
+        i: int,
+        method: str,
+        error: Exception,
+    ) -> EnvError:
         name = type(self.envs[i]).__name__
         return EnvError(
             f"environment {self._first + i} ({name}): {method} raised {described(error)}",
@@ -314,7 +347,12 @@ class EnvSlice(EnvBatch):
 
     # --- attributes, and the end ------------------------------------------------------------------
 
-    def set_attribute(self, i: int, name: str, value: Any) -> None:
+    def set_attribute(
+        self,
+        i: int,
+        name: str,
+        value: Any,
+    ) -> None:
         """Set an attribute of an environment, and of its successors."""
         self._streams.use(i)
         self.envs[i].set_wrapper_attr(name, value)
@@ -326,7 +364,11 @@ class EnvSlice(EnvBatch):
         for i, value in values.items():
             self.set_attribute(i, name, value)
 
-    def each(self, which: Sequence[int], function: Callable[[Any], Any]) -> bytes:
+    def each(
+        self,
+        which: Sequence[int],
+        function: Callable[[Any], Any],
+    ) -> bytes:
         """Return the pickled results of a function that is called with each of these environments."""
         self.shared.cells[PHASE] = Phase.CALL
         results = []
@@ -376,13 +418,21 @@ class _SharedRows:
         self.truncated = rows.truncated[begin:end]
         self.exchange = rows.exchanges[worker]
         self.cells = cells
-        self.obs: list[Any] = [None] * len(own) if last is None else list(last)
+        self.obs: list[Any] = [None] * len(own)
+        if last is not None:
+            self.obs = list(last)
         self._space = space
         self._halves: list[Any] | None = None
         if rows.obs is not None:
             self._halves = [part_of(half, begin, end) for half in rows.obs]
 
-    def put(self, i: int, reward: float, *, truncated: bool = False) -> None:
+    def put(
+        self,
+        i: int,
+        reward: float,
+        *,
+        truncated: bool = False,
+    ) -> None:
         """Set the reward and flags of an environment that has not stepped."""
         self.rewards[i] = reward
         self.terminated[i] = False
@@ -447,7 +497,9 @@ class _History:
             self._seed = given["seed"]
             self._replacements = 0
             return given
-        return given if self.next_seed is None else {**given, "seed": self.next_seed}
+        if self.next_seed is None:
+            return given
+        return {**given, "seed": self.next_seed}
 
     def was_reset(self) -> None:
         """Forget the seed of the reset that was made."""

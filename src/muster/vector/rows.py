@@ -75,9 +75,8 @@ def _has_arrays(space: spaces.Space[Any]) -> bool:
         return all(map(_has_arrays, space.spaces.values()))
     if isinstance(space, spaces.Tuple):
         return all(map(_has_arrays, space.spaces))
-    return isinstance(
-        space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
-    )
+    plain = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+    return isinstance(space, plain)
 
 
 def part_of(tree: Any, begin: int, end: int) -> Any:
@@ -100,9 +99,10 @@ class Exchange:
     NBYTES = LINE + 2 * ROOM
 
     def __init__(self, block: Array) -> None:
+        end = LINE + self.ROOM
         self._lengths: Any = memoryview(block[:LINE]).cast("q")  # type: ignore[arg-type]
-        parts = block[LINE : LINE + self.ROOM], block[LINE + self.ROOM :]
-        self._call, self._result = (memoryview(part) for part in parts)  # type: ignore[arg-type]
+        self._call = memoryview(block[LINE:end])  # type: ignore[arg-type]
+        self._result = memoryview(block[end:])  # type: ignore[arg-type]
 
     def put_call(self, call: bytes) -> None:
         """Set the next call; empty: the worker returns to its messages."""
@@ -112,7 +112,9 @@ class Exchange:
     def call(self) -> Any:
         """Return the unpickled call; None: it is empty."""
         length = self._lengths[0]
-        return pickle.loads(self._call[:length]) if length else None
+        if not length:
+            return None
+        return pickle.loads(self._call[:length])
 
     def put_result(self, result: bytes | None) -> None:
         length = 0 if result is None else len(result)
@@ -120,4 +122,5 @@ class Exchange:
         self._lengths[1] = length
 
     def result(self) -> bytes | None:
-        return bytes(self._result[: self._lengths[1]]) or None
+        length = self._lengths[1]
+        return bytes(self._result[:length]) or None

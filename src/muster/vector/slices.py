@@ -112,19 +112,20 @@ class Slices:
 
     def open(self, space: spaces.Space[Any], *, shared: bool) -> None:
         """Make the shared memory; see ``VectorWorkers.open``."""
-        memory = space, self.parts[-1].stop, len(self.parts), shared
+        memory = (space, self.parts[-1].stop, len(self.parts), shared)
         nbytes = VectorRows(*memory).nbytes
         offset = self._pool.arena.allocate(nbytes)
-        self._memory = *memory, offset
+        self._memory = (*memory, offset)
         self.rows = VectorRows(*memory, self._pool.arena.view(offset, nbytes))
         for n in range(len(self.parts)):
             self._ensure(n)
 
     def close(self, *, terminate: bool) -> None:
         """End the workers; ``terminate``: kill them at once, without closing the environments."""
-        for handle in self.handles if terminate else ():
-            if handle.alive:
-                handle.kill()
+        if terminate:
+            for handle in self.handles:
+                if handle.alive:
+                    handle.kill()
         if self.rows is not None:
             for n, handle in enumerate(self.handles):
                 handle.stop(ALL_ORDERS)
@@ -158,12 +159,12 @@ class Slices:
         """Send a call to a worker, through shared memory if it fits."""
         method, args = call
         if method is EnvSlice.step and n in self.lost:
-            method, args = EnvSlice.truncate, args[:1]
-        sent = (
-            pickle.dumps((method, args), PROTOCOL)
-            if method in _PLAIN
-            else dumps((method, args), "the arguments")
-        )
+            method = EnvSlice.truncate
+            args = args[:1]
+        if method in _PLAIN:
+            sent = pickle.dumps((method, args), PROTOCOL)
+        else:
+            sent = dumps((method, args), "the arguments")
         handle = self.handles[n]
         mailbox = self._mailbox
         if self._serving[n] and not mailbox.question(n):
@@ -217,7 +218,9 @@ class Slices:
             return len(asking) == at_work
 
         while not ready():
-            seconds = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
+            seconds = LOOK_S
+            if deadline is not None:
+                seconds = min(LOOK_S, deadline - time.monotonic())
             if seconds <= 0:
                 raise TimeIsUp
             self._mailbox.sleep(ready, seconds)
@@ -229,7 +232,11 @@ class Slices:
         """Detect workers that have died or hang."""
         self._pool.wait(0.0, revives=False)
 
-    def results(self, calls: Mapping[int, Any], deadline: float | None = None) -> dict[int, Any]:
+    def results(
+        self,
+        calls: Mapping[int, Any],
+        deadline: float | None = None,
+    ) -> dict[int, Any]:
         """Return the results of calls, by worker.
 
         The successor of a lost worker gets its call again.
@@ -270,7 +277,12 @@ class Slices:
             if answer is not None:
                 value_of(answer)  # raises its failure
 
-    def _send_rows(self, n: int, is_successor: bool, number: int) -> None:
+    def _send_rows(
+        self,
+        n: int,
+        is_successor: bool,
+        number: int,
+    ) -> None:
         generation = self.handles[n].config.generation if is_successor else None
         *memory, offset = self._memory
         inherited = self._inherit(self.parts[n], generation)
@@ -281,7 +293,8 @@ class Slices:
         part = self.parts[n]
         if isinstance(error, (WorkerDied, WorkerHung)) and error.phase in ("step", "reset"):
             error.env_index = int(self.handles[n].process.status_page.cells[STEPPING])
-        if (index := getattr(error, "env_index", None)) is None:
+        index = getattr(error, "env_index", None)
+        if index is None:
             return
         error.env_id = part.start + index
         remedy = (
@@ -327,30 +340,28 @@ def config_of(
     if on_failure not in ("raise", "restart"):
         raise BadOption(f"on_failure={on_failure!r}: expected 'raise' or 'restart'.")
     check_timeouts(timeouts)
-    count = min(
-        len(env_fns),
-        max(1, int(usable_cores())) if num_workers is None else integer("num_workers", num_workers),
-    )
-    parts = [
-        range(part[0], part[-1] + 1) for part in np.array_split(np.arange(len(env_fns)), count)
-    ]
+    workers = max(1, int(usable_cores()))
+    if num_workers is not None:
+        workers = integer("num_workers", num_workers)
+    count = min(len(env_fns), workers)
+    numbers = np.array_split(np.arange(len(env_fns)), count)
+    parts = [range(part[0], part[-1] + 1) for part in numbers]
     # without the methods for rollouts
     make = cast(Any, EnvSlice)
     replaces = on_failure == "restart"
-    factories = [
-        partial(make, env_fns[part.start : part.stop], part.start, mode, replaces=replaces)
-        for part in parts
-    ]
-    kwargs, options = dumps([None], "no arguments"), dumps(_SETTING, "the options")
-    workers = [
-        WorkerConfig(
-            n, [n], [dumps(factory, "env_fns")], kwargs, b"", False, options, served_by=count
-        )
-        for n, factory in enumerate(factories)
-    ]
+    factories = []
+    for part in parts:
+        own = env_fns[part.start : part.stop]
+        factories.append(partial(make, own, part.start, mode, replaces=replaces))
+    kwargs = dumps([None], "no arguments")
+    options = dumps(_SETTING, "the options")
+    configs = []
+    for n, factory in enumerate(factories):
+        packed = [dumps(factory, "env_fns")]
+        configs.append(WorkerConfig(n, [n], packed, kwargs, b"", False, options, served_by=count))
     origins = [EnvFactory(factory) for factory in factories]
     config = PoolConfig(
-        workers,
+        configs,
         dumps(None, "no policy"),
         count,
         None,

@@ -99,13 +99,19 @@ class VectorWorkers:
         self._attributes: dict[int, dict[str, Any]] = {}  # that the user has set
         self._slices = Slices(config, parts, self._inheritance)
         try:
-            answers = self._slices.all(dict.fromkeys(range(len(parts)), (EnvSlice.description, ())))
+            described = dict.fromkeys(range(len(parts)), (EnvSlice.description, ()))
+            answers = self._slices.all(described)
         except BaseException:
             self._slices.close(terminate=False)
             raise
         self.described = [each for n in sorted(answers) for each in answers[n]]
 
-    def open(self, space: spaces.Space[Any], *, shared: bool = True) -> None:
+    def open(
+        self,
+        space: spaces.Space[Any],
+        *,
+        shared: bool = True,
+    ) -> None:
         """Make the shared memory, for observations in this space; not for the observations unless
         ``shared``.
         """
@@ -144,12 +150,14 @@ class VectorWorkers:
         if self.failure is not None and not complete:
             raise MusterError(self._refusal()) from self.failure
         for i, given in arguments.items():
-            self._seeds[i] = given["seed"] if given.get("seed") is not None else self._seeds[i]
+            if given.get("seed") is not None:
+                self._seeds[i] = given["seed"]
         calls: dict[int, SliceCall] = {}
         for n, part in enumerate(self._slices.parts):
             own = {i - part.start: arguments[i] for i in part if i in arguments}
-            calls[n] = EnvSlice.reset_envs, (self._observations.next_half, own)
-        self.failure = None if complete else self.failure
+            calls[n] = (EnvSlice.reset_envs, (self._observations.next_half, own))
+        if complete:
+            self.failure = None
         self._send(_Sent(AsyncState.WAITING_RESET, calls, complete=complete))
 
     def receive_reset(self, timeout: float | None = None) -> None:
@@ -169,10 +177,8 @@ class VectorWorkers:
             raise ValueError(f"{len(actions)} actions were given for {self.num_envs} environments.")
         calls: dict[int, SliceCall] = {}
         for n, part in enumerate(self._slices.parts):
-            calls[n] = (
-                EnvSlice.step,
-                (self._observations.next_half, actions[part.start : part.stop]),
-            )
+            own = actions[part.start : part.stop]
+            calls[n] = (EnvSlice.step, (self._observations.next_half, own))
         self._send(_Sent(AsyncState.WAITING_STEP, calls))
 
     def receive(self, timeout: float | None = None) -> None:
@@ -214,28 +220,36 @@ class VectorWorkers:
                 self._observations.keep(self._slices.parts[n], obs)
             for _, info in infos:
                 if "muster" in info and not self._slices.may_replace(n):
-                    self.failure = EnvError(
-                        f"{info['muster']['error']}\n\nIt was replaced too often."
-                    )
+                    error = info["muster"]["error"]
+                    self.failure = EnvError(f"{error}\n\nIt was replaced too often.")
                     raise self.failure
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def each(self, function: Callable[[Any], Any], which: Iterable[int] | None = None) -> list[Any]:
+    def each(
+        self,
+        function: Callable[[Any], Any],
+        which: Iterable[int] | None = None,
+    ) -> list[Any]:
         """Return the results of a function that is called with each environment, or with those of
         these numbers.
         """
         self.send_each(function, which)
         return self.receive_each()
 
-    def send_each(self, function: Callable[[Any], Any], which: Iterable[int] | None = None) -> None:
+    def send_each(
+        self,
+        function: Callable[[Any], Any],
+        which: Iterable[int] | None = None,
+    ) -> None:
         """Send a function that is called with environments; see ``each``."""
         self.check_idle("call_async")
         called = list(range(self.num_envs) if which is None else which)
         calls: dict[int, SliceCall] = {}
         for n, part in enumerate(self._slices.parts):
-            if own := [i - part.start for i in called if i in part]:
-                calls[n] = EnvSlice.each, (own, function)
+            own = [i - part.start for i in called if i in part]
+            if own:
+                calls[n] = (EnvSlice.each, (own, function))
         self._send(_Sent(AsyncState.WAITING_CALL, calls, which=called))
 
     def receive_each(self, timeout: float | None = None) -> list[Any]:
@@ -265,11 +279,17 @@ class VectorWorkers:
             self._attributes.setdefault(i, {})[name] = value
         calls: dict[int, SliceCall] = {}
         for n, part in enumerate(self._slices.parts):
-            if own := {i - part.start: values[i] for i in part if i in values}:
-                calls[n] = EnvSlice.set_attributes, (name, own)
+            own = {i - part.start: values[i] for i in part if i in values}
+            if own:
+                calls[n] = (EnvSlice.set_attributes, (name, own))
         self._slices.all(calls)
 
-    def close(self, timeout: float | None = None, *, terminate: bool = False) -> None:
+    def close(
+        self,
+        timeout: float | None = None,
+        *,
+        terminate: bool = False,
+    ) -> None:
         """Close the environments and end the workers, by force if necessary. May be called again.
 
         Args:
@@ -325,7 +345,11 @@ class VectorWorkers:
             raise
         self._sent = sent
 
-    def _receive(self, state: AsyncState, timeout: float | None) -> tuple[_Sent, dict[int, Any]]:
+    def _receive(
+        self,
+        state: AsyncState,
+        timeout: float | None,
+    ) -> tuple[_Sent, dict[int, Any]]:
         """Return the call that was sent, and its results by worker."""
         sent = self._sent
         if sent is None or sent.state is not state:
@@ -347,11 +371,9 @@ class VectorWorkers:
             self.failure = error
 
     def _late(self, state: AsyncState, timeout: float | None) -> str:
-        remedy = (
-            "Its results are discarded."
-            if state is AsyncState.WAITING_CALL
-            else "Call reset() to go on."
-        )
+        remedy = "Call reset() to go on."
+        if state is AsyncState.WAITING_CALL:
+            remedy = "Its results are discarded."
         return f"The call to `{state.value}_wait` has timed out after {timeout} second(s). {remedy}"
 
     def _inheritance(self, part: range, generation: int | None) -> Inheritance:
@@ -423,7 +445,8 @@ class _Observations:
 
     def of(self, part: range, rows: VectorRows) -> list[Any]:
         """Return those of some environments."""
-        return list(iterate(self._batched, self.latest(rows)))[part.start : part.stop]
+        every = list(iterate(self._batched, self.latest(rows)))
+        return every[part.start : part.stop]
 
 
 def method_of(context: str) -> Literal["forkserver", "spawn"] | None:

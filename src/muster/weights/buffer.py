@@ -95,27 +95,33 @@ class Buffer:
     @property
     def version(self) -> int | str:
         length = int(self._header[_TEXT_LENGTH])
-        return (
-            int(self._header[_NUMBER])
-            if length < 0
-            else self._header[_TEXT:].tobytes()[:length].decode()
-        )
+        if length < 0:
+            return int(self._header[_NUMBER])
+        text: bytes = self._header[_TEXT:].tobytes()
+        return text[:length].decode()
 
-    def write(self, weights: Mapping[str, torch.Tensor], version: int | str, sequence: int) -> None:
+    def write(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        version: int | str,
+        sequence: int,
+    ) -> None:
         """Copy everything in, between two changes of ``sequence``.
 
         Raises:
             BadWeights: they do not fit, or ``version`` does not. What was in here still is.
         """
         check_fit(weights, self._manifest.entries)
-        number, text = (0, version.encode()) if isinstance(version, str) else (int(version), b"")
+        is_text = isinstance(version, str)
+        text = version.encode() if isinstance(version, str) else b""
+        number = 0 if is_text else int(version)
         if len(text) > TEXT_BYTES or not -(2**63) <= number < 2**63:
             raise BadWeights(
                 f"policy version {version!r} cannot be sent: expected a 64-bit integer, or text of"
                 f" at most {TEXT_BYTES} bytes as UTF-8"
             )
         self.begin_writing()
-        self._header[_TEXT_LENGTH] = len(text) if isinstance(version, str) else -1
+        self._header[_TEXT_LENGTH] = len(text) if is_text else -1
         self._header[_NUMBER] = number
         self._header[_TEXT:].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
         _copy(weights, self.tensors)
@@ -132,7 +138,10 @@ class Buffer:
         return self.version
 
 
-def _copy(source: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
+def _copy(
+    source: Mapping[str, torch.Tensor],
+    into: Mapping[str, torch.Tensor],
+) -> None:
     for name, tensor in into.items():
         copy_tensor(tensor, source[name])
 
@@ -141,8 +150,5 @@ def _view(memory: Array, entry: Entry) -> torch.Tensor:
     nbytes = math.prod(entry.shape) * entry.dtype.itemsize
     if nbytes == 0:
         return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-    return (
-        torch.from_numpy(memory[entry.offset : entry.offset + nbytes])
-        .view(entry.dtype)
-        .view(entry.shape)
-    )
+    part = torch.from_numpy(memory[entry.offset : entry.offset + nbytes])
+    return part.view(entry.dtype).view(entry.shape)

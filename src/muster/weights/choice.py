@@ -47,9 +47,8 @@ def transport_for(given: Any) -> Transport:
     meaning = SharedMemory() if given is None else meaning_of(given)
     if isinstance(meaning, Transport) and not isinstance(meaning, type):
         return meaning
-    local = [
-        name for name, meant in added_schemes().items() if isinstance(meant, SharedMemory | NoSync)
-    ]
+    kinds = SharedMemory | NoSync
+    local = [name for name, meant in added_schemes().items() if isinstance(meant, kinds)]
     if isinstance(meaning, NodeScheme):
         raise BadOption(
             f"{meaning.name} is for {meaning.collector}, whose workers are on other machines. Leave"

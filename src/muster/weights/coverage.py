@@ -70,10 +70,10 @@ def taken(
     held = _module_of(source)
     if is_own(source, own):
         weights = tensors_of(own)
-        inside = None if held is None else {place_of(tensor) for tensor in tensors_in(held)}
-        given = frozenset(
-            name for name, tensor in weights.items() if inside is None or place_of(tensor) in inside
-        )
+        given = frozenset(weights)
+        if held is not None:
+            inside = {place_of(tensor) for tensor in tensors_in(held)}
+            given = frozenset(n for n, tensor in weights.items() if place_of(tensor) in inside)
         if own is not target:
             _check_not_lazy(weights)
             check_fit(weights, tensors_of(target))
@@ -95,17 +95,17 @@ def is_own(source: Any, own: torch.nn.Module) -> bool:
         return source is None
     if any(module is part for part in own.modules()):
         return True
-    inside, outside = ({place_of(tensor) for tensor in tensors_in(each)} for each in (module, own))
-    return bool(inside) and bool(outside) and (inside <= outside or outside <= inside)
+    inside = {place_of(tensor) for tensor in tensors_in(module)}
+    outside = {place_of(tensor) for tensor in tensors_in(own)}
+    if not inside or not outside:
+        return False
+    return inside <= outside or outside <= inside
 
 
 def tensors_of(module: torch.nn.Module) -> Weights:
     """The tensors of a module's ``state_dict``; those of lazy layers have no values yet."""
-    return {
-        name: tensor
-        for name, tensor in module.state_dict(keep_vars=True).items()
-        if torch.is_tensor(tensor)
-    }
+    state = module.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if torch.is_tensor(tensor)}
 
 
 def _module_of(source: Any) -> torch.nn.Module | None:
@@ -119,7 +119,10 @@ def _module_of(source: Any) -> torch.nn.Module | None:
 
 
 def _fitted(
-    new: Weights, target: torch.nn.Module, model_id: ModelId | None, remedy: str
+    new: Weights,
+    target: torch.nn.Module,
+    model_id: ModelId | None,
+    remedy: str,
 ) -> Weights:
     """The new weights by name in the target."""
     whole = tensors_of(target)
@@ -128,14 +131,12 @@ def _fitted(
         check_fit(named, {name: whole[name] for name in named})
         return named
     parts = _parts_named_like(new, target)
-    fitting = {
-        path: part
-        for path, part in parts.items()
-        if all(part[0][n].shape == part[1][n].shape for n in part[0])
-    }
+    fitting = {path: part for path, part in parts.items() if _have_shapes(*part)}
     if len(fitting) > 1:
-        ids = [] if model_id is None else list(map(model_id, fitting))
-        which = f", or name the part: {' or '.join(filter(None, ids))}" if all(ids) and ids else ""
+        ids = [] if model_id is None else [model_id(path) for path in fitting]
+        which = ""
+        if ids and all(ids):
+            which = f", or name the part: {' or '.join(filter(None, ids))}"
         raise BadWeights(
             f"weights named {sorted(new)} fit several parts of the policy: {', '.join(fitting)}."
             f" Give those of the whole policy{which}. Nothing was changed."
@@ -145,7 +146,8 @@ def _fitted(
     path, (weights, part) = next(iter((fitting or parts).items()))
     check_fit(weights, {name: part[name] for name in weights})
     covered = {place_of(tensor) for tensor in part.values()}
-    if missing := sorted(name for name, tensor in whole.items() if place_of(tensor) not in covered):
+    missing = sorted(name for name, tensor in whole.items() if place_of(tensor) not in covered)
+    if missing:
         named_part = None if model_id is None else model_id(path)
         which = "" if named_part is None else f", or publish only this part with {named_part}"
         raise BadWeights(
@@ -155,7 +157,15 @@ def _fitted(
     return {f"{path}.{name}": tensor for name, tensor in weights.items()}
 
 
-def _parts_named_like(new: Weights, target: torch.nn.Module) -> dict[str, tuple[Weights, Weights]]:
+def _have_shapes(weights: Weights, part: Weights) -> bool:
+    """Whether weights have the shapes of a part's tensors of the same names."""
+    return all(tensor.shape == part[name].shape for name, tensor in weights.items())
+
+
+def _parts_named_like(
+    new: Weights,
+    target: torch.nn.Module,
+) -> dict[str, tuple[Weights, Weights]]:
     """The parts of the target that have these names, by path: the new weights and the part's
     tensors, by name in it.
     """
@@ -164,7 +174,7 @@ def _parts_named_like(new: Weights, target: torch.nn.Module) -> dict[str, tuple[
         part = tensors_of(module)
         named = _without_unsaved(new, module, part)
         if path and part and _covers(named, part):
-            found[path] = named, part
+            found[path] = (named, part)
     return found
 
 
@@ -178,7 +188,11 @@ def _covers(named: Weights, tensors: Weights) -> bool:
     return all(place_of(tensor) in covered for tensor in tensors.values())
 
 
-def _without_unsaved(new: Weights, module: torch.nn.Module, saved: Weights) -> Weights:
+def _without_unsaved(
+    new: Weights,
+    module: torch.nn.Module,
+    saved: Weights,
+) -> Weights:
     """Leave out buffers that are not in the ``state_dict``: ``named_buffers`` and TensorDicts have
     them, too.
     """

@@ -40,16 +40,17 @@ def named_weights(source: Any) -> Weights:
     Raises:
         BadWeights: of anything else.
     """
-    if isinstance(source, torch.nn.Module) and not _is_tensordict(source):
-        state = _uncompiled(source).state_dict()
-        return {
-            name: _detached(tensor) for name, tensor in state.items() if torch.is_tensor(tensor)
-        }
+    entries: Mapping[str, Any] | None = None
     if _is_tensordict(source):
-        flat = source.flatten_keys(".")
-        return {
-            str(name): _detached(tensor) for name, tensor in flat.items() if torch.is_tensor(tensor)
-        }
+        entries = source.flatten_keys(".")
+    elif isinstance(source, torch.nn.Module):
+        entries = _uncompiled(source).state_dict()
+    if entries is not None:
+        named = {}
+        for name, tensor in entries.items():
+            if torch.is_tensor(tensor):
+                named[str(name)] = _detached(tensor)
+        return named
     if isinstance(source, Mapping):
         return _named_in_dict(source)
     raise BadWeights(
@@ -62,9 +63,8 @@ def _named_in_dict(given: Mapping[Any, Any]) -> Weights:
     named: Weights = {}
     for key, value in given.items():
         name = ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
-        is_extra_state = name.rpartition(".")[2].lstrip("_") == EXTRA_STATE and not torch.is_tensor(
-            value
-        )
+        last = name.rpartition(".")[2]
+        is_extra_state = last.lstrip("_") == EXTRA_STATE and not torch.is_tensor(value)
         # a layer without bias; what ``get_extra_state`` returned
         if value is None or is_extra_state:
             continue
@@ -78,7 +78,8 @@ def _named_in_dict(given: Mapping[Any, Any]) -> Weights:
                 f" {type(value).__name__}, expected tensors, or dicts of tensors such as"
                 " module.state_dict()"
             )
-        if twice := named.keys() & found.keys():
+        twice = named.keys() & found.keys()
+        if twice:
             raise BadWeights(f"the dict of weights has {sorted(twice)} twice. Nothing was changed.")
         named |= found
     return named
@@ -115,7 +116,8 @@ def each_once(module: torch.nn.Module | None) -> Weights:
     """
     seen: set[int] = set()
     named: Weights = {}
-    for name, tensor in ({} if module is None else module.state_dict(keep_vars=True)).items():
+    state = {} if module is None else module.state_dict(keep_vars=True)
+    for name, tensor in state.items():
         if torch.is_tensor(tensor) and id(tensor) not in seen:
             if torch.nn.parameter.is_lazy(tensor):
                 raise BadWeights(
@@ -147,10 +149,13 @@ def with_unregistered(module: torch.nn.Module) -> torch.nn.Module:
     if not functions:
         return module
     modules, parameters = _reached(functions)
-    own = {id(part) for part in module.modules()} | {id(tensor) for tensor in tensors_in(module)}
+    own = {id(part) for part in module.modules()}
+    own |= {id(tensor) for tensor in tensors_in(module)}
     modules = [other for other in modules if id(other) not in own and tensors_in(other)]
     parameters = [parameter for parameter in parameters if id(parameter) not in own]
-    return (_list_of([module, *modules], parameters) or module) if modules or parameters else module
+    if not modules and not parameters:
+        return module
+    return _list_of([module, *modules], parameters) or module
 
 
 def tensors_in(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -160,7 +165,11 @@ def tensors_in(module: torch.nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def replica(module: torch.nn.Module, *, only_weights: bool = False) -> torch.nn.Module:
+def replica(
+    module: torch.nn.Module,
+    *,
+    only_weights: bool = False,
+) -> torch.nn.Module:
     """A copy on the CPU, for its weights.
 
     Args:
@@ -175,9 +184,8 @@ def replica(module: torch.nn.Module, *, only_weights: bool = False) -> torch.nn.
         return copy.deepcopy(module).cpu()
     except Exception as error:
         skeleton = _skeleton(module) if only_weights else torch.nn.Module()
-        if skeleton.state_dict().keys() == {
-            name for name, t in module.state_dict().items() if torch.is_tensor(t)
-        }:
+        named = {name for name, value in module.state_dict().items() if torch.is_tensor(value)}
+        if skeleton.state_dict().keys() == named:
             return skeleton
         raise BadWeights(
             f"the policy cannot be copied for its workers: copy.deepcopy raised {described(error)}"
@@ -199,9 +207,8 @@ def _skeleton(module: torch.nn.Module) -> torch.nn.Module:
         saved = part.state_dict(keep_vars=True).keys()
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
             data = parameter.detach().to("cpu", copy=True)
-            copied = copies.setdefault(
-                id(parameter), torch.nn.Parameter(data, parameter.requires_grad)
-            )
+            copied = torch.nn.Parameter(data, parameter.requires_grad)
+            copied = copies.setdefault(id(parameter), copied)
             plain.register_parameter(name, copied)
         for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
             copied = copies.setdefault(id(buffer), buffer.detach().to("cpu", copy=True))
@@ -216,14 +223,18 @@ def acting_modules(policy: Any) -> list[torch.nn.Module]:
     if not isinstance(policy, torch.nn.Module):
         return modules_of(policy)
     functions = [function for part in policy.modules() for function in _functions_of(part)]
-    return [policy, *_reached(functions)[0]]
+    reached, _ = _reached(functions)
+    return [policy, *reached]
 
 
 def place_of(tensor: torch.Tensor) -> Any:
     """A key that is equal for tensors in the same memory, also where a ``state_dict`` makes new
     ones for each call.
     """
-    if torch.nn.parameter.is_lazy(tensor) or not (address := tensor.data_ptr()):
+    if torch.nn.parameter.is_lazy(tensor):
+        return id(tensor)
+    address = tensor.data_ptr()
+    if not address:
         return id(tensor)
     return address, tensor.device, tensor.shape, tensor.stride()
 
@@ -235,7 +246,8 @@ def modules_of(policy: Any) -> list[torch.nn.Module]:
     Searches closures, used globals, arguments of partials, attributes, and short lists and dicts, a
     few levels deep. The order is the same in a copy.
     """
-    return _reached([policy])[0]
+    modules, _ = _reached([policy])
+    return modules
 
 
 def _reached(things: list[Any]) -> tuple[list[torch.nn.Module], list[torch.Tensor]]:
@@ -248,11 +260,8 @@ def _reached(things: list[Any]) -> tuple[list[torch.nn.Module], list[torch.Tenso
         level = [held for thing in new.values() for held in _held(thing)]
     modules = [thing for thing in seen.values() if isinstance(thing, torch.nn.Module)]
     inside = {id(tensor) for module in modules for tensor in tensors_in(module)}
-    trained = [
-        thing
-        for thing in seen.values()
-        if torch.is_tensor(thing) and thing.is_leaf and thing.requires_grad
-    ]
+    tensors = [thing for thing in seen.values() if torch.is_tensor(thing)]
+    trained = [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
     return modules, [tensor for tensor in trained if id(tensor) not in inside]
 
 
@@ -284,11 +293,10 @@ def _functions_in(value: Any, depth: int) -> Iterator[Any]:
         if depth and len(value) <= MAX_ITEMS:
             for item in value.values() if isinstance(value, dict) else value:
                 yield from _functions_in(item, depth - 1)
-    elif (
-        callable(value)
-        and not isinstance(value, (type, torch.nn.Module))
-        and not _is_of_library(value)
-    ):
+        return
+    if not callable(value) or isinstance(value, (type, torch.nn.Module)):
+        return
+    if not _is_of_library(value):
         yield value
 
 
@@ -304,16 +312,21 @@ def overwrite(old: Weights, new: Weights) -> None:
         copy_tensor(tensor, new[name])
 
 
-def check_fit(new: Mapping[str, torch.Tensor], old: Mapping[str, Any], remedy: str = "") -> None:
+def check_fit(
+    new: Mapping[str, torch.Tensor],
+    old: Mapping[str, Any],
+    remedy: str = "",
+) -> None:
     """Raise BadWeights unless ``new`` has the names, shapes and dtypes of ``old``: of tensors, or
     of what has both.
     """
     if new.keys() != old.keys():
-        missing, extra = sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())
+        missing = sorted(old.keys() - new.keys()) or "nothing"
+        extra = sorted(new.keys() - old.keys()) or "nothing"
+        advice = f"{remedy} " if remedy else ""
         raise BadWeights(
-            "the weights are named differently from those of the policy: missing"
-            f" {missing or 'nothing'}, unknown {extra or 'nothing'}; expected {sorted(old)}."
-            f" {remedy and remedy + ' '}Nothing was changed."
+            f"the weights are named differently from those of the policy: missing {missing},"
+            f" unknown {extra}; expected {sorted(old)}. {advice}Nothing was changed."
         )
     for name, expected in old.items():
         tensor = new[name]
@@ -359,12 +372,8 @@ def copy_tensor(into: torch.Tensor, source: torch.Tensor) -> None:
     one another, which takes long while workers use the cores.
     """
     with torch.no_grad():
-        if (
-            into.dtype == source.dtype
-            and into.shape == source.shape
-            and _is_large(into)
-            and _is_large(source)
-        ):
+        alike = into.dtype == source.dtype and into.shape == source.shape
+        if alike and _is_large(into) and _is_large(source):
             np.copyto(_bytes(into), _bytes(source))
             into.view(-1)[:0].zero_()  # autograd is to know
         else:
@@ -373,14 +382,13 @@ def copy_tensor(into: torch.Tensor, source: torch.Tensor) -> None:
 
 def _is_large(tensor: torch.Tensor) -> bool:
     """Enough for torch to use threads; and it is an array of the same memory."""
-    return (
-        tensor.numel() > TORCH_GRAIN
-        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
-        and tensor.is_contiguous()
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    )
+    if tensor.numel() <= TORCH_GRAIN or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return False
+    if not tensor.is_contiguous():
+        return False
+    return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def _bytes(tensor: torch.Tensor) -> Array:
@@ -408,7 +416,8 @@ def _held(thing: Any) -> Iterator[Any]:
 
 
 def _is_of_library(thing: Any) -> bool:
-    return str(getattr(thing, "__module__", "")).split(".")[0] in LIBRARIES
+    module = str(getattr(thing, "__module__", ""))
+    return module.split(".")[0] in LIBRARIES
 
 
 def _is_env(thing: Any) -> bool:
@@ -429,11 +438,13 @@ def _captured(function: Callable[..., Any]) -> list[Any]:
             *_captured(function.func),
         ]
     bound = getattr(function, "__self__", None)
-    held = (
-        [bound, *vars(bound).values()] if hasattr(bound, "__dict__") and not _is_env(bound) else []
-    )
+    held: list[Any] = []
+    if hasattr(bound, "__dict__") and not _is_env(bound):
+        held = [bound, *vars(bound).values()]
     plain = inspect.unwrap(getattr(function, "__func__", function))
     if not inspect.isfunction(plain):
-        return [*held, *vars(function).values()] if hasattr(function, "__dict__") else held
+        if hasattr(function, "__dict__"):
+            held += vars(function).values()
+        return held
     known = inspect.getclosurevars(plain)
     return [*held, *known.nonlocals.values(), *known.globals.values()]

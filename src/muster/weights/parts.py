@@ -66,7 +66,13 @@ class PolicyModules:
         self._unbounded = _infinite(bearer)
 
     @classmethod
-    def here(cls, policy: Any, original: Any, roots: Sequence[Any], name: str) -> PolicyModules:
+    def here(
+        cls,
+        policy: Any,
+        original: Any,
+        roots: Sequence[Any],
+        name: str,
+    ) -> PolicyModules:
         """Return the modules of a policy that acts in this process."""
         users = with_unregistered(original) if isinstance(original, torch.nn.Module) else None
         acting = with_unregistered(policy) if isinstance(policy, torch.nn.Module) else policy
@@ -104,7 +110,8 @@ class PolicyModules:
         """Whether layers of a policy in workers have no weights before its first call."""
         if not self.in_workers or self.policy is None:
             return False
-        return any(map(torch.nn.parameter.is_lazy, self.policy.state_dict(keep_vars=True).values()))
+        state = self.policy.state_dict(keep_vars=True)
+        return any(map(torch.nn.parameter.is_lazy, state.values()))
 
     def is_whole(self, model: Any) -> bool:
         """Return whether an object stands for the whole policy."""
@@ -139,7 +146,8 @@ class PolicyModules:
         for tree in (users, policy):
             for path, module in tree.named_modules():
                 if module is model:
-                    return PolicyPart(policy.get_submodule(path), users.get_submodule(path), path)
+                    acting = policy.get_submodule(path)
+                    return PolicyPart(acting, users.get_submodule(path), path)
         if self.in_workers:
             raise BadWeights(
                 f"the model {type(model).__name__} is no part of the policy that workers have"
@@ -164,4 +172,5 @@ def _infinite(module: torch.nn.Module | None) -> frozenset[Any]:
     """Return the buffers with infinite values, such as the mask of an attention."""
     if module is None:
         return frozenset()
-    return frozenset(place_of(buffer) for buffer in module.buffers() if not is_finite(buffer))
+    infinite = [buffer for buffer in module.buffers() if not is_finite(buffer)]
+    return frozenset(map(place_of, infinite))

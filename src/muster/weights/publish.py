@@ -50,11 +50,14 @@ class PolicyWeights:
     """
 
     def __init__(
-        self, policy: Any, original: Any = None, counter: Any = None, mode: ActingMode | None = None
+        self,
+        policy: Any,
+        original: Any = None,
+        counter: Any = None,
+        mode: ActingMode | None = None,
     ) -> None:
-        self._connect(
-            PolicyModules.here(policy, original, [policy, original], name_of(policy)), counter, mode
-        )
+        modules = PolicyModules.here(policy, original, [policy, original], name_of(policy))
+        self._connect(modules, counter, mode)
 
     def _connect(
         self,
@@ -126,7 +129,11 @@ class PolicyWeights:
         return self.versions.publishes
 
     def publish(
-        self, source: Any = None, *, model: Any = None, workers: Collection[int] | None = None
+        self,
+        source: Any = None,
+        *,
+        model: Any = None,
+        workers: Collection[int] | None = None,
     ) -> int | str:
         """Take over the weights of ``source``; all or nothing.
 
@@ -152,7 +159,10 @@ class PolicyWeights:
         return self.publish_all([(source, model)], workers=workers)
 
     def publish_all(
-        self, sources: Sequence[tuple[Any, Any]], *, workers: Collection[int] | None = None
+        self,
+        sources: Sequence[tuple[Any, Any]],
+        *,
+        workers: Collection[int] | None = None,
     ) -> int | str:
         """``publish`` for several (source, model), as one version; all or none.
 
@@ -267,11 +277,11 @@ class PolicyWeights:
         users = self.modules.users
         assert users is not None
         first: dict[int, str] = {}  # tied weights were sent once
-        names = {
-            name: first.setdefault(id(t), name)
-            for name, t in self.policy.state_dict(keep_vars=True).items()
-        }
-        if missing := set(names.values()) - state.keys():
+        names = {}
+        for name, tensor in self.policy.state_dict(keep_vars=True).items():
+            names[name] = first.setdefault(id(tensor), name)
+        missing = set(names.values()) - state.keys()
+        if missing:
             raise BadWeights(
                 f"the worker's policy has no weights named {sorted(missing)}, but the"
                 " collector's has"
@@ -304,7 +314,9 @@ class PolicyWeights:
         modules = self.modules
         changes = _Changes()
         for source, given_model in sources:
-            model = None if given_model is None or modules.is_whole(given_model) else given_model
+            model = given_model
+            if model is not None and modules.is_whole(model):
+                model = None
             if self.workers is not None:
                 self._updates.check_open()
             part = modules.part(source, model)
@@ -313,20 +325,24 @@ class PolicyWeights:
             model_id = partial(_model_id, part.path) if modules.has_model_ids else None
             new = taken(source, part.acting, part.own, model_id)
             old = tensors_of(part.acting)
-            check_finite(
-                {
-                    name: tensor
-                    for name, tensor in new.weights.items()
-                    if not modules.may_be_infinite(old[name])
-                }
-            )
+            bounded = {
+                name: tensor
+                for name, tensor in new.weights.items()
+                if not modules.may_be_infinite(old[name])
+            }
+            check_finite(bounded)
             if part.own is not part.acting or not new.is_own:
                 pairs = self._pairs(new, old, model)
                 changes.add(pairs, elsewhere=model is not None and not new.is_own)
         changes.separate()
         return changes
 
-    def _pairs(self, new: NewWeights, old: Weights, model: Any) -> Pairs:
+    def _pairs(
+        self,
+        new: NewWeights,
+        old: Weights,
+        model: Any,
+    ) -> Pairs:
         """Pair the new values of a module with its tensors ``old``."""
         pairs: Pairs = {}
         for name, tensor in new.weights.items():
@@ -377,7 +393,7 @@ class _Changes:
         """
         for place, (tensor, old) in self.pairs.items():
             if place_of(tensor) in self.pairs:
-                self.pairs[place] = tensor.clone(), old
+                self.pairs[place] = (tensor.clone(), old)
 
 
 def _model_id(path: str, inner: str) -> str | None:
@@ -387,6 +403,6 @@ def _model_id(path: str, inner: str) -> str | None:
     names = f"{path}.{inner}".removeprefix(".").split(".")
     if not all(name.isdecimal() or name.isidentifier() for name in names):
         return None
-    return "model_id=" + repr(
-        "policy" + "".join(f"[{name}]" if name.isdecimal() else f".{name}" for name in names)
-    )
+    parts = [f"[{name}]" if name.isdecimal() else f".{name}" for name in names]
+    model_id = "policy" + "".join(parts)
+    return f"model_id={model_id!r}"

@@ -63,7 +63,8 @@ class SharedMemoryPublisher:
     def __init__(
         self, weights: Weights, workers: int, version: int | str, deadline_s: float
     ) -> None:
-        self._manifest, self._deadline_s = Manifest.of(weights), deadline_s
+        self._manifest = Manifest.of(weights)
+        self._deadline_s = deadline_s
         self._arena = Arena.create("muster-weights")
         self._workers = workers
         self._published = 0
@@ -74,7 +75,10 @@ class SharedMemoryPublisher:
         self.publish(weights, version)
 
     def publish(
-        self, weights: Weights, version: int | str, workers: Collection[int] | None = None
+        self,
+        weights: Weights,
+        version: int | str,
+        workers: Collection[int] | None = None,
     ) -> None:
         receiving = chosen(workers, self._workers)
         offset = self._spare()
@@ -96,7 +100,8 @@ class SharedMemoryPublisher:
         any more.
         """
         assert self._lent is not None, "nothing was lent"
-        offset, self._lent = self._lent, None
+        offset = self._lent
+        self._lent = None
         self._buffers[offset].finish_writing(self._published + 1)
         self._show(offset, range(self._workers))
 
@@ -108,7 +113,7 @@ class SharedMemoryPublisher:
 
     def ticket(self, worker: int) -> Ticket:
         chosen([worker], self._workers)
-        place = self._cells_at, self._workers, worker
+        place = (self._cells_at, self._workers, worker)
         opener = functools.partial(SharedMemorySubscriber, self._manifest, place, self._deadline_s)
         return Ticket(opener, [os.dup(self._arena.fd)])
 
@@ -126,9 +131,8 @@ class SharedMemoryPublisher:
         if spare and len(self._buffers) >= BUFFERS:
             return min(spare, key=lambda offset: self._buffers[offset].sequence)
         offset = self._arena.allocate(self._manifest.nbytes)
-        self._buffers[offset] = Buffer(
-            self._arena.view(offset, self._manifest.nbytes), self._manifest
-        )
+        memory = self._arena.view(offset, self._manifest.nbytes)
+        self._buffers[offset] = Buffer(memory, self._manifest)
         return offset
 
 
@@ -139,7 +143,11 @@ class SharedMemorySubscriber:
     """
 
     def __init__(
-        self, manifest: Manifest, place: tuple[int, int, int], deadline_s: float, fds: Sequence[int]
+        self,
+        manifest: Manifest,
+        place: tuple[int, int, int],
+        deadline_s: float,
+        fds: Sequence[int],
     ) -> None:
         self.version: int | str | None = None
         self._manifest = manifest
@@ -193,5 +201,6 @@ class SharedMemorySubscriber:
 
 def _cells(arena: Arena, at: int, workers: int) -> tuple[Array, Array]:
     """``int64 [workers]`` each: the offsets of what is newest for them, and of what they read."""
-    newest, reading = arena.view(at, 2 * 8 * workers).view(np.int64).reshape(2, workers)
+    cells = arena.view(at, 2 * 8 * workers).view(np.int64)
+    newest, reading = cells.reshape(2, workers)
     return newest, reading

@@ -65,7 +65,9 @@ class Ticket:
     """
 
     def __init__(
-        self, opener: Callable[[Sequence[int]], Subscriber], fds: Sequence[int] = ()
+        self,
+        opener: Callable[[Sequence[int]], Subscriber],
+        fds: Sequence[int] = (),
     ) -> None:
         self._opener = opener
         self.fds = list(fds)
@@ -92,7 +94,10 @@ class Publisher(Protocol):
     """The end in the learner; used by one thread at a time."""
 
     def publish(
-        self, weights: Weights, version: int | str, workers: Collection[int] | None = None
+        self,
+        weights: Weights,
+        version: int | str,
+        workers: Collection[int] | None = None,
     ) -> None:
         """Publish weights to workers. They are copied before this returns.
 
@@ -120,7 +125,12 @@ class Publisher(Protocol):
 class Transport(Protocol):
     """A transport: a small object with its options."""
 
-    def publisher(self, weights: Weights, workers: int, version: int | str = 0) -> Publisher:
+    def publisher(
+        self,
+        weights: Weights,
+        workers: int,
+        version: int | str = 0,
+    ) -> Publisher:
         """A publisher for workers ``0 .. workers - 1``, which start with these weights."""
 
 
@@ -133,7 +143,8 @@ def chosen(workers: Collection[int] | None, count: int) -> Collection[int]:
     if workers is None:
         return range(count)
     for worker in workers:
-        if isinstance(worker, bool) or not isinstance(worker, int) or not 0 <= worker < count:
+        is_number = isinstance(worker, int) and not isinstance(worker, bool)
+        if not is_number or not 0 <= worker < count:
             raise BadOption(f"there is no worker {worker!r}: workers are numbered 0 to {count - 1}")
     return workers
 
@@ -144,7 +155,12 @@ class NoSync:
     counts versions.
     """
 
-    def publisher(self, weights: Weights, workers: int, version: int | str = 0) -> NoPublisher:
+    def publisher(
+        self,
+        weights: Weights,
+        workers: int,
+        version: int | str = 0,
+    ) -> NoPublisher:
         return NoPublisher(workers)
 
 
@@ -155,7 +171,10 @@ class NoPublisher:
         self._workers = workers
 
     def publish(
-        self, weights: Weights, version: int | str, workers: Collection[int] | None = None
+        self,
+        weights: Weights,
+        version: int | str,
+        workers: Collection[int] | None = None,
     ) -> None:
         chosen(workers, self._workers)
 

@@ -174,7 +174,9 @@ class Actor:
 
     # --- random streams ---------------------------------------------------------------------------
 
-    def reseed(self, groups: Sequence[int], seed: int | None, generation: int = 0) -> None:
+    def reseed(
+        self, groups: Sequence[int], seed: int | Sequence[int] | None, generation: int = 0
+    ) -> None:
         """Replace the random streams of groups that have some here; ``adopt`` brings the streams of
         the others.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache, partial
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from muster.rollout.marks import nested_truncations
 from muster.rollout.options import RolloutOptions
 from muster.rollout.progress import Progress
 from muster.utils.attributes import name_of
+from muster.workers.config import WorkerConfig
 from muster.workers.options import WorkerOptions, WorkerSetting
 
 if TYPE_CHECKING:
@@ -39,19 +41,39 @@ else:
     from muster.utils import lazy_torch as torch
 
 
-def made_policy(policy: bytes, setting: WorkerSetting, *, is_factory: bool) -> Any:
-    """Unpickle the policy of a worker or server, or unpickle its factory and call it, and set its
-    mode.
+def made_policy(config: WorkerConfig, policy: bytes, setting: WorkerSetting) -> Any:
+    """Unpickle the policy of a worker, or of the server of this and other workers; or unpickle its
+    factory and call it. Set its mode.
     """
-    made = loads(policy, "policy_factory" if is_factory else "policy")
-    if is_factory:
-        made = made()
+    made = loads(policy, "policy_factory" if config.is_factory else "policy")
+    if config.is_factory:
+        made = made[config.factory]()
     if made is not None and setting.options.execution.policy_mode == "eval":
         from muster.policies.modes import set_eval
         from muster.weights.names import acting_modules
 
         set_eval(acting_modules(made), besides=setting.users_modules)
     return made
+
+
+def on_this_machine(setting: WorkerSetting) -> WorkerSetting:
+    """Return the setting with the devices of this machine. Raises ``BadOption`` if it has none."""
+    return replace(
+        setting,
+        policy_device=_device_here("policy_device", setting.policy_device),
+        env_device=_device_here("env_device", setting.env_device),
+    )
+
+
+def _device_here(name: str, device: torch.device | None) -> torch.device | None:
+    if device is None or device.type != "cuda":
+        return device
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        raise BadOption(
+            f"{name}={str(device)!r}: the machine of this worker has {count} CUDA devices"
+        )
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def build_envs(
@@ -226,7 +248,7 @@ def _compiled(policy: Any, options: WorkerOptions) -> Any:
 
 
 def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def _check_env(env: EnvBatch, options: RolloutOptions) -> None:

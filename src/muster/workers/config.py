@@ -22,7 +22,9 @@ class WorkerPlace:
     firsts: Mapping[int, int]  # global number of the first environment, by group
     total: int  # number of environments over all groups
     marks_valid: bool  # batches have ``collector/valid``
-    seed: int | None  # seed of all environments and random streams; None: no seed
+    # seed of all environments and random streams, or a list of one for each environment; None: no
+    # seed
+    seed: int | Sequence[int] | None
     static: bool = False  # all environments have the same seed
     # number of each environment's first episode, by group; None: 0
     episodes: Mapping[int, Array] | None = None
@@ -51,8 +53,8 @@ class WorkerConfig:
     # environment factories, one for each group; pickled by ``pickling.dumps`` for processes
     factories: Sequence[Any]
     kwargs: Any  # list of keyword arguments for the factories; pickled likewise
-    policy: bytes  # pickled policy or policy factory
-    is_factory: bool  # ``policy`` is a factory
+    policy: bytes  # pickled policy, or a tuple of policy factories
+    is_factory: bool  # ``policy`` has factories
     setting: Any  # ``WorkerSetting``; pickled likewise
     # ``Turns`` by which threads call the policy, one at a time, with their group's random streams
     # as global ones. None: workers are processes, or the user's thread does not wait for the
@@ -67,6 +69,7 @@ class WorkerConfig:
     generation: int = 0  # number of earlier starts of the worker
     # place among all workers; None until all workers have made their groups
     place: WorkerPlace | None = None
+    factory: int = 0  # which of the factories makes the worker's policy
     node: str = ""  # number and host of the worker's node, for messages; empty on this machine
     # ids of the program's registry; None: the worker is in a process that has them
     registered: SentIds | None = None
@@ -100,7 +103,7 @@ class PoolConfig:
     """
 
     workers: Sequence[WorkerConfig]  # configs of the workers, without the policy
-    policy: bytes  # pickled policy or policy factory
+    policy: bytes  # pickled policy, or a tuple of policy factories
     count: int  # number of workers of the collector, over all nodes
     server: ServerConfig | None  # config of the inference server; None: the workers run the policy
     # ``EnvFactory`` of each group, for crash reports; each is pickled for a node
@@ -111,6 +114,7 @@ class PoolConfig:
     # ids of the program's registry; None: all workers are threads of the program
     registered: SentIds | None = None
     node: str = ""  # number and host of the node, for messages; empty on this machine
+    episode_seeds: Sequence[int] | None = None  # the option
 
     @property
     def groups(self) -> list[int]:

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 def run_request(worker: Worker, request: Request) -> Any:
     """Execute a request in its worker, and return the answer."""
+    for group in worker.groups:
+        group.leave()
     return _IN_WORKER[type(request)](worker, request)
 
 

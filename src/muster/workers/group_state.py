@@ -38,6 +38,8 @@ def take(group: Group, acting: str | None) -> dict[str, Any]:
         "carry": {key: _plain(row) for key, row in group.carry.items()},
         "pending": list(group.pending),
         "seeds": dict(group.due.seeds),
+        "agent_returns": None if group.agent_returns is None else group.agent_returns.state_dict(),
+        "seeding": group.seeding.state_dict(),
         "started": group.random_start.is_over,
         "unreported": group.random_start.unreported,
         "adapter": {} if keeping is None else keeping.snapshot(),
@@ -74,6 +76,9 @@ def load(
         group.keep_call(FirstCall(policy, _outputs(call), call["version"]))
     group.take_resumed()
     group.due.load(state["pending"], state["seeds"], group.B)
+    if group.agent_returns is not None:
+        group.agent_returns.load_state_dict(state.get("agent_returns"))
+    group.seeding.load_state_dict(state.get("seeding"))
     group.random_start.load(index(state["unreported"]), is_over=bool(state["started"]))
     if not any(reasons):
         keeping = capability(group.env, KeepsState)

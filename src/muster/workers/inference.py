@@ -27,7 +27,7 @@ from muster.utils.interrupts import allowed
 from muster.utils.locks import while_held
 from muster.weights.transport import Ticket
 from muster.workers.actor import Actor, ServedRollout
-from muster.workers.build import made_policy
+from muster.workers.build import made_policy, on_this_machine
 from muster.workers.config import PoolConfig
 from muster.workers.failures import on_server, server_hung
 from muster.workers.mailbox import LOOK_S, Mailbox
@@ -58,8 +58,8 @@ class InferenceServer:
         self.mailbox = Mailbox(pool.count, groups if lockstep else ())
         self._selection = ClientSelection(config, groups, self.mailbox)
         self._chosen: list[Client] = []  # clients to act for next
-        setting = unpickled(config.setting, "the options")
-        own = made_policy(pool.policy, setting, is_factory=pool.workers[0].is_factory)
+        setting = on_this_machine(unpickled(config.setting, "the options"))
+        own = made_policy(pool.workers[0], pool.policy, setting)
         weights = ticket.open(ticket.fds)
         ticket.close()
         self.actor = Actor(

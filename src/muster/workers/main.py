@@ -32,7 +32,13 @@ from muster.rollout.progress import ALL_ORDERS, ORDER, PHASE, STOP, Phase, Progr
 from muster.rollout.request import RolloutRequest
 from muster.utils.forks import end_on_return
 from muster.weights.transport import Ticket
-from muster.workers.build import build_envs, build_policy, made_policy, make_group
+from muster.workers.build import (
+    build_envs,
+    build_policy,
+    made_policy,
+    make_group,
+    on_this_machine,
+)
 from muster.workers.channel import Channel, StatusPage
 from muster.workers.config import WorkerConfig, WorkerPlace
 from muster.workers.effects import run_request
@@ -289,12 +295,10 @@ class WorkerMain:
         config = self.config
         served = config.served_by is not None
         with installed(config.registered):
-            self.setting: WorkerSetting = unpickled(config.setting, "the options")
-            self._policy = (
-                None
-                if served
-                else made_policy(config.policy, self.setting, is_factory=config.is_factory)
-            )
+            self.setting: WorkerSetting = on_this_machine(unpickled(config.setting, "the options"))
+            self._policy = None
+            if not served:
+                self._policy = made_policy(config, config.policy, self.setting)
             numbered = zip(config.groups, config.factories, strict=True)
             factories = [
                 unpickled(factory, f"create_env_fn[{number}]") for number, factory in numbered

@@ -43,7 +43,7 @@ class LayOut(Request):
 class Seed(Request):
     """See ``Worker.seed``."""
 
-    seed: int | None
+    seed: int | Sequence[int] | None  # a list has one for each environment
     static: bool
 
 

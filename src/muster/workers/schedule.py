@@ -211,6 +211,11 @@ class Schedule(ABC):
         """Whether there are requested rollouts that were not delivered."""
         return False
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether an error has left a batch under way."""
+        return False
+
     def rollouts_for(self, frames: int, rows: int | None) -> int | None:
         """Return the number of rollouts, of any groups, with at least these frames; None if a batch
         has all groups.

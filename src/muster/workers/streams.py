@@ -47,7 +47,9 @@ class ServedStreams:
         rng.load_state_dict(state)
         return rng
 
-    def reseed(self, groups: Sequence[int], seed: int | None, generation: int) -> None:
+    def reseed(
+        self, groups: Sequence[int], seed: int | Sequence[int] | None, generation: int
+    ) -> None:
         """Replace the streams of groups that have some here."""
         for group in set(groups) & self._of.keys():
             self._of[group] = GroupRng(seed, group, self._device, generation)

@@ -133,6 +133,10 @@ class Sync(Schedule):
             self._batch = None
         return FilledSlot(batch.slots, results)
 
+    @property
+    def has_begun(self) -> bool:
+        return self._batch is not None
+
     def _begun(self, wanted: CollectRequest, policy: str, into: Slot | None) -> SyncBatch:
         """Return the batch under way, or a new one in free slots (``into``, if it still has the
         layout).

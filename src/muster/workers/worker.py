@@ -19,6 +19,7 @@ from muster.memory.specs import Array
 from muster.observing.profiling import ProfileConfig, RolloutProfiler
 from muster.policies.random import RandomPolicy
 from muster.protocols import Policy
+from muster.restore.pickling import unpickled
 from muster.rng import GroupRng, seeds_of
 from muster.rollout.bootstrap import BootstrapRows, rollout_and_values
 from muster.rollout.columns import lane_columns
@@ -111,6 +112,11 @@ class Worker:
         version.
         """
         self._newest = newest
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether rollouts are logged or profiled, one by one."""
+        return self._log is not None or self._profiler is not None
 
     def log_rollouts(self, log: Callable[[RolloutResult, Lane, int], None]) -> None:
         """Call ``log`` with the result of each rollout, its lane, and the first row of this request."""
@@ -219,6 +225,8 @@ class Worker:
         group = self.groups[request.group - self.groups[0].number]
         policy = self.policies[request.policy]
         tally = Tally(spans=request.spans)
+        if not request.stays_open:
+            group.leave()
         begin = lane.done_steps
         progress = group.reports.progress
         if progress.watched:
@@ -306,7 +314,7 @@ class Worker:
 
     # --- other operations on groups ---------------------------------------------------------------
 
-    def seed(self, seed: int | None, static: bool) -> None:
+    def seed(self, seed: int | Sequence[int] | None, static: bool) -> None:
         """See ``Collector.set_seed``.
 
         A restarted worker derives other random streams and episodes from the seed.
@@ -436,6 +444,17 @@ def execute(worker: Worker, path: str, args: Sequence[Any], kwargs: Mapping[str,
 def env_attributes(worker: Worker, name: str) -> list[Any]:
     """Return an attribute of every environment object."""
     return [getattr(env, name) for group in worker.groups for env in group.env.objects()]
+
+
+def on_environments(worker: Worker, sent: Any) -> list[Any]:
+    """Return the results of a function for every environment object.
+
+    Args:
+        sent: the function and its further arguments, by place and by name; pickled for processes.
+    """
+    function, args, kwargs = unpickled(sent, "map_envs")
+    envs = [env for group in worker.groups for env in group.env.objects()]
+    return [function(env, *args, **kwargs) for env in envs]
 
 
 def running(worker: Worker) -> dict[int, list[int]]:

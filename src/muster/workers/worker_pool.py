@@ -15,6 +15,7 @@ from muster.env_spec import EnvSpec
 from muster.errors import MusterError, WorkerError, described
 from muster.memory.shared import Arena
 from muster.restore.crash_notes import CrashNotes, Replay
+from muster.rng import seeds_of
 from muster.rollout.progress import Phase
 from muster.utils.cpus import pinned
 from muster.utils.interrupts import allowed
@@ -158,6 +159,7 @@ class WorkerPool(SupervisedPool):
             self.counters,
             config.max_frames_per_traj,
             config.supervision.crash_dir,
+            config.episode_seeds,
         )
         self._notes = notes
         for handle in self.handles:
@@ -459,12 +461,16 @@ class WorkerPool(SupervisedPool):
         counts = self.counters[at_work.request.group]
         seed = handle.place.seed
         known = replace(known, row=at_work.row if at_work.row >= 0 else None)
+        if self.config.episode_seeds is not None:
+            seed = None  # that of the episode is not known here
         if at_work.index is None or not counts.info.replays_alone:
-            return replace(known, env_ids=tuple(counts.env_ids.tolist()), seed=seed)
+            first = seed if isinstance(seed, int) else None
+            return replace(known, env_ids=tuple(counts.env_ids.tolist()), seed=first)
         env_id = int(counts.env_ids[at_work.index])
-        if seed is not None and not handle.place.static:
-            seed += env_id
-        return replace(known, env_ids=(env_id,), env_index=at_work.index, seed=seed)
+        own = None
+        if seed is not None:
+            (own,) = seeds_of(seed, [0 if handle.place.static else env_id], 0)
+        return replace(known, env_ids=(env_id,), env_index=at_work.index, seed=own)
 
     def _lose(
         self,

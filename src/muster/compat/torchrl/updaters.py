@@ -19,7 +19,13 @@ from muster.errors import BadOption, BadWeights
 from muster.utils.attributes import optional
 from muster.weights.names import named_weights, overwrite
 
-__all__ = ["RayWeightUpdater", "VanillaWeightUpdater", "WeightUpdaterBase"]
+__all__ = [
+    "DistributedWeightUpdater",
+    "RPCWeightUpdater",
+    "RayWeightUpdater",
+    "VanillaWeightUpdater",
+    "WeightUpdaterBase",
+]
 
 
 class WeightUpdaterBase(abc.ABC):
@@ -240,3 +246,99 @@ class RayWeightUpdater(WeightUpdaterBase):
         collector = self.remote_collectors[worker_id]
         self._asked[worker_id] = collector.update_policy_weights_.remote(server_weights)
         self._passed_by[worker_id] = 0
+
+
+class DistributedWeightUpdater(WeightUpdaterBase):
+    """Copies weights into the policy of a ``DistributedCollector``, which publishes them to its
+    nodes.
+
+    Args:
+        store: no effect (an argument of TorchRL): nodes get weights through the collector.
+        policy_weights: weights to push if none are given: a module, TensorDict or dict. They may be
+            those of the policy itself.
+        num_workers: no effect; the collector knows its nodes.
+        sync: no effect; a node takes the newest weights before its next rollout.
+    """
+
+    def __init__(
+        self, store: Any, policy_weights: Any, num_workers: int, sync: bool = True
+    ) -> None:
+        self.store = store
+        self.policy_weights = policy_weights
+        self.num_workers = num_workers
+        self.sync = sync
+
+    def _get_server_weights(self) -> Any:
+        return self.policy_weights
+
+    def push_weights(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
+        """Copy weights into the policy of the collectors, which then publish it to ``worker_ids``."""
+        super().push_weights(policy_or_weights)
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        given = named_weights(flattened(server_weights))
+        for collector in self.collectors or ():
+            if collector is not None:
+                overwrite(named_weights(collector.policy), given)
+
+
+class RPCWeightUpdater(WeightUpdaterBase):
+    """Calls ``update_policy_weights_`` of collectors that the user has made in other RPC workers.
+
+    ``RPCCollector`` needs no updater: its nodes get weights through it.
+
+    Args:
+        collector_infos: no effect (an argument of TorchRL).
+        collector_class: no effect; a reference knows its class.
+        collector_rrefs: references (``RRef``) to the collectors.
+        policy_weights: weights to push if none are given: a module, TensorDict or dict.
+        num_workers: number of the collectors that are updated by default: the first ones.
+        wait_s: seconds to wait for the collectors. None: no limit.
+    """
+
+    def __init__(
+        self,
+        collector_infos: Any,
+        collector_class: Any,
+        collector_rrefs: Sequence[Any],
+        policy_weights: Any,
+        num_workers: int,
+        wait_s: float | None = 60.0,
+    ) -> None:
+        self.collector_infos = collector_infos
+        self.collector_class = collector_class
+        self.collector_rrefs = list(collector_rrefs)
+        self.policy_weights = policy_weights
+        self.num_workers = num_workers
+        self.wait_s = wait_s
+        self._answers: list[Any] = []
+
+    def all_worker_ids(self) -> Collection[int]:
+        return range(self.num_workers)
+
+    def push_weights(
+        self, policy_or_weights: Any = None, worker_ids: Any = None, *, wait: bool = True
+    ) -> None:
+        """Send weights to collectors, then call the hooks.
+
+        Args:
+            policy_or_weights: a module, TensorDict or dict. None: ``policy_weights``.
+            worker_ids: number of a collector, or several. None: all.
+            wait: wait until the collectors have the weights, and raise their errors.
+
+        Raises:
+            RuntimeError: a collector has raised an error, or has not answered in time.
+        """
+        super().push_weights(policy_or_weights, worker_ids)
+        answers, self._answers = self._answers, []
+        if wait:
+            for answer in answers:
+                answer.wait()
+
+    def _get_server_weights(self) -> Any:
+        return self.policy_weights
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        # 0: torch RPC waits without a limit
+        call = self.collector_rrefs[worker_id].rpc_async(timeout=self.wait_s or 0)
+        self._answers.append(call.update_policy_weights_(server_weights))

@@ -9,36 +9,63 @@ docs/torchrl.md describes the differences.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torchrl.collectors.distributed import RayEvalWorker
 from torchrl.envs import EnvBase
 
 import muster.collectors.clusters as clusters
 from muster.cluster.submitit import DEFAULT_SLURM_CONF
 from muster.cluster.submitit_delayed import submitit_delayed_launcher
+from muster.collectors.base import made_updater
 from muster.collectors.batch_options import Trajectories
 from muster.collectors.references import accept_remote_rref_udf_invocation
 from muster.collectors.signatures import OF_TORCHRL, passes_on
+from muster.compat.torchrl.node_collectors import (
+    CollectorActor,
+    Given,
+    NodeCollector,
+    SettableHook,
+    Views,
+    calls_of,
+    on_nodes,
+    stats_of_node,
+    stats_of_nodes,
+)
 from muster.compat.torchrl.policies import ActedOn, CopiedEnv, check_graph
+from muster.compat.torchrl.services import (
+    ServedModule,
+    connect_learner,
+    is_service,
+    served_options,
+    update_service,
+)
+from muster.compat.torchrl.updaters import DistributedWeightUpdater, RPCWeightUpdater
 from muster.compat.torchrl.weight_names import flattened
 from muster.episodes.segment import MASK
 from muster.errors import BadOption
 from muster.keys import TRAJ_IDS
+from muster.observing.stats import CollectorStats
 from muster.rollout.options import Execution
+from muster.utils.attributes import resolve
 from muster.utils.integers import integer
 
 __all__ = [
     "DEFAULT_SLURM_CONF",
     "DistributedCollector",
     "DistributedSyncCollector",
+    "DistributedWeightUpdater",
     "RPCCollector",
+    "RPCWeightUpdater",
     "RayCollector",
+    "RayEvalWorker",
     "submitit_delayed_launcher",
 ]
+WRITTEN_BY_ACTORS = {"RayBuffer", "RayReplayBuffer"}  # replay buffers
 _PER_NODE = ("device", "storing_device", "env_device", "policy_device", "policy_factory")
 
 
@@ -68,6 +95,12 @@ class _OverNodes:
     def _init_as_torchrl(
         self, create_env_fn: Any, policy: Any, frames_per_batch: int, options: dict[str, Any]
     ) -> None:
+        self._hooks = {
+            name: SettableHook(options.get(name))
+            for name in ("pre_collect_hook", "post_collect_hook")
+        }
+        self._may_set = self._settable(options)
+        options = options | {name: self._hooks[name] for name in self._may_set}
         made_by_nodes = policy is not None and options.get("policy_factory") is not None
         told = _translated(create_env_fn, frames_per_batch, options, joins=self._joins)
         several = isinstance(create_env_fn, (list, tuple))
@@ -76,7 +109,9 @@ class _OverNodes:
             CopiedEnv(make) if isinstance(make, EnvBase) else make
             for make in (create_env_fn if several else [create_env_fn])
         ]
-        envs = [ActedOn(make, make_policy) if callable(make) else make for make in given]
+        # a service has no policy here that would show the form of actions
+        shown = not isinstance(policy, ServedModule)
+        envs = [ActedOn(make, make_policy) if shown and callable(make) else make for make in given]
         super().__init__(  # type: ignore[call-arg]
             envs if several else envs[0], None if made_by_nodes else policy, **told
         )
@@ -93,9 +128,12 @@ class _OverNodes:
         self.num_workers = self.num_collectors = nodes
         self.frames_per_batch = self.requested_frames_per_batch = frames_per_batch
         self.total_frames = options.get("total_frames", -1)
-        for name in ("postproc", "pre_collect_hook", "post_collect_hook"):
-            setattr(self, name, options.get(name))
+        self.postproc = options.get("postproc")
         self.split_trajs = bool(options.get("split_trajs"))
+        self.verbose = bool(options.get("verbose"))
+        self.trajs_per_batch = options.get("trajs_per_batch")
+        self.trajs_per_write = options.get("trajs_per_write")
+        self.traj_format = options.get("traj_format") or "padded"
         for name in ("device", "storing_device", "env_device", "policy_device"):
             given = options.get(name)
             setattr(
@@ -128,8 +166,117 @@ class _OverNodes:
             flattened(policy_or_weights), weights=flattened(weights), policy=policy
         )
 
+    # --- hooks, the weight updater, numbers -------------------------------------------------------
 
-class DistributedCollector(_OverNodes, clusters.DistributedCollector):
+    def _settable(self, options: Mapping[str, Any]) -> set[str]:
+        """Return the hooks that can be set later: batches pass through this process."""
+        if options.get("post_collect_hook") is None and not options.get("extend_buffer", True):
+            return {"pre_collect_hook"}
+        return {"pre_collect_hook", "post_collect_hook"}
+
+    @property
+    def pre_collect_hook(self) -> Callable[[], Any] | None:
+        """Function that is called before each batch; None: there is none. Can be set."""
+        return self._hooks["pre_collect_hook"].function
+
+    @pre_collect_hook.setter
+    def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
+        self._hooks["pre_collect_hook"].replace(hook)
+
+    @property
+    def post_collect_hook(self) -> Callable[[Any], Any] | None:
+        """Function that is called with each batch; None: there is none. Can be set.
+
+        Raises:
+            BadOption: no batch passes through this process, so the hook would not be called.
+        """
+        return self._hooks["post_collect_hook"].function
+
+    @post_collect_hook.setter
+    def post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
+        if hook is not None and "post_collect_hook" not in self._may_set:
+            raise BadOption(
+                "post_collect_hook cannot be set now: actors write into the replay buffer, and"
+                " batches do not pass through this process. Pass post_collect_hook to the"
+                " constructor"
+            )
+        self._hooks["post_collect_hook"].replace(hook)
+
+    def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
+        """Set ``post_collect_hook``."""
+        self.post_collect_hook = hook
+
+    @property
+    def weight_updater(self) -> Any:
+        """The weight updater; None: there is none. Can be set, to an updater or its class."""
+        return self._updater
+
+    @weight_updater.setter
+    def weight_updater(self, updater: Any) -> None:
+        updater = made_updater(updater)
+        if hasattr(updater, "register_collector"):
+            updater.register_collector(self)
+        self._updater = updater
+
+    def muster_stats(self) -> CollectorStats:
+        """Return the numbers of ``muster.Collector.stats``."""
+        stats: CollectorStats = super().stats()  # type: ignore[misc]
+        return stats
+
+    def stats(
+        self, workers: Views = "aggregate", *, timeout: float | None = 10.0
+    ) -> dict[str, Any]:
+        """Return a snapshot of the numbers, with TorchRL's names; also after ``shutdown``.
+
+        Args:
+            workers: "aggregate": of all nodes together. "per_worker": of each node, as
+                ``"worker_0/frames"``. "both": both.
+            timeout: no effect: nodes send their numbers with their results.
+        """
+        shared: dict[str, Any] = {"requested_frames_per_batch": self.requested_frames_per_batch}
+        known = self.muster_stats()
+        if self.total_frames is not None and self.total_frames >= 0:
+            shared["total_frames"] = self.total_frames
+            shared["completed"] = known.frames >= self.total_frames
+        return stats_of_nodes(known, self._leaves, workers, shared)
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def get_distant_attr(self, attr: str) -> Any:
+        """Return the attribute of this collector at a path, such as "policy.module[0].weight".
+
+        Raises:
+            BadOption: the path does not exist.
+        """
+        return resolve(self, attr)
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[Sequence[Any]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Any]:
+        """Call a method of this collector once for each entry of the lists.
+
+        Raises:
+            BadOption: the path does not exist or cannot be called, or the lists have different
+                lengths.
+        """
+        method = resolve(self, method_name)
+        if not callable(method):
+            raise BadOption(f"{method_name!r} is {type(method).__name__}, which cannot be called")
+        return [method(*args, **kwargs) for args, kwargs in calls_of(list_of_args, list_of_kwargs)]
+
+    @property
+    def _leaves(self) -> dict[int, list[int]]:
+        """The numbers of the workers of each node."""
+        leaves: dict[int, list[int]] = {}
+        for leaf, node in enumerate(self._of_leaf):  # type: ignore[attr-defined]
+            leaves.setdefault(node, []).append(leaf)
+        return leaves
+
+
+class DistributedCollector(_OverNodes, clusters.DistributedCollector):  # type: ignore[misc]
     """``muster.DistributedCollector`` with TorchRL's ``frames_per_batch``: with ``sync=True``, the
     sum over all nodes.
 
@@ -182,7 +329,7 @@ class DistributedSyncCollector(DistributedCollector):
 
 
 @accept_remote_rref_udf_invocation
-class RPCCollector(_OverNodes, clusters.RPCCollector):
+class RPCCollector(_OverNodes, clusters.RPCCollector):  # type: ignore[misc]
     """``muster.RPCCollector`` with TorchRL's batches: with ``sync=True``, ``frames_per_batch`` over
     all nodes, joined.
 
@@ -198,7 +345,7 @@ class RPCCollector(_OverNodes, clusters.RPCCollector):
         self._init_as_torchrl(create_env_fn, policy, frames_per_batch, options)
 
 
-class RayCollector(_OverNodes, clusters.RayCollector):
+class RayCollector(_OverNodes, clusters.RayCollector):  # type: ignore[misc]
     """``muster.RayCollector`` with TorchRL's ``frames_per_batch``: with ``sync=True``, the sum over
     all actors.
 
@@ -209,6 +356,9 @@ class RayCollector(_OverNodes, clusters.RayCollector):
             ``collector_kwargs`` or ``remote_configs`` is a list, its length is the number of
             actors.
     """
+
+    _service: Any = None  # the InferenceServer that has the policy
+    _learner_scheme: Any = None  # over which a learner sends weights to it
 
     @passes_on(clusters.RayOptions, WithoutEffect)
     def __init__(
@@ -224,7 +374,137 @@ class RayCollector(_OverNodes, clusters.RayCollector):
         counts = [len(given) for given in lists if isinstance(given, list)]
         if options.get("num_collectors") is None and counts and not isinstance(create_env_fn, list):
             options["num_collectors"] = max(counts)
+        self._service = policy if is_service(policy) else None
+        if self._service is not None:
+            options = served_options(self._service, options)
+            policy = ServedModule(policy)
         self._init_as_torchrl(create_env_fn, policy, frames_per_batch, options)
+
+    def update_policy_weights_(self, policy_or_weights: Any = None, **options: Any) -> None:
+        """Publish weights as ``muster.Collector.update_policy_weights_``.
+
+        If the policy is an ``InferenceServer``, it gets the weights.
+
+        Raises:
+            BadOption: the learner of ``learner_backend="ray"`` publishes the weights.
+        """
+        if self._learner_scheme is not None:
+            raise BadOption(
+                "update_policy_weights_: the learner of learner_backend='ray' publishes the weights"
+                " of this policy. Leave the call out"
+            )
+        if self._service is None:
+            super().update_policy_weights_(policy_or_weights, **options)
+            return
+        self._check_open()
+        by_model = options.get("weights_dict") or {}
+        given = [policy_or_weights, options.get("weights"), options.get("policy")]
+        given.append(by_model.get(options.get("model_id") or "policy"))
+        update_service(self._service, next((one for one in given if one is not None), None))
+
+    def _learner_weight_sync(self, *, new_generation: bool = False) -> Any:
+        """Return the scheme over which the learner of ``learner_backend="ray"`` sends weights.
+
+        TorchRL's trainers call this.
+
+        Raises:
+            BadOption: the policy is not an ``InferenceServer`` on Ray.
+        """
+        if self._service is None:
+            raise BadOption(
+                "learner_backend='ray' needs a policy that is an InferenceServer with"
+                " service_backend='ray': the actors of this collector have no receiver of a"
+                " learner's weights"
+            )
+        if self._learner_scheme is None or new_generation:
+            self._learner_scheme = connect_learner(self._service)
+        return self._learner_scheme
+
+    def _settable(self, options: Mapping[str, Any]) -> set[str]:
+        kinds = {cls.__name__ for cls in type(options.get("replay_buffer")).__mro__}
+        # a hook that is only there to be set would keep actors from writing by themselves
+        if options.get("post_collect_hook") is None and kinds & WRITTEN_BY_ACTORS:
+            return {"pre_collect_hook"}
+        return super()._settable(options)
+
+    # --- the collectors of the actors -------------------------------------------------------------
+
+    @property
+    def remote_collectors(self) -> list[CollectorActor]:
+        """The collectors of the actors, whose methods are called as those of Ray's actors:
+        ``ray.get(collector.remote_collectors[0].get_distant_attr.remote("env.spec"))``.
+
+        Empty after ``stop_remote_collectors`` and ``shutdown``.
+        """
+        return (
+            [] if self._closed else [CollectorActor(NodeCollector(self, i)) for i in self._leaves]
+        )
+
+    def local_policy(self) -> Any:
+        """Return the policy of this process."""
+        kept = self._kept_policy if self._service is None else self._service
+        return self.policy if kept is None else kept
+
+    def stop_remote_collectors(self) -> None:
+        """Shut down, without raising errors of actors."""
+        self.shutdown(raise_on_error=False)
+
+    def add_collectors(self, *args: Any, **kwargs: Any) -> None:
+        """Not available: the number of actors is fixed.
+
+        Raises:
+            BadOption: always.
+        """
+        raise BadOption(
+            f"add_collectors: this collector has {self.num_collectors} actors, which were placed"
+            " when it was made. Pass num_collectors= for more; with min_nodes= it begins before all"
+            " of them are placed"
+        )
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[Sequence[Any]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Any]:
+        """Call a function by its path from the collector of each actor, such as "env.render",
+        "policy.reset_noise" or "reset".
+
+        Args:
+            method_name: the path.
+            list_of_args, list_of_kwargs: one entry per actor.
+
+        Raises:
+            BadOption: the path does not exist, or a list has not one entry per actor.
+        """
+        calls = calls_of(list_of_args, list_of_kwargs, self.num_collectors)
+        return self.on_nodes(method_name, dict(enumerate(calls)))
+
+    def get_distant_attr(self, attr: str) -> list[Any]:
+        """Return the attribute at a path from the collector of each actor, such as "worker_idx" or
+        "policy.module[0].weight".
+        """
+        return self.on_nodes(attr, dict.fromkeys(self._leaves))
+
+    def on_nodes(self, path: str, calls: Mapping[int, Given | None]) -> list[Any]:
+        """Follow a path from the collectors of some actors.
+
+        Args:
+            path: see ``map_fn``.
+            calls: the arguments by number of the actor; None: return what is at the path.
+        """
+        self._check_open()
+        return on_nodes(self, path, calls, self._leaves, self._ask)
+
+    def env_ids_of(self, node: int) -> list[int]:
+        """Return the global numbers of the environments of an actor."""
+        workers = self.muster_stats().workers
+        return [env for leaf in self._leaves[node] for env in workers[leaf].env_ids]
+
+    def stats_of(self, node: int) -> dict[str, Any]:
+        """Return the numbers of an actor."""
+        workers = self.muster_stats().workers
+        return stats_of_node([workers[leaf] for leaf in self._leaves[node]])
 
     def shutdown(  # type: ignore[override]
         self, timeout: float | None = None, shutdown_ray: bool = False, **options: Any

@@ -1,4 +1,4 @@
-"""The programs that the second seed document prints for collectors on many machines, with the data
+"""The programs that the second seed document (TorchRL) prints for collectors on many machines, with the data
 they must give.
 """
 

@@ -1,0 +1,77 @@
+"""``python -m benchmarks.off_policy``: collect a step, sample 256 transitions, as DQN, SAC and TD3
+do, without the learning.
+
+As in ``python -m benchmarks.short_batches``, the systems of a case take turns of a fraction of a
+second, and every ratio is formed within a round. Processor time, but for the workers: theirs is
+wall time, with environments that wait, so that three processes have room on two cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks import report, runner
+from benchmarks.case_runner import run_cases
+from benchmarks.off_policy_systems import CASES, PIXELS
+from benchmarks.systems import SYSTEMS
+from benchmarks.workers_targets import Figure, Speed
+
+
+def _over(case: str, over: str, under: str, at_least: float) -> Speed:
+    return Speed(case, f"{over} / {under}", at_least, (over,), (under,))
+
+
+TARGETS = (
+    _over("off-cartpole", "off-memory", "off-hand", 0.7),
+    _over("off-cartpole", "off-memory", "off-sb3", 2.0),
+    _over("off-cartpole", "off-memory", "off-torchrl", 6.0),
+    _over("off-floats", "off-memory", "off-hand", 0.8),
+    _over("off-floats", "off-memory", "off-sb3", 2.0),
+    _over("off-floats", "off-memory", "off-torchrl", 6.0),
+    _over("off-pixels", "off-memory", "off-hand", 1 / 1.1),
+    _over("off-collect", "off-memory", "off-hand", 1 / 1.4),
+    _over("off-collect", "off-memory", "off-sb3", 2.5),
+    _over("off-workers", "off-workers-samples", "off-workers-waits", 0.95),
+    _over("off-workers", "off-workers-samples", "off-workers-elsewhere", 0.95),
+)
+MEMORY_SHARE = 0.55  # of the peers' bytes per transition
+
+
+def sizes(homes: runner.Homes, measured: Sequence[str]) -> tuple[list[Figure], Mapping[str, Any]]:
+    """Measure the bytes per transition of full memories of pixels."""
+    if PIXELS.name not in measured:
+        return [], {}
+    found: dict[str, float] = {}
+    for name, process in homes.of(PIXELS.systems).items():
+        process.ask(do="build", system=name, workload=PIXELS.name)
+        found[name] = process.ask(do="size", system=name)["bytes"]
+        process.ask(do="drop", system=name)
+    rows = [["memory of 84x84x4 pixels", "bytes per transition", "of one observation"]]
+    for name, size in found.items():
+        rows.append([SYSTEMS[name].label, f"{size:,.0f}", f"{size / (84 * 84 * 4):.2f}"])
+    print("\n" + report.aligned(rows), flush=True)
+    figures = [
+        Figure(
+            f"bytes per transition: off-memory / {peer}",
+            MEMORY_SHARE,
+            found["off-memory"] / found[peer] if peer in found else None,
+            at_least=False,
+            note="" if peer in found else "not installed",
+        )
+        for peer in ("off-sb3-buffer", "off-muster-torchrl", "off-tianshou-buffer")
+    ]
+    return figures, {"bytes_per_transition": found}
+
+
+if __name__ == "__main__":
+    run_cases(
+        "off_policy",
+        __doc__,
+        CASES,
+        TARGETS,
+        lambda case: [name for name in ("off-hand", "off-workers-waits") if name in case.systems],
+        seconds=0.2,
+        clock="cpu",
+        more=sizes,
+    )

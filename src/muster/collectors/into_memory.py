@@ -1,0 +1,291 @@
+"""From filled slots to a ``ReplayMemory``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from muster.errors import BadOption
+from muster.keys import AGENT, NEXT_OBS_VALID, TERMINATED, TRAJ_IDS, VALID, Key, next_of
+from muster.memory.replay import ReplayMemory
+from muster.memory.ring import Ring
+from muster.memory.slots import Lane, Layout, as_tensor
+from muster.memory.specs import Array, Column
+from muster.rollout.marks import Final
+from muster.workers.messages import RolloutResult
+from muster.workers.pool import Pool
+from muster.workers.schedule import FilledSlot
+
+MARGIN = 256  # rows of a ring beyond its capacity, for long rollouts
+DONE = next_of(("done",))
+
+
+class MemoryWriter:
+    """Writes the rollouts of a collector into a ``ReplayMemory``: each group into a ring of its own.
+
+    Args:
+        memory: the user's.
+        pool: knows the groups.
+        storing: device of the transitions; None: that of the environments.
+    """
+
+    def __init__(
+        self, memory: ReplayMemory, pool: Pool, storing: torch.device | None = None
+    ) -> None:
+        self._memory = memory
+        self._pool = pool
+        self._storing = storing
+        self._observed: list[Key] = []
+        self._columns: Sequence[Column] = ()
+        self._margin = 0
+        self._known: dict[int, _Known] = {}  # by group
+        self._under_way: FilledSlot | None = None
+        self._written = 0  # number of its rollouts that are written
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the memory is prepared for the rollouts."""
+        return bool(self._observed)
+
+    def open(self, layout: Layout) -> None:
+        """Prepare the memory for rollouts with this layout.
+
+        Raises:
+            BadOption: the memory is smaller than a rollout, or cannot store one.
+        """
+        counters = self._pool.counters
+        for counts in counters:
+            if counts.info.agents or AGENT in counts.info.observation_specs:
+                raise BadOption(
+                    f"ReplayMemory: the agents of {counts.info.name} take turns, and the next"
+                    " observation of one is not in the next row. Use TorchRL's ReplayBuffer"
+                )
+        sizes = [counts.info.num_envs for counts in counters]
+        rows = self._memory.capacity // sum(sizes)
+        if max(rows, 1) < layout.T:
+            raise BadOption(
+                f"ReplayMemory(capacity={self._memory.capacity}) is smaller than a rollout:"
+                f" {layout.T} steps of {sum(sizes)} environments are"
+                f" {layout.T * sum(sizes)} transitions. Give it a larger capacity, or the"
+                " collector a smaller frames_per_batch"
+            )
+        self._margin = max(layout.T, min(MARGIN, rows))
+        self._prepare(layout.columns)
+
+    def _prepare(self, given: Sequence[Column]) -> None:
+        """Prepare the memory for rows with these columns; another policy may have others."""
+        counters = self._pool.counters
+        info = counters[0].info
+        observed = list(info.carried_specs)
+        following = {next_of(key) for key in observed}
+        columns = [column for column in given if column.key not in following]
+        device = self._storing or info.device
+        if device is not None and device.type == "cpu":
+            device = None
+        sizes = [counts.info.num_envs for counts in counters]
+        self._memory.open(columns, observed, sizes, self._margin, device)
+        self._observed = observed
+        self._columns = given
+
+    def forget(self) -> None:
+        """The next rollouts may not continue those that were written."""
+        self._known.clear()
+
+    def write(self, filled: FilledSlot) -> None:
+        """Write the rollouts of filled slots.
+
+        After an error, the same slots go on with the rollout that failed.
+        """
+        if self._under_way is not filled:
+            self._under_way = filled
+            self._written = 0
+        lanes = [lane for _, slot in filled.slots for lane in slot.lanes]
+        for lane, result in list(zip(lanes, filled.results, strict=True))[self._written :]:
+            if not result.dropped and result.rows:
+                with self._memory.lock:  # nothing is sampled between breaking off and writing
+                    self._write_lane(lane, result)
+            self._written += 1
+        self._under_way = None
+
+    def add_row(self, lane: Lane, t: int, result: RolloutResult) -> None:
+        """Write row ``t`` of a lane, which a rollout that stays open has made last."""
+        with self._memory.lock:  # see ``write``
+            ring = self._memory.rings[result.group]
+            known = self._known_of(ring, lane, t, result.group)
+            valid = _valid(lane, result) if NEXT_OBS_VALID in lane.data else None
+            if valid is None and not ring.on_device:
+                self._write_row(lane, t, result, known)
+            else:
+                self._write_rows(lane, t, result, known, valid)
+
+    def _write_lane(self, lane: Lane, result: RolloutResult) -> None:
+        ring = self._memory.rings[result.group]
+        known = self._known_of(ring, lane, 0, result.group)
+        valid = _valid(lane, result)
+        if result.rows == 1 and valid is None and not lane.mirrored and not ring.on_device:
+            self._write_row(lane, 0, result, known)
+        else:
+            self._write_rows(lane, 0, result, known, valid)
+
+    def _known_of(self, ring: Ring, lane: Lane, t: int, group: int) -> _Known:
+        """Return what was written last of a group, before row ``t`` of a lane is written."""
+        if lane.layout.columns is not self._columns:
+            self._prepare(lane.layout.columns)
+        known = self._known.get(group)
+        if known is None or not known.is_newest(ring):
+            if ring.hi:
+                row = {key: lane.data[key][t] for key in self._observed}
+                ring.break_off(np.flatnonzero(~ring.going_on(row)))
+            known = _Known(ring, lane.arrays[TRAJ_IDS][t].copy())
+            self._known[group] = known
+        return known
+
+    def _write_rows(
+        self, lane: Lane, first: int, result: RolloutResult, known: _Known, valid: Array | None
+    ) -> None:
+        """Write the rows of a rollout, which begin with row ``first`` of its lane."""
+        ring = known.ring
+        rows = first + result.rows
+        ids = lane.arrays[TRAJ_IDS]
+        others = np.flatnonzero(known.ids != ids[first])
+        if len(others):
+            ring.break_off(others)
+        source = lane.tensors if lane.mirrored or ring.on_device else lane.data
+        done = lane.arrays[DONE][first:rows]
+        if valid is not None:
+            done = done & valid
+        has_ends = done.any()
+        begin = first
+        while begin < rows:
+            end = min(rows, begin + ring.room)
+            part = None
+            finals = None
+            if has_ends:
+                part = done[begin - first : end - first]
+                finals = self._finals(lane, result.finals, part, begin)
+            self._memory.write(
+                result.group,
+                {c.key: _at(ring, source[c.key][begin:end]) for c in ring.columns},
+                {c.key: _at(ring, source[c.key][end]) for c in ring.columns if c.carry},
+                done=part,
+                finals=finals,
+                valid=None if valid is None else valid[begin - first : end - first],
+            )
+            begin = end
+        known.wrote(ids[rows - 1])
+
+    def _write_row(self, lane: Lane, t: int, result: RolloutResult, known: _Known) -> None:
+        """Write row ``t`` of a lane in host memory: the usual case off-policy."""
+        ring = known.ring
+        copies: _Copies | None = lane.cache.get(self)
+        if copies is None or copies.ring is not ring:
+            copies = lane.cache[self] = _Copies(ring, lane)
+        place = ring.hi % ring.places
+        # what follows the newest row is there already, except at the beginning of the memory
+        is_there = place > 0 and known.is_followed
+        ids = copies.ids[t]
+        if known.ids.tobytes() != ids.tobytes():  # a third of the time of ``any``
+            ring.break_off(np.flatnonzero(known.ids != ids))
+            is_there = False
+        for there, rows in copies.simple:
+            there[place] = rows[t]
+        for there, rows in copies.carried:
+            if not is_there:
+                there[place] = rows[t]
+            there[place + 1] = rows[t + 1]
+        done = copies.done[t]
+        if 1 in done.tobytes():
+            finals = self._finals(lane, result.finals, done[None], t)
+            self._memory.add_row(result.group, done, finals)
+        else:
+            self._memory.add_row(result.group)
+        known.wrote(ids)
+
+    def _finals(
+        self, lane: Lane, kept: Sequence[Final], done: Array, begin: int
+    ) -> Mapping[Key, Any]:
+        """Return the observations after the ends of episodes, ``done`` in rows from ``begin`` on."""
+        t, env = np.nonzero(done)
+        t += begin
+        if next_of(self._observed[0]) in lane.data:
+            return {key: lane.data[next_of(key)][t, env] for key in self._observed}
+        places = {
+            (final.t, i): (final, place) for final in kept for place, i in enumerate(final.envs)
+        }
+        found = [places[cell] for cell in zip(t.tolist(), env.tolist(), strict=True)]
+        leaves = {}
+        for key in self._observed:
+            rows = [final.leaves[key][place] for final, place in found]
+            leaves[key] = np.stack(rows) if rows else lane.arrays[key][0, :0]
+        return leaves
+
+
+class _Known:
+    """What was written last of a group.
+
+    Attributes:
+        ids: the trajectories of its last row, ``[B]``.
+        hi: number of rows of the ring then.
+        is_followed: the observations after its last row are the newest ones in the ring.
+    """
+
+    def __init__(self, ring: Ring, ids: Array) -> None:
+        self.ring = ring
+        self.ids = ids
+        self.hi = ring.hi
+        self.is_followed = False
+
+    def wrote(self, ids: Array) -> None:
+        """Note the last row that was written, with these trajectories."""
+        self.ids[...] = ids
+        self.hi = self.ring.hi
+        self.is_followed = True
+
+    def is_newest(self, ring: Ring) -> bool:
+        """Whether it is the newest row of this ring."""
+        return ring is self.ring and ring.hi == self.hi
+
+
+class _Copies:
+    """The columns of a lane, and where their rows go in a ring; made once per lane.
+
+    Attributes:
+        simple: columns of the ring, and of the lane.
+        carried: the same for columns with ``carry``.
+        done, ids: flags and trajectories, ``[T, B]``.
+    """
+
+    def __init__(self, ring: Ring, lane: Lane) -> None:
+        simple, carried = ring.destinations()
+        self.ring = ring
+        self.simple = [(there, lane.data[key]) for key, there in simple]
+        self.carried = [(there, lane.data[key]) for key, there in carried]
+        self.done = lane.arrays[DONE]
+        self.ids = lane.arrays[TRAJ_IDS]
+
+
+def _valid(lane: Lane, result: RolloutResult) -> Array | None:
+    """Return which cells are transitions with a known next observation, ``[rows, B]``; None: all."""
+    rows = result.rows
+    valid: Array | None = None
+    if result.frames < rows * lane.B:
+        valid = lane.arrays[TRAJ_IDS][:rows] >= 0  # the others are blank
+        if VALID in lane.arrays:
+            valid &= lane.arrays[VALID][:rows]
+        elif valid.sum() > result.frames:  # those beyond the limit of the batch come last
+            valid &= np.cumsum(valid).reshape(valid.shape) <= result.frames
+    if NEXT_OBS_VALID in lane.data:
+        known = as_tensor(lane.data[NEXT_OBS_VALID][:rows]).cpu().numpy()
+        known = known | lane.arrays[next_of(TERMINATED)][:rows]
+        valid = known if valid is None else valid & known
+    return valid
+
+
+def _at(ring: Ring, rows: Any) -> Any:
+    """Return rows as the ring takes them: tensors for a ring on a device, else arrays."""
+    if ring.on_device or not isinstance(rows, torch.Tensor):
+        return rows
+    return rows.cpu().numpy()

@@ -1,0 +1,86 @@
+"""Observations that are kept aside: those after the last step of an episode, which no row has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from muster.keys import Key
+from muster.memory.specs import Array
+
+FEWEST = 16
+
+
+class Asides:
+    """The observations after some of the cells of a ring, whose next row has another episode.
+
+    Args:
+        cells: number of cells of the ring.
+        leaves: zeros of one row of each observation, ``[*shape]``, on the device of the ring.
+    """
+
+    def __init__(self, cells: int, leaves: Mapping[Key, torch.Tensor]) -> None:
+        self._places = np.zeros(cells, np.int32)  # place + 1 in the store of each cell; 0: none
+        self._free: list[int] = []
+        self._store = {key: leaf.new_zeros((FEWEST, *leaf.shape)) for key, leaf in leaves.items()}
+        self._used = 0  # places that were ever used
+
+    def __len__(self) -> int:
+        return self._used - len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the store."""
+        return sum(rows.nbytes for rows in self._store.values())
+
+    def keep(self, cells: Array, leaves: Mapping[Key, Any]) -> None:
+        """Keep an observation for each of ``cells``, ``[n, *shape]`` per leaf."""
+        places = self._take_places(len(cells))
+        self._places[cells] = places + 1
+        for key, rows in leaves.items():
+            store = self._store[key]
+            index = torch.from_numpy(places).to(store.device)
+            store.index_copy_(0, index, torch.as_tensor(rows, device=store.device))
+
+    def drop(self, first: int, end: int) -> None:
+        """Forget those of the cells from ``first`` to ``end``."""
+        part = self._places[first:end]
+        kept = part[part > 0]
+        if len(kept):
+            self._free.extend((kept - 1).tolist())
+            part[...] = 0
+
+    def put_into(self, rows: Mapping[Key, torch.Tensor], cells: Array) -> None:
+        """Replace the rows, ``[n, *shape]``, whose cell has an observation here."""
+        places = self._places[cells]
+        index = np.flatnonzero(places)
+        if not len(index):
+            return
+        kept = torch.from_numpy(places[index].astype(np.int64) - 1)
+        where = torch.from_numpy(index)
+        for key, here in rows.items():
+            store = self._store[key]
+            here[where.to(here.device)] = store[kept.to(store.device)]
+
+    def of_cells(self, cells: Array) -> tuple[Array, dict[Key, torch.Tensor]]:
+        """Return those of ``cells`` that have an observation here, by their places, and these."""
+        places = self._places[cells]
+        index = np.flatnonzero(places)
+        kept = torch.from_numpy(places[index].astype(np.int64) - 1)
+        return index, {key: rows[kept.to(rows.device)] for key, rows in self._store.items()}
+
+    def _take_places(self, n: int) -> Array:
+        """Return ``n`` free places."""
+        reused = min(n, len(self._free))
+        places = [self._free.pop() for _ in range(reused)]
+        places += range(self._used, self._used + n - reused)
+        self._used += n - reused
+        for key, rows in self._store.items():
+            if self._used > len(rows):
+                grown = rows.new_zeros((max(2 * len(rows), self._used), *rows.shape[1:]))
+                grown[: len(rows)] = rows
+                self._store[key] = grown
+        return np.array(places, np.int64)

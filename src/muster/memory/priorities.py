@@ -1,0 +1,96 @@
+"""Priorities of cells, and drawing in proportion to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from muster.memory.specs import Array
+
+WIDTH = 16  # children of a node
+
+
+class Priorities:
+    """A tree of sums: each level has the sums of ``WIDTH`` entries of the level below it.
+
+    The lowest level has ``priority ** alpha`` of each place, and 0 where nothing can be drawn.
+
+    Args:
+        places: number of places.
+        alpha: see ``ReplayMemory``.
+
+    Attributes:
+        largest: largest priority so far, which new transitions get.
+    """
+
+    def __init__(self, places: int, alpha: float) -> None:
+        self._alpha = alpha
+        self.largest = 1.0
+        self._levels: list[Array] = []
+        size = places
+        while True:
+            padded = -(-size // WIDTH) * WIDTH
+            self._levels.append(np.zeros(padded))
+            if padded == WIDTH:
+                break
+            size = padded // WIDTH
+
+    @property
+    def total(self) -> float:
+        """Sum over all places."""
+        return float(self._levels[-1].sum())
+
+    def of(self, places: Array) -> Array:
+        """Return ``priority ** alpha`` of places."""
+        found: Array = self._levels[0][places]
+        return found
+
+    def add(self, places: Array) -> None:
+        """Give places the largest priority so far."""
+        self._set(places, self.largest**self._alpha)
+
+    def forget(self, places: Array) -> None:
+        """Let places never be drawn."""
+        self._set(places, 0.0)
+
+    def update(self, places: Array, priorities: Array) -> None:
+        """Set the priorities of places that can be drawn."""
+        known = self._levels[0][places] > 0
+        if not known.any():
+            return
+        tiny = np.finfo(np.float64).tiny  # a priority of 0 can still be raised later
+        self.largest = max(self.largest, float(priorities[known].max()))
+        self._set(places[known], np.maximum(priorities[known] ** self._alpha, tiny))
+
+    def draw(self, n: int, rng: np.random.Generator) -> Array:
+        """Draw places in proportion to ``priority ** alpha``, with replacement."""
+        left = rng.random(n) * self.total
+        node = np.zeros(n, np.int64)
+        for level in reversed(self._levels):
+            children = level.reshape(-1, WIDTH)[node]
+            sums = children.cumsum(1)
+            left = np.minimum(left, np.nextafter(sums[:, -1], 0.0))  # rounding
+            child = (sums <= left[:, None]).sum(1)
+            below = np.where(child > 0, sums[np.arange(n), np.maximum(child - 1, 0)], 0.0)
+            left = left - below
+            node = node * WIDTH + child
+        return node
+
+    def state(self) -> dict[str, Any]:
+        """Return all priorities as plain data."""
+        return {"largest": self.largest, "powers": self._levels[0]}
+
+    def restore(self, largest: float, places: Array, powers: Array) -> None:
+        """Set ``priority ** alpha`` of places, and the largest priority."""
+        self.largest = largest
+        self._set(places, powers)
+
+    def _set(self, places: Array, values: Any) -> None:
+        if not len(places):
+            return
+        self._levels[0][places] = values
+        nodes = places
+        for below, level in zip(self._levels, self._levels[1:], strict=False):
+            nodes = np.unique(nodes // WIDTH)
+            level[nodes] = below.reshape(-1, WIDTH)[nodes].sum(1)

@@ -1,0 +1,309 @@
+"""A ring of rows: the transitions of some environments, in order of time.
+
+Row ``r``, counted from the first one ever written, is at place ``r % places``. Its next observation
+is that of the following place, or kept aside (``Asides``) if the following row has another episode.
+There is one place more than ``places``, for the observation after the last one.
+
+1. ``write`` fills the rows after the newest with those of a rollout, where nothing can be read, makes
+   them readable, and drops the oldest ones beyond the capacity.
+2. ``break_off``: the rows that follow do not continue the episodes of some environments.
+
+A *cell* is a row of one environment: cell ``r * B + b`` of all cells ever written. Its place is
+``cell % (places * B)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from muster.keys import Key
+from muster.memory.asides import Asides
+from muster.memory.slots import as_tensor, torch_dtype
+from muster.memory.specs import Array, Column
+
+
+class Ring:
+    """See the module.
+
+    Args:
+        columns: columns of the rows. Those with ``carry`` have one row more than there are
+            transitions: the observations, and the recurrent states of policies.
+        observed: keys of the observations.
+        num_envs: number of environments, B.
+        capacity: maximum number of readable rows.
+        margin: maximum number of rows that are written at once.
+        device: where the rows are; None: in host memory.
+
+    Attributes:
+        lo, hi: readable are the rows from ``lo`` to ``hi``.
+        tensors: rows of each column by place, ``[places + 1, B, *shape]``.
+        episodes: number of the episode of each cell in its environment, by place, ``[places, B]``.
+        begins: whether the episode begins with the cell, by place, ``[places, B]``.
+        masked: cells that are no transition, by place; None: there are none.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        observed: Sequence[Key],
+        num_envs: int,
+        capacity: int,
+        margin: int,
+        device: torch.device | None = None,
+    ) -> None:
+        self.columns = tuple(columns)
+        self.observed = list(observed)
+        self.B = num_envs
+        self.capacity = capacity
+        self.margin = margin
+        self.device = device
+        self.places = capacity + margin + 1
+        self.lo = 0
+        self.hi = 0
+        self.tensors: dict[Key, torch.Tensor] = {}
+        self._data: dict[Key, Any] = {}  # the same as arrays, if they are in host memory
+        for column in columns:
+            shape = (self.places + 1, num_envs, *column.shape)
+            if device is None:
+                self._data[column.key] = np.zeros(shape, column.dtype)  # pages come when written
+                self.tensors[column.key] = as_tensor(self._data[column.key])
+            else:
+                dtype = torch_dtype(column.dtype)
+                self.tensors[column.key] = torch.zeros(shape, dtype=dtype, device=device)
+                self._data[column.key] = self.tensors[column.key]
+        # the same with all cells in one dimension, and the last dimension of flags and rewards
+        self._cells = {
+            c.key: self.tensors[c.key].view(-1, *c.shape, *[1] * c.trailing) for c in columns
+        }
+        self.episodes = np.zeros((self.places, num_envs), np.int64)
+        self.begins = np.zeros((self.places, num_envs), bool)
+        self.masked: Array | None = None
+        self.num_masked = 0  # of the readable cells
+        self._episode = np.zeros(num_envs, np.int64)  # of the next row
+        self._fresh = np.ones(num_envs, bool)  # the next row is the first one of its episode
+        self._asides = Asides(
+            self.places * num_envs, {key: self.tensors[key][0, 0] for key in self.observed}
+        )
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the rows are not in host memory."""
+        return self.device is not None
+
+    @property
+    def cells(self) -> int:
+        """Number of readable cells, without transitions or with."""
+        return (self.hi - self.lo) * self.B
+
+    @property
+    def transitions(self) -> int:
+        """Number of readable transitions."""
+        return self.cells - self.num_masked
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all rows that were written, and of what is kept aside."""
+        rows = min(self.hi + 1, self.places + 1)
+        return self._asides.nbytes + sum(t[:rows].nbytes for t in self.tensors.values())
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    @property
+    def room(self) -> int:
+        """Maximum number of rows that can be written now."""
+        return min(self.margin, self.places - self.hi % self.places)
+
+    def write(
+        self,
+        rows: Mapping[Key, Any],
+        last: Mapping[Key, Any],
+        done: Array | None = None,
+        finals: Mapping[Key, Any] | None = None,
+        valid: Array | None = None,
+    ) -> None:
+        """Write the rows after the newest, at most ``room``.
+
+        Args:
+            rows: ``[n, B, *shape]`` each: arrays, or tensors on the device of the ring.
+            last: rows after the last one of the columns with ``carry``, ``[B, *shape]`` each.
+            done: whether the episode ends after each cell, ``[n, B]``; None: none does.
+            finals: observations after the cells with ``done``, ``[ends, *shape]`` each, by row, then
+                environment.
+            valid: which cells are transitions, ``[n, B]``; None: all.
+        """
+        first = self.hi % self.places
+        n = 0
+        for key, given in rows.items():
+            n = len(given)
+            self._data[key][first : first + n] = given
+        for key, given in last.items():
+            self._data[key][first + n] = given
+        episodes = self.episodes[first : first + n]
+        episodes[...] = self._episode
+        begins = self.begins[first : first + n]
+        begins[0] = self._fresh
+        if done is None:
+            begins[1:] = False
+            self._fresh[...] = False
+        else:
+            begins[1:] = done[:-1]
+            self._fresh[...] = done[-1]
+            ended = np.cumsum(done, axis=0)
+            episodes[1:] += ended[:-1]
+            self._episode += ended[-1]
+            t, env = np.nonzero(done)
+            self._asides.keep((first + t) * self.B + env, finals or {})
+        if valid is not None and not valid.all():
+            # what follows a gap does not continue what was before it
+            gaps = np.cumsum(~valid, axis=0)
+            episodes += gaps
+            self._episode += gaps[-1]
+        self._mask(first, n, valid)
+        self.hi += n
+        if self.hi - self.capacity > self.lo:
+            self._drop(self.hi - self.capacity)
+
+    def add_row(self, done: Array | None = None, finals: Mapping[Key, Any] | None = None) -> None:
+        """Make the row after the newest readable, which was copied into ``row``; see ``write``.
+
+        Args:
+            done: whether the episode ends after each cell, ``[B]``; None: none does.
+        """
+        place = self.hi % self.places
+        self.episodes[place] = self._episode
+        self.begins[place] = self._fresh
+        if done is None:
+            self._fresh.fill(False)
+        else:
+            self._fresh[...] = done
+            self._episode += done
+            self._asides.keep(place * self.B + np.flatnonzero(done), finals or {})
+        if self.masked is not None:
+            self.masked[place] = False
+        self.hi += 1
+        if self.hi - self.capacity > self.lo:
+            self._drop(self.hi - self.capacity)
+
+    def destinations(self) -> tuple[list[tuple[Key, Any]], list[tuple[Key, Any]]]:
+        """Return the memory of all columns without ``carry``, and of those with, by place; for
+        ``add_row``: row ``hi`` is at ``hi % places``, and what follows it at the next place.
+        """
+        simple = [(c.key, self._data[c.key]) for c in self.columns if not c.carry]
+        carried = [(c.key, self._data[c.key]) for c in self.columns if c.carry]
+        return simple, carried
+
+    def break_off(self, envs: Sequence[int] | Array) -> None:
+        """The next rows of ``envs`` do not continue their episodes: keep the observations after the
+        newest row, before others are written in their place.
+        """
+        going_on = [env for env in np.asarray(envs).tolist() if not self._fresh[env]]
+        if not going_on or not self.hi:
+            return
+        place = (self.hi - 1) % self.places
+        index = np.array(going_on)
+        leaves = {key: self.tensors[key][place + 1][index] for key in self.observed}
+        self._asides.keep(place * self.B + index, leaves)
+        self._episode[index] += 1
+        self._fresh[index] = True
+
+    def going_on(self, obs: Mapping[Key, Any]) -> Array:
+        """Return in which environments ``obs`` (``[B, *shape]`` each) are the observations after
+        the newest row, ``[B]``.
+        """
+        same = ~self._fresh
+        place = (self.hi - 1) % self.places + 1
+        for key in self.observed:
+            here = self.tensors[key][place]
+            given = torch.as_tensor(obs[key], device=here.device).reshape(here.shape)
+            equal = (here == given) | ((here != here) & (given != given))  # NaN is equal to NaN
+            same &= equal.reshape(self.B, -1).all(1).cpu().numpy()
+        found: Array = same
+        return found
+
+    def clear(self) -> None:
+        """Drop all rows; later ones begin new episodes."""
+        self._drop(self.hi)
+        self._episode[~self._fresh] += 1
+        self._fresh[...] = True
+
+    def _mask(self, first: int, n: int, valid: Array | None) -> None:
+        """Note which cells of newly written rows are no transitions."""
+        if self.masked is None and (valid is None or valid.all()):
+            return
+        if self.masked is None:
+            self.masked = np.zeros((self.places, self.B), bool)
+        self.masked[first : first + n] = False if valid is None else ~valid
+        self.num_masked += int(self.masked[first : first + n].sum())
+
+    def _drop(self, lo: int) -> None:
+        """Drop the rows before ``lo``."""
+        first = self.lo % self.places
+        n = min(lo - self.lo, self.places)
+        parts = [(first, min(first + n, self.places)), (0, first + n - self.places)]
+        for begin, end in parts:
+            if end <= begin:
+                continue
+            self._asides.drop(begin * self.B, end * self.B)
+            if self.masked is not None:
+                self.num_masked -= int(self.masked[begin:end].sum())
+                self.masked[begin:end] = False
+        self.lo = lo
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def places_of(self, cells: Array) -> Array:
+        """Return the places of cells."""
+        found: Array = cells % (self.places * self.B)
+        return found
+
+    def is_transition(self, places: Array) -> Array:
+        """Return which of the readable cells at ``places`` are transitions."""
+        if self.masked is None:
+            return np.ones(places.shape, bool)
+        found: Array = ~self.masked.reshape(-1)[places]
+        return found
+
+    def of(self, key: Key, places: torch.Tensor) -> torch.Tensor:
+        """Return the rows of a column at places (int64, on the device of the ring), ``[n,
+        *shape]``, flags and rewards ``[n, 1]``: a copy.
+        """
+        return self._cells[key].index_select(0, places)
+
+    def next_observations(self, places: Array, index: torch.Tensor) -> dict[Key, torch.Tensor]:
+        """Return the observations after the cells at ``places``; ``index`` are the same, on the
+        device of the ring.
+        """
+        following = index + self.B
+        found = {key: self.of(key, following) for key in self.observed}
+        self._asides.put_into(found, places)
+        return found
+
+    def continues(self, cells: Array, later: Array) -> Array:
+        """Return whether cells of the same environments belong to the same episode, and the later
+        ones are transitions.
+        """
+        inside = later < self.hi * self.B
+        places = self.places_of(later)
+        episodes = self.episodes.reshape(-1)
+        same = episodes[self.places_of(cells)] == episodes[places]
+        found: Array = inside & same & self.is_transition(places)
+        return found
+
+    def last_of_episode(self, cells: Array) -> Array:
+        """Return the newest cells of the episodes of ``cells``."""
+        found: Array = cells.copy()
+        rows_left = self.hi - 1 - cells // self.B
+        step = 1
+        most = int(rows_left.max(initial=0))
+        while step <= most:
+            step *= 2
+        while step:  # episodes are contiguous: the later cells of an episode are a prefix
+            later = found + step * self.B
+            goes_on = self.continues(cells, later)
+            found[goes_on] = later[goes_on]
+            step //= 2
+        return found

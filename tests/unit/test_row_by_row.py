@@ -1,0 +1,307 @@
+"""Off-policy collecting, row by row: the memory, the records and the counts are those of rollouts of
+one row, whatever comes in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import muster
+from muster import Collector, ReplayMemory, policies
+from muster.collectors.row_by_row import RowByRow
+from muster.errors import BadEnvOutput, EnvError
+from muster.testing import CountingEnv, FaultyEnv
+
+CARTPOLE = "CartPole-v1"
+PENDULUM = "Pendulum-v1"
+
+
+def net(inputs: int, outputs: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(inputs, 16), nn.Tanh(), nn.Linear(16, outputs))
+
+
+class Greedy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net(4, 2)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.net(observation).argmax(-1)
+
+
+class Remembering(nn.Module):
+    """A policy with a recurrent state."""
+
+    def forward(self, observation: torch.Tensor, state: Any) -> Any:
+        count = torch.zeros_like(observation[..., :1]) if state is None else state["count"]
+        action = (observation.sum(-1) + count[..., 0] > 0).long()
+        return action, {}, {"count": count + 1}
+
+
+CASES: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
+    "one environment": (lambda: CountingEnv(5), lambda: None, {"frames_per_batch": 1}),
+    "three environments": (
+        lambda: CountingEnv(5),
+        lambda: None,
+        {"frames_per_batch": 3, "num_envs": 3},
+    ),
+    "a limit of steps": (
+        lambda: CountingEnv(50),
+        lambda: None,
+        {"frames_per_batch": 2, "num_envs": 2, "max_frames_per_traj": 7},
+    ),
+    "categorical": (
+        CARTPOLE,
+        lambda: policies.categorical(net(4, 2)),
+        {"frames_per_batch": 4, "num_envs": 4, "keep": ["action_log_prob"]},
+    ),
+    "a module": (CARTPOLE, Greedy, {"frames_per_batch": 1, "keep": [("collector", "traj_ids")]}),
+    "random first": (
+        CARTPOLE,
+        lambda: policies.deterministic(net(4, 2)),
+        {"frames_per_batch": 1, "init_random_frames": 20},
+    ),
+    "gaussian": (
+        PENDULUM,
+        lambda: policies.gaussian(net(3, 1)),
+        {
+            "frames_per_batch": 2,
+            "num_envs": 2,
+            "init_random_frames": 10,
+            "keep": ["action_log_prob"],
+        },
+    ),
+    "tanh gaussian": (
+        PENDULUM,
+        lambda: policies.tanh_gaussian(net(3, 2)),
+        {"frames_per_batch": 1, "keep": ["action_log_prob"], "max_frames_per_traj": 9},
+    ),
+    "versions": (
+        CARTPOLE,
+        Greedy,
+        {
+            "frames_per_batch": 1,
+            "track_policy_version": True,
+            "keep": [("collector", "policy_version")],
+        },
+    ),
+    "infos": (
+        lambda: CountingEnv(5),
+        lambda: None,
+        {"frames_per_batch": 2, "num_envs": 2, "info": False},
+    ),
+}
+
+
+def reset(c: Collector) -> None:
+    c.reset()
+
+
+def reset_one(c: Collector) -> None:
+    c.reset(0)
+
+
+def seed(c: Collector) -> None:
+    c.set_seed(9)
+
+
+def collect(c: Collector) -> None:
+    c.collect(n_step=3 * c._engine.num_envs)
+
+
+def roll_out(c: Collector) -> None:
+    c.rollout()
+
+
+def save(c: Collector) -> None:
+    c.state_dict()
+
+
+def publish(c: Collector) -> None:
+    c.update_policy_weights_()
+
+
+BETWEEN = {
+    13: reset,
+    21: reset_one,
+    30: seed,
+    33: collect,
+    40: reset,
+    41: roll_out,
+    50: save,
+    60: publish,
+    66: collect,
+}
+
+
+def collected(
+    case: str, rows: int = 90, between: dict[int, Callable[[Collector], None]] | None = None
+) -> tuple[Any, list[str], Any]:
+    env, policy, options = CASES[case]
+    options = dict(options)
+    memory = ReplayMemory(50, seed=1, keep=options.pop("keep", ()))
+    records = []
+    with Collector(env, policy(), replay_buffer=memory, seed=3, **options) as c:
+        for row in range(rows):
+            c.next()
+            records += [str(record) for record in c.episodes]
+            (between or {}).get(row, lambda _: None)(c)
+        stats = c.stats()
+        counts = stats.frames, stats.executed, stats.discarded, stats.in_flight, stats.episodes
+        return memory[:], records, counts
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    assert set(one.keys(True, True)) == set(other.keys(True, True))
+    for key in one.keys(True, True):
+        assert torch.equal(one[key], other[key]), key
+
+
+@pytest.fixture
+def generic(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Collect rollouts of one row from here on."""
+    return lambda: monkeypatch.setattr(RowByRow, "is_possible", False)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_are_those_of_rollouts_of_one_row(case, generic):
+    found = collected(case, between=BETWEEN)
+    generic()
+    expected = collected(case, between=BETWEEN)
+    assert_equal(found[0], expected[0])
+    assert found[1:] == expected[1:]
+    assert len(found[1]) or case in ("gaussian",)
+
+
+def test_the_lane_stays_open():
+    with Collector(
+        lambda: CountingEnv(5), None, frames_per_batch=1, replay_buffer=ReplayMemory(100)
+    ) as c:
+        group = c._engine.groups[0]
+        for _ in range(3):
+            c.next()
+        running = group.open
+        c.next()
+        assert group.open is running is not None
+        c.reset()
+        assert group.open is None
+
+
+@pytest.mark.parametrize("fails", ["step", "reset"])
+def test_after_an_error_rows_go_on(fails, generic):
+    def run() -> Any:
+        memory = ReplayMemory(100, seed=0)
+        on_reset = fails == "reset"
+        at = 2 if on_reset else 8
+        no = partial(ValueError, "no")
+        make = partial(FaultyEnv, at, error=no, length=5, on_reset=on_reset)
+        errors = 0
+        with Collector(make, None, frames_per_batch=1, replay_buffer=memory, seed=0) as c:
+            for _ in range(20):
+                try:
+                    c.next()
+                except EnvError:
+                    errors += 1
+            stats = c.stats()
+        assert errors
+        assert stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+        return memory[:], (stats.frames, stats.executed, stats.discarded, errors)
+
+    found = run()
+    generic()
+    expected = run()
+    assert_equal(found[0], expected[0])
+    assert found[1] == expected[1]
+
+
+def test_a_bad_reward_is_refused_and_its_row_is_not_there():
+    class Bad(CountingEnv):
+        def step(self, action: Any) -> Any:
+            observation, reward, *others = super().step(action)
+            if observation[-1] == 3:
+                reward = float("nan")
+            return observation, reward, *others
+
+    memory = ReplayMemory(100)
+    with Collector(lambda: Bad(5), None, frames_per_batch=1, replay_buffer=memory) as c:
+        c.next()
+        c.next()
+        with pytest.raises(BadEnvOutput, match="row 0 of the batch"):
+            c.next()
+        c.next()
+        assert len(memory) == 3
+        assert memory[:]["observation"][:, -1].tolist() == [0, 1, 0]
+        assert memory[:]["next", "observation"][:, -1].tolist() == [1, 2, 1]
+
+
+def test_ctrl_c_after_a_row_loses_nothing():
+    class Interrupting(CountingEnv):
+        steps = 0
+
+        def step(self, action: Any) -> Any:
+            type(self).steps += 1
+            if self.steps == 4:
+                import signal
+
+                signal.raise_signal(signal.SIGINT)
+            return super().step(action)
+
+    memory = ReplayMemory(100)
+    with Collector(lambda: Interrupting(50), None, frames_per_batch=1, replay_buffer=memory) as c:
+        iterator = iter(c)
+        for _ in range(3):
+            next(iterator)
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+        c.next()
+        c.next()
+        frames = len(memory)
+        assert memory[:]["observation"][:, -1].tolist() == list(range(frames))
+        stats = c.stats()
+        assert stats.executed == stats.frames + stats.in_flight == frames
+
+
+@pytest.mark.parametrize("case", ["categorical", "random first", "tanh gaussian"])
+def test_a_saved_run_goes_on_with_the_rows_of_its_twin(case):
+    env, policy, options = CASES[case]
+    options = {name: value for name, value in options.items() if name != "keep"}
+    twin = ReplayMemory(1000, seed=0)
+    with Collector(env, policy(), replay_buffer=twin, seed=3, **options) as c:
+        for _ in range(25):
+            c.next()
+        state = c.state_dict()
+        for _ in range(60):
+            c.next()
+    resumed = ReplayMemory(1000, seed=0)
+    with Collector(env, policy(), replay_buffer=resumed, seed=4, **options) as c:
+        assert c.load_state_dict(state, trust=True).exact
+        for _ in range(60):
+            c.next()
+    assert_equal(twin[len(twin) - len(resumed) :].exclude("index"), resumed[:].exclude("index"))
+
+
+def test_ids_of_two_collectors_do_not_make_their_rows_one_episode():
+    memory = ReplayMemory(100)
+    make = partial(CountingEnv, 50)
+    with (
+        Collector(make, None, frames_per_batch=1, replay_buffer=memory, seed=0) as one,
+        Collector(make, None, frames_per_batch=1, replay_buffer=memory, seed=0) as other,
+    ):
+        for _ in range(4):
+            one.next()
+            other.next()
+            other.next()
+    batch = memory[:]
+    steps = batch["next", "observation"][:, -1] - batch["observation"][:, -1]
+    assert steps.tolist() == [1.0] * 12
+
+
+def test_it_is_public():
+    assert muster.ReplayMemory is ReplayMemory

@@ -1,0 +1,384 @@
+"""What TorchRL's programs call on collectors with nodes, and on the collectors of the nodes: names,
+paths, hooks, weight updaters and numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torchrl")
+pytest.importorskip("gymnasium.envs.classic_control")
+
+import torchrl.collectors.distributed as theirs
+from tensordict import TensorDict
+from torch.distributed import rpc
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.envs import SerialEnv
+
+import muster.compat.torchrl.collectors.distributed as ours
+from muster.compat.torchrl.node_collectors import NodeCollector, calls_of
+from muster.errors import BadOption, BadWeights, CollectorClosed
+from tests.fakes.pendulum import env_maker, linear
+from tests.fakes.ray_cluster import needs_ray, ray_cluster
+
+__all__ = ["ray_cluster"]  # a fixture
+PUBLIC = (
+    *("collectors", "collectors.collectors", "collectors.utils", "collectors.weight_update"),
+    *("collectors.distributed", "collectors.distributed.default_configs"),
+    *("collectors.distributed.generic", "collectors.distributed.ray", "collectors.distributed.rpc"),
+    *("collectors.distributed.ray_eval_worker", "collectors.distributed.sync"),
+    *("collectors.distributed.utils", "weight_update", "weight_update.weight_sync_schemes"),
+)
+ACTOR = {"num_cpus": 1, "memory": 2**28}
+
+
+@pytest.fixture
+def opened() -> Iterator[Any]:
+    """A collector with two nodes in processes of this machine."""
+    with ours.DistributedCollector(
+        [env_maker] * 2, linear(), frames_per_batch=20, total_frames=60, sync=True, launcher="mp"
+    ) as collector:
+        yield collector
+
+
+@pytest.mark.parametrize("path", PUBLIC)
+def test_names_are_at_the_path_of_torchrl(path: str) -> None:
+    there = importlib.import_module(f"torchrl.{path}")
+    here = importlib.import_module(f"muster.compat.torchrl.{path}")
+    public = [name for name in getattr(there, "__all__", ()) if not name.startswith("_")]
+    missing = [name for name in public if getattr(here, name, None) is None]
+    assert missing == []
+    assert set(getattr(here, "__all__", ())) <= set(dir(there)), "and no names besides"
+
+
+@pytest.mark.parametrize("name", ["DistributedCollector", "RPCCollector", "RayCollector"])
+def test_methods_of_torchrl_are_there(name: str) -> None:
+    there, here = getattr(theirs, name), getattr(ours, name)
+    methods = [m for m in dir(there) if not m.startswith("_") and callable(getattr(there, m))]
+    assert [method for method in methods if not callable(getattr(here, method, None))] == []
+
+
+def test_attributes_of_torchrl_are_there(opened: Any) -> None:
+    public = [name for name in dir(theirs.DistributedCollector) if not name.startswith("_")]
+    # unlike these, TorchRL's are only defined where another collector has set them
+    unset = {"worker_idx"}
+    assert [name for name in public if name not in unset and not hasattr(opened, name)] == []
+    assert opened.trajs_per_batch is opened.trajs_per_write is opened.profile_config is None
+    assert (opened.traj_format, opened.verbose) == ("padded", False)
+
+
+# --- calls on this collector ----------------------------------------------------------------------
+
+
+def test_paths_and_repeated_calls_of_this_collector(opened: Any) -> None:
+    weight = opened.get_distant_attr("policy.module.weight")
+    assert weight is opened.policy.module.weight
+    assert opened.map_fn("get_distant_attr", [("frames_per_batch",), ("total_frames",)]) == [20, 60]
+    assert opened.map_fn("next")[0].shape == (2, 10), "one call without lists"
+    seeds = opened.map_fn("set_seed", list_of_kwargs=[{"seed": 4}, {"seed": 8}])
+    assert seeds == [5, 9], "two environments"
+    with pytest.raises(ValueError, match="must have the same length"):
+        opened.map_fn("next", [(), ()], [{}])
+    with pytest.raises(BadOption, match="'total_frames' is int, which cannot be called"):
+        opened.map_fn("total_frames")
+    with pytest.raises(BadOption, match="the path 'policy.nothing' leads nowhere"):
+        opened.get_distant_attr("policy.nothing")
+
+
+def test_hooks_can_be_set_after_the_collector_was_made(opened: Any) -> None:
+    seen: list[Any] = []
+    assert opened.pre_collect_hook is opened.post_collect_hook is None
+    opened.pre_collect_hook = lambda: seen.append("before")
+    opened.set_post_collect_hook(lambda batch: seen.append(batch.numel()))
+    opened.next()
+    assert seen == ["before", 20]
+    opened.post_collect_hook = None
+    opened.next()
+    assert seen == ["before", 20, "before"]
+
+
+def test_a_given_hook_is_shown_and_can_be_replaced() -> None:
+    first: list[int] = []
+    second: list[int] = []
+
+    def given(batch: Any) -> None:
+        first.append(batch.numel())
+
+    with ours.DistributedCollector(
+        [env_maker], linear(), frames_per_batch=10, launcher="mp", post_collect_hook=given
+    ) as collector:
+        assert collector.post_collect_hook is given
+        collector.next()
+        collector.post_collect_hook = lambda batch: second.append(batch.numel())
+        collector.next()
+    assert (first, second) == ([10], [10])
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_hook_that_would_not_be_called_is_refused(ray_cluster: Any) -> None:
+    from muster import RayBuffer
+
+    buffer = RayBuffer(partial(ReplayBuffer, storage=partial(LazyTensorStorage, 100)))
+    told: dict[str, Any] = {"frames_per_batch": 10, "remote_configs": ACTOR}
+    with ours.RayCollector([env_maker], linear(), replay_buffer=buffer, **told) as collector:
+        with pytest.raises(BadOption, match="actors write .*Pass post_collect_hook to the"):
+            collector.set_post_collect_hook(print)
+        collector.set_post_collect_hook(None)
+        assert collector.next() is None
+        assert len(buffer) == 10
+    buffer.close()
+
+
+def test_numbers_have_the_names_of_torchrl(opened: Any) -> None:
+    opened.next()
+    opened.update_policy_weights_()
+    assert opened.stats() == {
+        "frames": 20,
+        "batches": 1,
+        "requested_frames_per_batch": 20,
+        "total_frames": 60,
+        "completed": False,
+        "policy_version": 1,
+        "worker_frames": 20,
+        "workers": 2,
+        "workers_alive": 2,
+    }
+    by_node = opened.stats("per_worker")
+    assert (by_node["worker_0/frames"], by_node["worker_1/frames"]) == (10, 10)
+    assert "frames" not in by_node
+    assert opened.stats("both", timeout=1.0).keys() == opened.stats().keys() | by_node.keys()
+    with pytest.raises(ValueError, match="workers must be one of 'aggregate', 'per_worker'"):
+        opened.stats("all")
+    assert opened.muster_stats().executed == 20
+    assert [batch.numel() for batch in opened] == [20, 20]
+    assert opened.stats()["completed"]
+    opened.shutdown()
+    assert opened.stats()["frames"] == 60
+
+
+# --- weight updaters ------------------------------------------------------------------------------
+
+
+def test_a_weight_updater_of_torchrls_distributed_collector(opened: Any) -> None:
+    other = linear()
+    with torch.no_grad():
+        other.module.weight.fill_(3.0)
+    assert opened.weight_updater is None
+    with pytest.warns(DeprecationWarning, match="DistributedWeightUpdater"):
+        updater = ours.DistributedWeightUpdater(None, other, 2, sync=True)
+    opened.weight_updater = updater
+    assert opened.weight_updater is updater
+    assert updater.collector is opened
+    opened.update_policy_weights_()
+    opened.next()
+    sums = [weight.item() for weight in opened.cascade_execute("policy.module.weight.sum")]
+    assert sums == [9.0, 9.0], "in the nodes"
+    with pytest.raises(BadWeights):
+        opened.update_policy_weights_({"strange": torch.zeros(1)})
+    opened.weight_updater = None
+    assert opened.weight_updater is None
+
+
+def test_a_class_of_updaters_is_called(opened: Any) -> None:
+    class Remembers:
+        def __init__(self) -> None:
+            self.pushed: list[Any] = []
+
+        def push_weights(self, policy_or_weights: Any, worker_ids: Any) -> None:
+            self.pushed.append(worker_ids)
+
+    opened.weight_updater = Remembers
+    opened.update_policy_weights_(worker_ids=[1])
+    assert opened.weight_updater.pushed == [[1]]
+
+
+class Receiver:
+    """Stands in the process of an RPC worker."""
+
+    def __init__(self) -> None:
+        self.got: list[Any] = []
+
+    def update_policy_weights_(self, weights: Any) -> None:
+        if weights is None:
+            raise ValueError("no weights")
+        self.got.append(weights)
+
+
+@pytest.mark.skipif(not rpc.is_available(), reason="this PyTorch has no RPC")
+def test_a_weight_updater_for_references(tmp_path: Any) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path / 'store'}")
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        receivers = [Receiver(), Receiver()]
+        references = [rpc.RRef(receiver) for receiver in receivers]
+        with pytest.warns(DeprecationWarning, match="RPCWeightUpdater"):
+            updater = ours.RPCWeightUpdater([], Receiver, references, {"a": torch.ones(1)}, 2)
+        updater.push_weights()
+        updater.push_weights({"a": torch.zeros(1)}, worker_ids=1)
+        got = [[float(weights["a"]) for weights in receiver.got] for receiver in receivers]
+        assert got == [[1.0], [1.0, 0.0]]
+        updater.policy_weights = torch.nn.Linear(1, 1)
+        updater.push_weights(worker_ids=[0])
+        assert sorted(receivers[0].got[-1].keys()) == ["bias", "weight"]
+    finally:
+        rpc.shutdown(graceful=False)
+
+
+# --- the collectors of nodes ----------------------------------------------------------------------
+
+
+def test_one_entry_for_each_node() -> None:
+    assert calls_of(None, None, 2) == [((), {}), ((), {})]
+    assert calls_of([(1,), (2,)], None, 2) == [((1,), {}), ((2,), {})]
+    assert calls_of(None, [{"a": 1}]) == [((), {"a": 1})]
+    with pytest.raises(ValueError, match="Expected 2 argument entries, .* got 1"):
+        calls_of([(1,)], None, 2)
+    with pytest.raises(ValueError, match="Expected 2 keyword-argument entries, .* got 3"):
+        calls_of([(1,), (2,)], [{}] * 3, 2)
+
+
+def two_envs() -> SerialEnv:
+    return SerialEnv(2, env_maker)
+
+
+@needs_ray
+@pytest.mark.slow
+def test_the_collectors_of_ray_actors(ray_cluster: Any) -> None:
+    import ray
+
+    factories = [env_maker, two_envs]
+    with ours.RayCollector(
+        factories,
+        linear(),
+        frames_per_batch=20,
+        sync=False,
+        remote_configs=ACTOR,
+    ) as collector:
+        assert collector.get_distant_attr("worker_idx") == [0, 1]
+        names = [("worker_idx",), ("frames_per_batch",)]
+        assert collector.map_fn("get_distant_attr", list_of_args=names) == [0, 20]
+        assert collector.get_distant_attr("env.batch_size") == [torch.Size([]), torch.Size([2])]
+        layers = "policy.module"
+        scales = [
+            ({"weight": torch.full((1, 3), float(i)), "bias": torch.zeros(1)},) for i in (1, 2)
+        ]
+        collector.map_fn(f"{layers}.load_state_dict", list_of_args=scales)
+        sums = [weight.sum().item() for weight in collector.get_distant_attr(f"{layers}.weight")]
+        assert sums == [3.0, 6.0], "each actor has its own"
+        with pytest.raises(ValueError, match="Expected 2 argument entries"):
+            collector.map_fn("get_distant_attr", list_of_args=[("worker_idx",)])
+        with pytest.raises(BadOption, match="leads nowhere"):
+            collector.map_fn("env.nothing")
+        with pytest.raises(BadOption, match="from NodeCollector"):
+            collector.map_fn("nothing")
+
+        actors = collector.remote_collectors
+        assert len(actors) == 2
+        assert ray.get([actor.get_distant_attr.remote("worker_idx") for actor in actors]) == [0, 1]
+        assert ray.get(actors[1].getattr_env.remote("batch_size")) == torch.Size([2])
+        weight = ray.get(actors[0].getattr_policy.remote("module.weight"))
+        assert weight.sum().item() == 3.0
+        with pytest.raises(AttributeError, match=r"no method 'fly'.*cascade_execute"):
+            actors[0].fly.remote()
+
+        collector.next()
+        collector.map_fn("reset")
+        first = collector.next()
+        assert (
+            first["collector", "traj_ids"].unique().numel()
+            == first.shape.numel() // first.shape[-1]
+        )
+        given = {"weight": torch.full((1, 3), 5.0), "bias": torch.zeros(1)}
+        actors[1].update_policy_weights_.remote({f"module.{k}": v for k, v in given.items()})
+        collector.next()  # a node takes weights before a rollout
+        collector.next()
+        sums = [weight.sum().item() for weight in collector.get_distant_attr(f"{layers}.weight")]
+        assert (sums[0] == 15.0, sums[1]) == (False, 15.0)
+        assert ray.get(actors[0].stats.remote())["restarts"] == 0
+        assert isinstance(collector.local_policy(), type(linear()))
+        with pytest.raises(BadOption, match="Pass num_collectors= for more"):
+            collector.add_collectors([env_maker], 1, None, [{}], [{}])
+        collector.stop_remote_collectors()
+        assert collector.remote_collectors == []
+        with pytest.raises(CollectorClosed):
+            collector.get_distant_attr("worker_idx")
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_node_with_workers_answers_with_a_list(ray_cluster: Any) -> None:
+    with ours.RayCollector(
+        [env_maker],
+        linear(),
+        frames_per_batch=20,
+        num_workers_per_collector=2,
+        collector_class="sync",
+        remote_configs={"num_cpus": 2, "memory": 2**28},
+    ) as collector:
+        node = NodeCollector(collector, 0)
+        assert node.getattr_env("batch_size") == [torch.Size([])] * 2
+        assert (
+            node.map_fn("policy.module.weight.sum", [(), ()])
+            == [[linear().module.weight.sum()] * 2] * 2
+        )
+        with pytest.raises(BadOption, match="leave the arguments out"):
+            node.cascade_execute("env.batch_size", 1)
+        assert node.frames_per_batch == 20
+        assert node.replay_buffer is None
+
+
+# --- a policy that an InferenceServer on Ray serves -----------------------------------------------
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_policy_that_an_inference_server_serves(ray_cluster: Any) -> None:
+    from torchrl.modules.inference_server import InferenceServer
+
+    told: dict[str, Any] = {"frames_per_batch": 20, "sync": True, "remote_configs": ACTOR}
+    owner = {"remote_config": {"num_cpus": 0.5}}
+    with InferenceServer(
+        policy_factory=linear, service_backend="ray", service_backend_options=owner
+    ) as server:
+        with pytest.raises(BadOption, match="policy_factory cannot be combined"):
+            ours.RayCollector([env_maker], server, policy_factory=linear, **told)
+        with pytest.raises(BadOption, match="workers are not connected to Ray"):
+            ours.RayCollector([env_maker], server, inference="worker", **told)
+        with ours.RayCollector([env_maker] * 2, server, **told) as collector:
+            assert collector.local_policy() is server
+            batch = collector.next()
+            assert batch.shape == (2, 10)
+            expected = linear().module(batch["observation"])
+            torch.testing.assert_close(batch["action"], expected)
+            with pytest.raises(BadOption, match="the policy is in the InferenceServer"):
+                collector.update_policy_weights_()
+            zeros = linear()
+            torch.nn.init.zeros_(zeros.module.weight)
+            torch.nn.init.constant_(zeros.module.bias, 0.5)
+            collector.update_policy_weights_(zeros)
+            collector.next()  # its first actions may be of before
+            assert (collector.next()["action"] == 0.5).all()
+            assert server.policy_version == 1
+
+            scheme = collector._learner_weight_sync()
+            assert scheme is collector._learner_weight_sync()
+            weights = TensorDict.from_module(linear()).data
+            scheme.connect(weights=weights)
+            collector.next()
+            batch = collector.next()
+            torch.testing.assert_close(batch["action"], linear().module(batch["observation"]))
+            with pytest.raises(BadOption, match="the learner of learner_backend='ray' publishes"):
+                collector.update_policy_weights_(zeros)
+
+
+def test_a_learner_on_ray_needs_a_served_policy() -> None:
+    collector = ours.RayCollector.__new__(ours.RayCollector)
+    with pytest.raises(BadOption, match="needs a policy that is an InferenceServer"):
+        collector._learner_weight_sync()
