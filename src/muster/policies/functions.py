@@ -158,11 +158,11 @@ class FunctionPolicy:
             return _make_numpy_act(self._program, lane)
         if self._plain:
             return self._make_plain_act(lane)
-        specs = self._obs_specs.items()
-        inputs = InputRows(lane, [key for key, spec in specs if spec.is_tensor], self.name)
-        rows = {
-            key: inputs.rows(key) if spec.is_tensor else lane.np_rows(key) for key, spec in specs
-        }
+        tensor_keys = [key for key, spec in self._obs_specs.items() if spec.is_tensor]
+        inputs = InputRows(lane, tensor_keys, self.name)
+        rows: dict[Key, Any] = {}
+        for key, spec in self._obs_specs.items():
+            rows[key] = inputs.rows(key) if spec.is_tensor else lane.np_rows(key)
         action_rows = {key: lane.rows(key) for key in self._action_specs}
         extra_rows = []
         state_rows = []
@@ -172,7 +172,8 @@ class FunctionPolicy:
             if key == IS_INIT:
                 continue
             if column.carry:
-                state_rows.append((key, lane.rows(key), self._state_dims.get(key, 0)))
+                dim = self._state_dims.get(key, 0)
+                state_rows.append((key, lane.rows(key), dim))
             else:
                 extra_rows.append((key, lane.rows(key)))
         keys = {column.key for column in self._columns} - {IS_INIT}
@@ -207,8 +208,9 @@ class FunctionPolicy:
             for key, row, dim in state_rows:
                 self._store(key, _as_returned(row[t + 1], dim), new_state[key])
 
-        # a copy is moved to a device
-        return act if self._device is not None else inputs.watched(act)
+        if self._device is not None:  # a copy is moved to it
+            return act
+        return inputs.watched(act)
 
     def _make_plain_act(self, lane: Lane) -> Act:
         """The fastest ``act``, for one tensor as input, and one action and perhaps extras as
@@ -224,7 +226,8 @@ class FunctionPolicy:
         for column in self._columns:
             key = column.key
             extra = lane.rows(key)
-            extra_rows.append((key, key[-1], extra, extra[0].shape, lane.tensors[key].dtype))
+            stored = lane.tensors[key]
+            extra_rows.append((key, key[-1], extra, extra[0].shape, stored.dtype))
         keys = {c.key for c in self._columns}
         several = bool(self._columns)
         shape = action_rows[0].shape
@@ -261,8 +264,9 @@ class FunctionPolicy:
                 action = check(ACTION, action)
             action_rows[t].copy_(action)
 
-        # a program writes into no input
-        return act if self._program is not None else inputs.watched(act)
+        if self._program is not None:  # it writes into no input
+            return act
+        return inputs.watched(act)
 
     def _initial_leaves(self) -> tuple[Leaves, Any]:
         """Return the state with which an environment starts an episode, and its nesting."""
@@ -384,13 +388,12 @@ class FunctionPolicy:
         """Return the state after a call of ``fn``, a copy of the policy, for one environment more
         than there are.
         """
-        more = {}
+        more: Leaves = {}
         for key, value in obs.items():
-            more[key] = (
-                torch.cat([value, value[:1]])
-                if torch.is_tensor(value)
-                else np.append(value, value[:1])
-            )
+            if torch.is_tensor(value):
+                more[key] = torch.cat([value, value[:1]])
+            else:
+                more[key] = np.append(value, value[:1])
         own = self.fn
         shape = self._state_shape
         self.fn = fn
@@ -428,8 +431,10 @@ class FunctionPolicy:
                 f"policy {self.name} returned {dotted(key)} as {_kind(value)}, expected a tensor,"
                 " array or number"
             ) from error
-        plain = not isinstance(value, (np.ndarray, np.generic)) and tensor.dtype is torch.float64
-        return tensor.to(torch.get_default_dtype()) if plain else tensor
+        of_numpy = isinstance(value, (np.ndarray, np.generic))
+        if not of_numpy and tensor.dtype is torch.float64:
+            return tensor.to(torch.get_default_dtype())
+        return tensor
 
     def _version(self, value: Any) -> torch.Tensor:
         version = value.detach() if torch.is_tensor(value) else np.asarray(value)
@@ -467,15 +472,18 @@ def takes_state(fn: Callable[..., Any]) -> bool:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return False
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) >= 2 and positional[1].name in STATE_NAMES
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    return len(names) >= 2 and names[1] in STATE_NAMES
 
 
 def _as_returned(row: torch.Tensor, dim: int) -> torch.Tensor:
     """Return a view of a row of states, ``[B, *shape]``, in which ``dim`` is the dimension of
     environments.
     """
-    return row.movedim(0, dim) if dim else row
+    if not dim:
+        return row
+    return row.movedim(0, dim)
 
 
 def _take_apart(state: Any, key: Key, out: Leaves) -> Any:
@@ -483,9 +491,14 @@ def _take_apart(state: Any, key: Key, out: Leaves) -> Any:
     tensors.
     """
     if isinstance(state, Mapping):
-        return {name: _take_apart(value, (*key, str(name)), out) for name, value in state.items()}
+        named = {}
+        for name, value in state.items():
+            named[name] = _take_apart(value, (*key, str(name)), out)
+        return named
     if isinstance(state, (tuple, list)):
-        parts = [_take_apart(value, (*key, str(i)), out) for i, value in enumerate(state)]
+        parts = []
+        for i, value in enumerate(state):
+            parts.append(_take_apart(value, (*key, str(i)), out))
         return type(state)(parts)
     out[key] = state
     return _Place(key)

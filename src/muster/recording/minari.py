@@ -65,7 +65,10 @@ def write_minari(
         from minari.storage.datasets_root_dir import get_dataset_path
     observed = observation_keys(recording, keys)
     actions = [key for key in recording.keys if key[0] == "action"]
-    infos = [key for key in recording.keys if key[0] == INFO and next_of(key) in recording.keys]
+    infos = []
+    for key in recording.keys:
+        if key[0] == INFO and next_of(key) in recording.keys:
+            infos.append(key)
     episodes = CompleteEpisodes(recording, with_last=True)
 
     def actions_of(data: TensorDict) -> Any:
