@@ -45,6 +45,11 @@ class Asides:
             index = torch.from_numpy(places).to(store.device)
             store.index_copy_(0, index, torch.as_tensor(rows, device=store.device))
 
+    def has(self, cells: Array) -> Array:
+        """Return which of ``cells`` have an observation here."""
+        found: Array = self._places[cells] > 0
+        return found
+
     def drop(self, first: int, end: int) -> None:
         """Forget those of the cells from ``first`` to ``end``."""
         part = self._places[first:end]
