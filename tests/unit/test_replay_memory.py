@@ -633,12 +633,13 @@ def test_samples_depend_on_the_seed_and_on_no_other_generator():
     assert filled(seed=6).memory.sample(30)["index"].tolist() != index[0]
 
 
-def test_rows_on_a_device_are_tensors():
+@pytest.mark.parametrize("kind", [Written, Stacked])
+def test_rows_on_a_device_are_tensors(kind):
     """With the CPU as that device."""
-    memory = ReplayMemory(30, seed=0, keep=["extra"])
-    device = torch.device("cpu")
-    memory.open(COLUMNS, [OBS, PLACE], [2], 4, device)
-    other = Written(ReplayMemory(30, seed=0, keep=["extra"]), [2], 4, 3)
+    stack = 3 if kind is Stacked else 1
+    memory, twin = (ReplayMemory(30, seed=0, keep=["extra"], stack=stack) for _ in range(2))
+    memory.open(kind.columns, [OBS, PLACE], [2], 4, torch.device("cpu"))
+    other = kind(twin, [2], 4, 3)
     write = other.memory.write
 
     def both(number: int, rows: Any, last: Any, **ends: Any) -> None:

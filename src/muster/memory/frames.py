@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from muster.keys import Key
-from muster.memory.asides import Asides
+from muster.memory.asides import Asides, gathered, scatter
 from muster.memory.specs import Array
 
 
@@ -53,14 +53,14 @@ class Frames:
             last: what follows the last of them, ``[B, size, ...]``.
             fresh: the first row does not follow the one before it, ``[B]``.
         """
-        mine = {key: torch.as_tensor(rows[key]) for key in self._frames}
-        after = {key: torch.as_tensor(last[key]) for key in self._frames}
+        mine = {key: rows[key] for key in self._frames}
+        after = {key: last[key] for key in self._frames}
         n = len(next(iter(mine.values())))
         follows = np.ones((n, self._B), bool)
         for key, stacks in mine.items():
-            later = torch.cat([stacks[1:], after[key][None]])
-            equal = later[:, :, :-1] == stacks[:, :, 1:]
-            follows &= equal.reshape(n, self._B, -1).all(2).cpu().numpy()
+            for t in range(n):
+                later = stacks[t + 1] if t + 1 < n else after[key]
+                follows[t] &= _follows(later, stacks[t])
         if first == 0:  # it was at the end, as what follows the last place
             self._copy(self._places, 0)
         begins = np.flatnonzero(fresh)
@@ -84,8 +84,7 @@ class Frames:
         depth = self.depth.reshape(-1)[cells].astype(np.int64)
         back = np.minimum(np.arange(self.size)[::-1], depth[:, None])
         index = self._before(cells[:, None], back)
-        flat = torch.from_numpy(index.reshape(-1)).to(frames.device)
-        stacks = frames.view(-1, *frames.shape[2:]).index_select(0, flat)
+        stacks = gathered(frames.view(-1, *frames.shape[2:]), index.reshape(-1))
         stacks = stacks.view(len(cells), self.size, *frames.shape[2:])
         short = np.flatnonzero(depth < self.size - 1)
         if len(short):
@@ -94,9 +93,10 @@ class Frames:
             for d in range(self.size - 1):
                 mine = np.flatnonzero(depth[short] == d)
                 if len(mine):
-                    whole = wholes[key][torch.from_numpy(mine).to(frames.device)]
-                    there = torch.from_numpy(short[mine]).to(frames.device)
-                    stacks[there, : self.size - 1 - d] = whole[:, d : self.size - 1]
+                    whole = gathered(wholes[key], mine)
+                    scatter(
+                        whole[:, d : self.size - 1], stacks[:, : self.size - 1 - d], short[mine]
+                    )
         return stacks
 
     def restore(self, place: int, depth: Array, stacks: Mapping[Key, torch.Tensor]) -> None:
@@ -117,7 +117,7 @@ class Frames:
     def _drop(self, place: int) -> None:
         self.wholes.drop(place * self._B, (place + 1) * self._B)
 
-    def _keep(self, place: int, envs: Array, stacks: Mapping[Key, torch.Tensor]) -> None:
+    def _keep(self, place: int, envs: Array, stacks: Mapping[Key, Any]) -> None:
         """Keep stacks whole."""
         cells = place * self._B + envs
         for cell in cells[self.wholes.has(cells)].tolist():
@@ -131,3 +131,10 @@ class Frames:
         self.depth[to] = self.depth[place]
         index, stacks = self.wholes.of_cells(place * self._B + np.arange(self._B))
         self.wholes.keep(to * self._B + index, stacks)
+
+
+def _follows(later: Any, earlier: Any) -> Array:
+    """Return which stacks, ``[n, size, ...]``, follow others."""
+    equal = later[:, :-1] == earlier[:, 1:]
+    found = equal.reshape(len(equal), -1).all(1)
+    return found if isinstance(found, np.ndarray) else found.cpu().numpy()

@@ -90,10 +90,8 @@ class Ring:
                 self._data[column.key] = self.tensors[column.key]
         # the same with all cells in one dimension, and the last dimension of flags and rewards
         self._cells = {
-            c.key: self.tensors[c.key]
-            .flatten(0, 1)
-            .reshape(-1, *self.tensors[c.key].shape[2:], *[1] * c.trailing)
-            for c in columns
+            c.key: there.reshape(-1, *there.shape[2:], *[1] * c.trailing)
+            for c, there in ((c, self._data[c.key]) for c in columns)
         }
         self._frames: Frames | None = None
         if self._stacked:
@@ -445,7 +443,11 @@ class Ring:
         """
         if key in self._stacked and self._frames is not None:
             return self._frames.of(key, places.cpu().numpy())
-        return self._cells[key].index_select(0, places)
+        rows = self._cells[key]
+        if self.device is None:  # see ``gathered``
+            return torch.from_numpy(rows.take(places.numpy(), 0))
+        found: torch.Tensor = rows.index_select(0, places)
+        return found
 
     def _at(self, key: Key, cells: Array) -> torch.Tensor:
         """Return the rows of a column at places of cells."""
