@@ -247,6 +247,7 @@ def check_all(written: Written) -> None:
     memory = written.memory
     expected = written.expected()
     assert len(memory) == len(expected)
+    check_nothing_is_left(memory)
     if not expected:
         with pytest.raises(NothingToSample):
             memory.sample(1)
@@ -259,6 +260,15 @@ def check_all(written: Written) -> None:
     check_sequences(written)
     check_newest(written)
     check_relabel(written)
+
+
+def check_nothing_is_left(memory: ReplayMemory) -> None:
+    """Only what is of readable rows is kept aside, and no stack but where one begins."""
+    for ring in memory.rings:
+        there = ring.places_of(np.arange(ring.lo * ring.B, ring.hi * ring.B))
+        assert len(ring._asides) == ring._asides.has(there).sum()
+        if ring._frames is not None:
+            assert len(ring._frames.wholes) == (ring._frames.depth == 0).sum()
 
 
 def check_n_step(written: Written, n_step: int = 3, gamma: float = 0.5) -> None:
