@@ -78,13 +78,20 @@ def assert_equal(memory: ReplayMemory, expected: list[Any]) -> None:
 
 
 def check_parity(
-    cls: Any, make: Make, sizes: list[int], *, capacity: int, batches: int, **options: Any
+    cls: Any,
+    make: Make,
+    sizes: list[int],
+    *,
+    capacity: int,
+    batches: int,
+    stack: int = 1,
+    **options: Any,
 ) -> ReplayMemory:
     """Collect the same twice; ``make(name)`` makes the environments of a collector."""
     plain = cls(make("plain"), None, seed=3, **options)
     expected = [batch.clone() for batch in taken(plain, batches)]
     plain.shutdown()
-    memory = ReplayMemory(capacity, seed=0)
+    memory = ReplayMemory(capacity, seed=0, stack=stack)
     collector = cls(make("memory"), None, seed=3, replay_buffer=memory, **options)
     for number, none in enumerate(taken(collector, batches), 1):
         assert none is None
@@ -159,6 +166,30 @@ def test_several_environments(tmp_path, options, rows):
         **options,
     )
     check_begins(memory)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("padding", ["reset", "zero"])
+@pytest.mark.parametrize(
+    "options", [{}, {"compact_obs": True}, {"reset_when_done": False}], ids=str
+)
+def test_stacks_of_frames(tmp_path, rows, padding, options):
+    def make(name: str) -> Any:
+        one = partial(OracleEnv, tmp_path / name, 0, 2)
+        return lambda: gymnasium.wrappers.FrameStackObservation(one(), 3, padding_type=padding)
+
+    memory = check_parity(
+        Collector,
+        make,
+        [2],
+        capacity=51,
+        batches=60 // rows,
+        stack=3,
+        num_envs=2,
+        frames_per_batch=2 * rows,
+        **options,
+    )
+    assert memory.rings[0].tensors["observation",].shape[1:] == (2, 6)
 
 
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector], ids=lambda cls: cls.__name__)

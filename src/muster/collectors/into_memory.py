@@ -116,7 +116,7 @@ class MemoryWriter:
             ring = self._memory.rings[result.group]
             known = self._known_of(ring, lane, t, result.group)
             valid = _valid(lane, result) if NEXT_OBS_VALID in lane.data else None
-            if valid is None and not ring.on_device:
+            if valid is None and ring.takes_rows:
                 self._write_row(lane, t, result, known)
             else:
                 self._write_rows(lane, t, result, known, valid)
@@ -125,7 +125,7 @@ class MemoryWriter:
         ring = self._memory.rings[result.group]
         known = self._known_of(ring, lane, 0, result.group)
         valid = _valid(lane, result)
-        if result.rows == 1 and valid is None and not lane.mirrored and not ring.on_device:
+        if result.rows == 1 and valid is None and not lane.mirrored and ring.takes_rows:
             self._write_row(lane, 0, result, known)
         else:
             self._write_rows(lane, 0, result, known, valid)

@@ -17,7 +17,7 @@ from muster.errors import BadCheckpoint, BadOption, NothingToSample
 from muster.keys import FLAGS, IS_INIT, Key, dotted, nested, next_of
 from muster.memory.priorities import Priorities
 from muster.memory.replay_files import UNREADABLE, Loaded, MemoryFiles, Snapshot
-from muster.memory.ring import Ring
+from muster.memory.ring import Ring, is_stack
 from muster.memory.specs import Array, Column
 from muster.utils.private_names import tensordict_maker
 
@@ -57,6 +57,10 @@ class ReplayMemory:
         device: where samples are; None: where the transitions are (in host memory, or on the
             device of the environments).
         pin_memory: copy samples to ``device`` through pinned memory, without blocking. Needs CUDA.
+        stack: observations are stacks of so many frames, in their first dimension, as those of
+            ``gymnasium.wrappers.FrameStackObservation``: store each frame once. A stack that does not
+            continue the one before it, as at the beginning of an episode, is stored whole, so that
+            samples are always what the environment returned.
         alpha: exponent of priorities (Schaul et al., 2016): the probability of a transition is
             proportional to ``priority ** alpha``. New transitions have the largest priority so far.
             None: all transitions have the same probability.
@@ -73,6 +77,7 @@ class ReplayMemory:
         keep: Sequence[str | tuple[str, ...]] = (),
         device: torch.device | str | int | None = None,
         pin_memory: bool = False,
+        stack: int = 1,
         alpha: float | None = None,
         seed: int | None = None,
     ) -> None:
@@ -80,7 +85,9 @@ class ReplayMemory:
             raise BadOption(f"capacity={capacity!r}: expected a number of transitions, at least 1")
         if alpha is not None and not alpha >= 0:
             raise BadOption(f"alpha={alpha!r}: expected a number of at least 0")
+        _check_count("ReplayMemory", "stack", stack)
         self.capacity = capacity
+        self._stack = stack
         self._keep = [key if isinstance(key, tuple) else (key,) for key in keep]
         self._device = None if device is None else torch.device(device)
         self._pins = pin_memory
@@ -139,8 +146,10 @@ class ReplayMemory:
         if self._rings:
             self._check_same(stored, sizes)
             return
-        rings = [Ring(stored, observed, size, rows, margin, device) for size in sizes]
-        self._use(rings)
+        self._check_stacks(stored, observed)
+        self._use(
+            [Ring(stored, observed, size, rows, margin, device, self._stack) for size in sizes]
+        )
 
     def _use(self, rings: Sequence[Ring]) -> None:
         """Take these rings for the memory's own."""
@@ -293,6 +302,7 @@ class ReplayMemory:
             "sizes": [ring.B for ring in self._rings],
             "margin": ring.margin,
             "alpha": self._alpha,
+            "stack": self._stack,
             "generator": json.dumps(self._rng.bit_generator.state),
         }
         return Snapshot(about, [(ring.lo, ring.hi) for ring in self._rings], newest)
@@ -311,6 +321,8 @@ class ReplayMemory:
                     f"it has alpha={about['alpha']}, and this one alpha={self._alpha}: make the memory"
                     " with priorities or without, as it was"
                 )
+            if about["stack"] != self._stack:
+                raise BadOption(f"it has stack={about['stack']}, and this one stack={self._stack}")
             stored = self._checked(columns, observed)
             if len(stored) < len(columns):
                 more = {dotted(column.key) for column in columns} - {
@@ -327,7 +339,8 @@ class ReplayMemory:
             raise BadCheckpoint(
                 f"the saved ReplayMemory does not fit to this one: {error}"
             ) from error
-        return [Ring(stored, observed, size, rows, about["margin"], device) for size in sizes]
+        margin = about["margin"]
+        return [Ring(stored, observed, size, rows, margin, device, self._stack) for size in sizes]
 
     def _restore(self, loaded: Loaded) -> None:
         """Replace the rings and all that belongs to them."""
@@ -767,6 +780,15 @@ class ReplayMemory:
                     " in the environment"
                 )
         return [column for column in columns if column.is_tensor and _is_stored(column, needed)]
+
+    def _check_stacks(self, columns: Sequence[Column], observed: Sequence[Key]) -> None:
+        """Raise ``BadOption`` if no observation is a stack of frames, and the option says so."""
+        shapes = {dotted(c.key): list(c.shape) for c in columns if c.key in observed}
+        if self._stack > 1 and not any(is_stack(shape, self._stack) for shape in shapes.values()):
+            raise BadOption(
+                f"ReplayMemory(stack={self._stack}): no observation is a stack of {self._stack} frames"
+                f" in its first dimension; the shapes are {shapes}. Leave stack out"
+            )
 
     def _rows_of(self, sizes: Sequence[int]) -> int:
         """Return the number of rows of each ring."""
