@@ -351,6 +351,8 @@ class Engine:
         )
         self.in_batch = not closes
         memory = self.memory if remembered else None
+        if self.memory is not None and not remembered:
+            self.memory.forget()
         if memory is not None and not memory.is_open:
             memory.open(self.layout())
         filled, batch = self.next_batch.make(

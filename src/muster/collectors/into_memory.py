@@ -105,19 +105,21 @@ class MemoryWriter:
         lanes = [lane for _, slot in filled.slots for lane in slot.lanes]
         for lane, result in list(zip(lanes, filled.results, strict=True))[self._written :]:
             if not result.dropped and result.rows:
-                self._write_lane(lane, result)
+                with self._memory.lock:  # nothing is sampled between breaking off and writing
+                    self._write_lane(lane, result)
             self._written += 1
         self._under_way = None
 
     def add_row(self, lane: Lane, t: int, result: RolloutResult) -> None:
         """Write row ``t`` of a lane, which a rollout that stays open has made last."""
-        ring = self._memory.rings[result.group]
-        known = self._known_of(ring, lane, t, result.group)
-        valid = _valid(lane, result) if NEXT_OBS_VALID in lane.data else None
-        if valid is None and not ring.on_device:
-            self._write_row(lane, t, result, known)
-        else:
-            self._write_rows(lane, t, result, known, valid)
+        with self._memory.lock:  # see ``write``
+            ring = self._memory.rings[result.group]
+            known = self._known_of(ring, lane, t, result.group)
+            valid = _valid(lane, result) if NEXT_OBS_VALID in lane.data else None
+            if valid is None and not ring.on_device:
+                self._write_row(lane, t, result, known)
+            else:
+                self._write_rows(lane, t, result, known, valid)
 
     def _write_lane(self, lane: Lane, result: RolloutResult) -> None:
         ring = self._memory.rings[result.group]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from muster.errors import BadOption, NothingToSample
+from muster.errors import BadCheckpoint, BadOption, NothingToSample
 from muster.keys import FLAGS, IS_INIT, Key, dotted, nested, next_of
 from muster.memory.priorities import Priorities
+from muster.memory.replay_files import UNREADABLE, Loaded, MemoryFiles, Snapshot
 from muster.memory.ring import Ring
 from muster.memory.specs import Array, Column
 from muster.utils.private_names import tensordict_maker
@@ -23,6 +28,7 @@ INDEX: Key = ("index",)
 WEIGHT: Key = ("weight",)
 GAMMA: Key = ("gamma",)
 STEPS: Key = ("steps_to_next_obs",)
+ITERATED = 1024  # transitions that an iterator reads at once
 DRAWS = 8  # draws of cells that have to fulfil a condition, before all cells are looked at
 
 Relabel = Callable[["TensorDict", "TensorDict"], "TensorDict | None"]
@@ -84,6 +90,7 @@ class ReplayMemory:
         self._priorities: list[Priorities] = []
         self._shown: list[Key] = []  # columns of samples
         self._returned: list[Key] = []  # those that a step returns, beside observations
+        self._files = MemoryFiles()
         # held while rows are read or become readable; never while an environment or policy runs
         self.lock = threading.RLock()
 
@@ -128,30 +135,27 @@ class ReplayMemory:
             BadOption: the memory is too small, has rows of another shape, or cannot store a column.
         """
         stored = self._checked(columns, observed)
-        total = sum(sizes)
-        rows = self.capacity // total
-        if rows < 1:
-            raise BadOption(
-                f"ReplayMemory(capacity={self.capacity}) is smaller than one row of"
-                f" {total} environments: a capacity of at least {total} is necessary, and of some"
-                " thousand rows is usual"
-            )
+        rows = self._rows_of(sizes)
         if self._rings:
             self._check_same(stored, sizes)
             return
-        self._rings = [Ring(stored, observed, size, rows, margin, device) for size in sizes]
+        rings = [Ring(stored, observed, size, rows, margin, device) for size in sizes]
+        self._use(rings)
+
+    def _use(self, rings: Sequence[Ring]) -> None:
+        """Take these rings for the memory's own."""
+        columns = rings[0].columns
+        self._rings = list(rings)
         if self._alpha is not None:
-            self._priorities = [
-                Priorities(ring.places * ring.B, self._alpha) for ring in self._rings
-            ]
+            self._priorities = [Priorities(ring.places * ring.B, self._alpha) for ring in rings]
         self._shown = [
             column.key
-            for column in stored
-            if column.key in observed or column.key in self._keep or _is_action(column.key)
+            for column in columns
+            if column.key in rings[0].observed or column.key in self._keep or _is_action(column.key)
         ]
         self._returned = [
             column.key
-            for column in stored
+            for column in columns
             if column.key[0] == "next" and column.key not in self._shown
         ]
 
@@ -173,7 +177,7 @@ class ReplayMemory:
         ring = self._rings[number]
         priorities = self._priorities[number]
         priorities.forget(ring.places_of(np.arange(lo * ring.B, ring.lo * ring.B)))
-        added = ring.places_of(np.arange(hi * ring.B, ring.hi * ring.B))
+        added = ring.places_of(np.arange(max(hi, ring.lo) * ring.B, ring.hi * ring.B))
         priorities.add(added[ring.is_transition(added)])
 
     def write(
@@ -196,6 +200,149 @@ class ReplayMemory:
                     old = ring.places_of(np.arange(ring.lo * ring.B, ring.hi * ring.B))
                     self._priorities[number].forget(old)
                 ring.clear()
+
+    # --- saving -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of everything as plain data: dicts, lists, numbers, texts and tensors in host
+        memory. For a large memory, ``save`` takes less memory and time.
+
+        Raises:
+            NothingToSample: no collector has written to the memory yet.
+        """
+        with self.lock:
+            now = self._snapshot()
+            rows = [ring.rows(ring.kept, ring.hi) for ring in self._rings]
+        return {
+            "about": now.about,
+            "rings": [
+                {"lo": lo, "hi": hi, "rows": mine, "newest": newest}
+                for (lo, hi), mine, newest in zip(now.spans, rows, now.newest, strict=True)
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict()``: what was in the memory is dropped. The next samples are those that
+        would have come then, if the memory has the same capacity; with a smaller one, the oldest
+        transitions are left out.
+
+        Raises:
+            BadCheckpoint: it is no such state, or of a memory for other environments or options.
+        """
+        try:
+            rings = self._made_for(state["about"])
+            spans = []
+            for ring, saved in zip(rings, state["rings"], strict=True):
+                span = saved["lo"], saved["hi"]
+                ring.put_rows(max(0, span[0] - ring.reach), saved["rows"], *span)
+                spans.append(span)
+            newest = [saved["newest"] for saved in state["rings"]]
+            loaded = Loaded(rings, state["about"], spans, newest, [lo for lo, _ in spans])
+            self._restore(loaded)
+        except UNREADABLE as error:
+            if isinstance(error, BadCheckpoint):
+                raise
+            raise BadCheckpoint(f"this is no state of a ReplayMemory: {error!r}") from error
+        self._files = MemoryFiles()
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Save everything in a directory, which is made if it is missing. Rows that it has already are
+        not written again, so saving often costs little. Collectors may go on writing meanwhile.
+
+        After a crash at any moment the directory has the complete old or new memory. Only one process
+        may save in a directory at a time.
+
+        Raises:
+            NothingToSample: no collector has written to the memory yet.
+            FileError: a file cannot be written. The directory has what it had.
+        """
+        self._files.save(Path(directory), self._rings, self.lock, self._snapshot)
+
+    def load(self, directory: str | os.PathLike[str]) -> None:
+        """Load what ``save`` has saved; see ``load_state_dict``.
+
+        A collector that writes to the memory then continues its episodes if their newest observations
+        are those of its environments; otherwise, its rows begin new episodes.
+
+        Raises:
+            BadCheckpoint: a file is missing or damaged, or the memory was for other environments or
+                options. This memory is unchanged.
+        """
+        files = MemoryFiles()
+        self._restore(files.load(Path(directory), self._made_for))
+        self._files = files
+
+    def _snapshot(self) -> Snapshot:
+        if not self._rings:
+            raise NothingToSample(
+                "ReplayMemory: there is nothing to save before a collector has written to it"
+            )
+        newest = []
+        for number, ring in enumerate(self._rings):
+            mine = ring.newest()
+            if self._priorities:
+                places = ring.places_of(np.arange(ring.lo * ring.B, ring.hi * ring.B))
+                mine["powers"] = torch.from_numpy(self._priorities[number].of(places).copy())
+                largest = [self._priorities[number].largest]
+                mine["largest"] = torch.tensor(largest, dtype=torch.float64)
+            newest.append(mine)
+        ring = self._rings[0]
+        about = {
+            "columns": [_described(column) for column in ring.columns],
+            "observed": [list(key) for key in ring.observed],
+            "sizes": [ring.B for ring in self._rings],
+            "margin": ring.margin,
+            "alpha": self._alpha,
+            "generator": json.dumps(self._rng.bit_generator.state),
+        }
+        return Snapshot(about, [(ring.lo, ring.hi) for ring in self._rings], newest)
+
+    def _made_for(self, about: Mapping[str, Any]) -> list[Ring]:
+        """Return empty rings for saved rows.
+
+        Raises:
+            BadCheckpoint: they are of a memory for other environments or options.
+        """
+        try:
+            columns = [_column(described) for described in about["columns"]]
+            observed = [tuple(key) for key in about["observed"]]
+            if (about["alpha"] is None) != (self._alpha is None):
+                raise BadOption(
+                    f"it has alpha={about['alpha']}, and this one alpha={self._alpha}: make the memory"
+                    " with priorities or without, as it was"
+                )
+            stored = self._checked(columns, observed)
+            if len(stored) < len(columns):
+                more = {dotted(column.key) for column in columns} - {
+                    dotted(column.key) for column in stored
+                }
+                raise BadOption(f"it has {sorted(more)}, too: name them in keep")
+            sizes = list(about["sizes"])
+            device = None
+            if self._rings:
+                self._check_same(stored, sizes)
+                device = self._rings[0].device
+            rows = self._rows_of(sizes)
+        except BadOption as error:
+            raise BadCheckpoint(
+                f"the saved ReplayMemory does not fit to this one: {error}"
+            ) from error
+        return [Ring(stored, observed, size, rows, about["margin"], device) for size in sizes]
+
+    def _restore(self, loaded: Loaded) -> None:
+        """Replace the rings and all that belongs to them."""
+        for ring, (lo, hi), newest in zip(loaded.rings, loaded.spans, loaded.newest, strict=True):
+            ring.restore(lo, hi, newest)
+        with self.lock:
+            self._rng.bit_generator.state = json.loads(loaded.about["generator"])
+            self._use(loaded.rings)
+            for number, priorities in enumerate(self._priorities):
+                ring = loaded.rings[number]
+                newest = loaded.newest[number]
+                first = ring.lo - loaded.powers_from[number]
+                powers = newest["powers"].numpy()[first * ring.B :]
+                places = ring.places_of(np.arange(ring.lo * ring.B, ring.hi * ring.B))
+                priorities.restore(float(newest["largest"][0]), places, powers)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -248,25 +395,19 @@ class ReplayMemory:
                     " in collector`, or `init_random_frames` with a first batch"
                 )
             condition = None
-            if sequence is not None and sequence > 1:
+            make = partial(self._transitions, n_step=n_step, gamma=gamma)
+            if sequence is not None:
                 condition = _InSequence(sequence, across_episodes)
-            parts = self._draw(n, condition)
-            batches = []
-            for ring, cells in parts:
-                if sequence is None:
-                    made = self._transitions(ring, cells, n_step, gamma)
-                else:
-                    made = self._sequences(ring, cells, sequence)
-                if relabel is not None:
-                    made = self._relabelled(ring, cells, made, relabel)
-                batches.append(made)
-            batch = batches[0]
-            if len(batches) > 1:  # in random order
-                order = torch.from_numpy(self._rng.permutation(n))
-                joined: TensorDict = torch.cat(batches)
-                batch = joined[order.to(joined["index"].device)]
+                make = partial(self._sequences, length=sequence)
+            numbers, cells = self._draw(n, condition)
+            batch = self._gathered(numbers, cells, make)
+            if relabel is not None:
+                batch = self._relabelled(numbers, cells, batch, relabel)
             if self._priorities:
-                batch.set(WEIGHT, self._weights(batch["index"], beta))
+                weights = self._weights(numbers, cells, beta).to(batch["index"].device)
+                if sequence is not None:
+                    weights = weights.unsqueeze(-1).repeat(1, sequence)
+                batch.set(WEIGHT, weights)
         return self._placed(batch)
 
     def newest(self, n: int) -> TensorDict:
@@ -275,7 +416,10 @@ class ReplayMemory:
 
         With several environments, those of a row follow each other.
         """
+        _check_count("newest", "n", n)
         with self.lock:
+            if not len(self):
+                raise NothingToSample("ReplayMemory.newest: there are no transitions yet")
             return self[max(0, len(self) - n) :] if len(self._rings) == 1 else self._newest(n)
 
     def __getitem__(self, index: int | slice | Sequence[int] | Array | torch.Tensor) -> TensorDict:
@@ -288,22 +432,30 @@ class ReplayMemory:
             IndexError: there is no such transition.
         """
         with self.lock:
-            size = len(self)
-            if isinstance(index, slice):
-                chosen = np.arange(*index.indices(size))
-            else:
-                chosen = np.atleast_1d(np.asarray(index))
-                if chosen.dtype == bool:
-                    chosen = np.flatnonzero(chosen)
-            if len(chosen) and not (-size <= chosen.min() and chosen.max() < size):
-                raise IndexError(f"ReplayMemory has {size} transitions, and no number {index}")
-            chosen = chosen % max(size, 1)
+            chosen = _numbers(index, len(self))
+            if not self._rings:
+                raise IndexError("ReplayMemory: there are no transitions yet")
             batch = self._placed(self._in_order(chosen))
-        return batch[0] if isinstance(index, (int, np.integer)) else batch
+        is_one = not isinstance(index, slice) and _host(index).ndim == 0
+        return batch[0] if is_one else batch
 
     def __iter__(self) -> Iterator[TensorDict]:
-        """Return an iterator over all transitions that are there now, oldest first, one by one."""
-        yield from self[:].unbind(0)
+        """Return an iterator over all transitions that are there now, oldest first, one by one.
+
+        Those that are overwritten before the iterator comes to them are left out.
+        """
+        with self.lock:
+            every = [(number, ring.lo, ring.hi) for number, ring in enumerate(self._rings)]
+        for number, lo, hi in every:
+            ring = self._rings[number]
+            step = max(1, ITERATED // ring.B)
+            for first in range(lo, hi, step):
+                with self.lock:
+                    begin = max(first, ring.lo) * ring.B
+                    cells = np.arange(begin, min(first + step, hi) * ring.B)
+                    cells = cells[_fulfils(ring, cells, None)]
+                    batch = self._placed(self._transitions(ring, cells))
+                yield from batch.unbind(0)
 
     # --- priorities -------------------------------------------------------------------------------
 
@@ -324,7 +476,13 @@ class ReplayMemory:
                 " ReplayMemory(..., alpha=0.6)"
             )
         numbers = _host(index).reshape(-1).astype(np.int64)
-        values = np.broadcast_to(_host(priority).reshape(-1).astype(np.float64), numbers.shape)
+        values = _host(priority).reshape(-1).astype(np.float64)
+        if len(values) not in (1, len(numbers)):
+            raise BadOption(
+                f"update_priority: {len(numbers)} transitions and {len(values)} priorities; give one"
+                " for each, or one for all"
+            )
+        values = np.broadcast_to(values, numbers.shape)
         if not np.isfinite(values).all() or (values < 0).any():
             raise BadOption(
                 "update_priority: priorities have to be finite and at least 0; these are between"
@@ -343,10 +501,10 @@ class ReplayMemory:
     def _check_sample(
         self, n: int, n_step: int, sequence: int | None, relabel: Relabel | None
     ) -> None:
-        _check_count("n", n)
-        _check_count("n_step", n_step)
+        _check_count("sample", "n", n)
+        _check_count("sample", "n_step", n_step)
         if sequence is not None:
-            _check_count("sequence", sequence)
+            _check_count("sample", "sequence", sequence)
         if sequence is not None and n_step > 1:
             raise BadOption(
                 f"sample(sequence={sequence}, n_step={n_step}): the steps of a sequence are there"
@@ -355,52 +513,44 @@ class ReplayMemory:
         if sequence is not None and relabel is not None:
             raise BadOption("sample: relabel is for single transitions; leave sequence out")
 
-    def _draw(self, n: int, condition: _InSequence | None) -> list[tuple[Ring, Array]]:
-        """Draw ``n`` cells, by ring: those with a transition that fulfils the condition."""
-        if len(self._rings) == 1:
-            return [(self._rings[0], self._drawn_cells(0, n, condition))]
-        if self._priorities:
-            sizes = np.array([priorities.total for priorities in self._priorities])
-        elif condition is None:
-            sizes = np.array([ring.transitions for ring in self._rings], np.float64)
-        else:  # the number of sequences differs
-            sizes = np.array([len(_all_cells(ring, condition)) for ring in self._rings], np.float64)
-        if not sizes.sum():
-            raise _no_sequence(condition)
-        counts = self._rng.multinomial(n, sizes / sizes.sum())
-        drawn = []
-        for number, (ring, count) in enumerate(zip(self._rings, counts, strict=True)):
-            if count:
-                drawn.append((ring, self._drawn_cells(number, int(count), condition)))
-        return drawn
+    def _draw(self, n: int, condition: _InSequence | None) -> tuple[Array, Array]:
+        """Draw ``n`` cells with a transition that fulfils the condition: each has the same
+        probability, or that of its priority.
 
-    def _drawn_cells(self, number: int, n: int, condition: _InSequence | None) -> Array:
-        """Draw ``n`` cells of a ring with a transition that fulfils the condition: each has the
-        same probability, or that of its priority.
+        Returns:
+            numbers of rings, and cells.
         """
-        ring = self._rings[number]
-        if condition is None and not ring.num_masked:
-            return self._proposed(number, n)
-        found = np.empty(0, np.int64)
+        if condition is None and not any(ring.num_masked for ring in self._rings):
+            return self._proposed(n)
+        numbers = np.empty(0, np.int64)
+        cells = np.empty(0, np.int64)
         for _ in range(DRAWS):
-            cells = self._proposed(number, n)
-            fine = ring.is_transition(ring.places_of(cells))
-            if condition is not None:
-                fine &= condition.holds(ring, cells)
-            found = np.concatenate([found, cells[fine]])
-            if len(found) >= n:
-                return found[:n]
-        every = _all_cells(ring, condition)
-        if not len(every):
-            raise _no_sequence(condition)
-        if not self._priorities:
-            rest = every[self._rng.integers(len(every), size=n - len(found))]
-        else:
-            share = self._priorities[number].of(ring.places_of(every))
-            rest = self._rng.choice(every, n - len(found), p=share / share.sum())
-        return np.concatenate([found, rest])
+            some, proposed = self._proposed(n)
+            fine = self._fulfils(some, proposed, condition)
+            numbers = np.concatenate([numbers, some[fine]])
+            cells = np.concatenate([cells, proposed[fine]])
+            if len(cells) >= n:
+                return numbers[:n], cells[:n]
+        rest, others = self._chosen_of_all(n - len(cells), condition)
+        return np.concatenate([numbers, rest]), np.concatenate([cells, others])
 
-    def _proposed(self, number: int, n: int) -> Array:
+    def _proposed(self, n: int) -> tuple[Array, Array]:
+        """Draw ``n`` readable cells."""
+        if len(self._rings) == 1:
+            return np.zeros(n, np.int64), self._proposed_of(0, n)
+        sizes = [float(ring.cells) for ring in self._rings]
+        if self._priorities:
+            sizes = [priorities.total for priorities in self._priorities]
+        ends = np.cumsum(sizes)
+        numbers = np.searchsorted(ends, self._rng.random(n) * ends[-1], side="right")
+        cells = np.empty(n, np.int64)
+        for number in range(len(self._rings)):
+            mine = np.flatnonzero(numbers == number)
+            if len(mine):
+                cells[mine] = self._proposed_of(number, len(mine))
+        return numbers, cells
+
+    def _proposed_of(self, number: int, n: int) -> Array:
         """Draw ``n`` readable cells of a ring."""
         ring = self._rings[number]
         if not self._priorities:
@@ -412,7 +562,59 @@ class ReplayMemory:
         cells: Array = first + (places - first) % (ring.places * ring.B)
         return cells
 
-    def _transitions(self, ring: Ring, cells: Array, n_step: int, gamma: float) -> TensorDict:
+    def _fulfils(self, numbers: Array, cells: Array, condition: _InSequence | None) -> Array:
+        """Return which cells are transitions that fulfil the condition."""
+        if len(self._rings) == 1:
+            return _fulfils(self._rings[0], cells, condition)
+        fine = np.zeros(len(cells), bool)
+        for number, ring in enumerate(self._rings):
+            mine = np.flatnonzero(numbers == number)
+            fine[mine] = _fulfils(ring, cells[mine], condition)
+        return fine
+
+    def _chosen_of_all(self, n: int, condition: _InSequence | None) -> tuple[Array, Array]:
+        """Draw from a list of all cells that fulfil a condition, which few do."""
+        every = [_all_cells(ring, condition) for ring in self._rings]
+        sizes = [len(cells) for cells in every]
+        if not sum(sizes):
+            raise _no_sequence(condition)
+        numbers = np.repeat(np.arange(len(sizes)), sizes)
+        cells = np.concatenate(every)
+        share = None
+        if self._priorities:
+            powers = [
+                priorities.of(ring.places_of(mine))
+                for priorities, ring, mine in zip(self._priorities, self._rings, every, strict=True)
+            ]
+            share = np.concatenate(powers)
+            share /= share.sum()
+        chosen = self._rng.choice(len(cells), n, p=share)
+        return numbers[chosen], cells[chosen]
+
+    def _gathered(
+        self, numbers: Array, cells: Array, make: Callable[[Ring, Array], TensorDict]
+    ) -> TensorDict:
+        """Return what ``make`` returns for the cells of each ring, in the order of ``cells``."""
+        if len(self._rings) == 1:
+            return make(self._rings[0], cells)
+        parts = []
+        places = []
+        for number, ring in enumerate(self._rings):
+            mine = np.flatnonzero(numbers == number)
+            if len(mine):
+                parts.append(make(ring, cells[mine]))
+                places.append(mine)
+        if not parts:
+            return make(self._rings[0], cells)
+        if len(parts) == 1:
+            return parts[0]
+        joined: TensorDict = torch.cat(parts)
+        order = torch.from_numpy(np.argsort(np.concatenate(places)))
+        return joined[order.to(joined["index"].device)]
+
+    def _transitions(
+        self, ring: Ring, cells: Array, n_step: int = 1, gamma: float = 1.0
+    ) -> TensorDict:
         places = ring.places_of(cells)
         index = _on(ring, places)
         entries = self._entries(ring, cells, places, index)
@@ -463,9 +665,12 @@ class ReplayMemory:
         entries: dict[Key, torch.Tensor] = {}
         for key in self._shown:
             entries[key] = ring.of(key, index)
-        number = self._rings.index(ring) if len(self._rings) > 1 else 0
-        entries[INDEX] = _on(ring, cells * len(self._rings) + number)
+        entries[INDEX] = self._index_of(ring, cells)
         return entries
+
+    def _index_of(self, ring: Ring, cells: Array) -> torch.Tensor:
+        number = self._rings.index(ring) if len(self._rings) > 1 else 0
+        return _on(ring, cells * len(self._rings) + number)
 
     def _add_next(
         self, entries: dict[Key, torch.Tensor], ring: Ring, places: Array, index: torch.Tensor
@@ -479,55 +684,45 @@ class ReplayMemory:
             entries[key] = ring.of(key, index)
 
     def _relabelled(
-        self, ring: Ring, cells: Array, batch: TensorDict, relabel: Relabel
+        self, numbers: Array, cells: Array, batch: TensorDict, relabel: Relabel
     ) -> TensorDict:
+        made = relabel(batch, self._gathered(numbers, cells, self._later))
+        return batch if made is None else made
+
+    def _later(self, ring: Ring, cells: Array) -> TensorDict:
+        """Return the observations after a later transition of each one's episode."""
         left = (ring.last_of_episode(cells) - cells) // ring.B
         steps = (self._rng.random(len(cells)) * (left + 1)).astype(np.int64)
         places = ring.places_of(cells + steps * ring.B)
         later: dict[Key, torch.Tensor] = dict(ring.next_observations(places, _on(ring, places)))
         later[("steps",)] = _on(ring, steps).unsqueeze(-1)
-        made = relabel(batch, _tensordict(later, [len(cells)]))
-        return batch if made is None else made
+        later[INDEX] = self._index_of(ring, cells + steps * ring.B)
+        return _tensordict(later, [len(cells)])
 
-    def _weights(self, index: torch.Tensor, beta: float) -> torch.Tensor:
+    def _weights(self, numbers: Array, cells: Array, beta: float) -> torch.Tensor:
         """Return importance weights, at most 1 (Schaul et al., 2016)."""
-        numbers = _host(index)
-        first = numbers.reshape(len(numbers), -1)[:, 0]
-        count = len(self._rings)
-        share = np.empty(len(first))
-        for number, (ring, priorities) in enumerate(
-            zip(self._rings, self._priorities, strict=True)
-        ):
-            mine = first % count == number
-            share[mine] = priorities.of(ring.places_of(first[mine] // count))
+        share = np.empty(len(cells))
+        for number, priorities in enumerate(self._priorities):
+            mine = np.flatnonzero(numbers == number)
+            share[mine] = priorities.of(self._rings[number].places_of(cells[mine]))
         share /= sum(priorities.total for priorities in self._priorities)
         weights = (len(self) * share) ** -beta
         weights /= weights.max()
-        return torch.from_numpy(weights.astype(np.float32)).to(index.device)
+        return torch.from_numpy(weights.astype(np.float32))
 
     def _in_order(self, chosen: Array) -> TensorDict:
         """Return the transitions of these numbers in order of time."""
         ends = np.cumsum([ring.transitions for ring in self._rings])
-        parts = []
-        places = []
+        numbers = np.searchsorted(ends, chosen, side="right")
+        cells = np.empty(len(chosen), np.int64)
         for number, ring in enumerate(self._rings):
-            begin = ends[number] - ring.transitions
-            mine = np.flatnonzero((chosen >= begin) & (chosen < ends[number]))
-            if not len(mine) and number + 1 < len(self._rings):
-                continue
-            nth = chosen[mine] - begin
-            cells = nth + ring.lo * ring.B
+            mine = np.flatnonzero(numbers == number)
+            nth = chosen[mine] - (ends[number] - ring.transitions)
             if ring.num_masked:
-                cells = _all_cells(ring, None)[nth]
-            parts.append(self._transitions(ring, cells, 1, 1.0))
-            places.append(mine)
-        if not parts:
-            raise IndexError("ReplayMemory: there are no transitions yet")
-        if len(parts) == 1:
-            return parts[0]
-        joined: TensorDict = torch.cat(parts)
-        order = torch.from_numpy(np.argsort(np.concatenate(places)))
-        return joined[order.to(joined["index"].device)]
+                cells[mine] = _all_cells(ring, None)[nth]
+            else:
+                cells[mine] = nth + ring.lo * ring.B
+        return self._gathered(numbers, cells, self._transitions)
 
     def _newest(self, n: int) -> TensorDict:
         """Return the newest transitions of several rings: those of the newest rows of each."""
@@ -573,6 +768,17 @@ class ReplayMemory:
                 )
         return [column for column in columns if column.is_tensor and _is_stored(column, needed)]
 
+    def _rows_of(self, sizes: Sequence[int]) -> int:
+        """Return the number of rows of each ring."""
+        total = sum(sizes)
+        if self.capacity < total:
+            raise BadOption(
+                f"ReplayMemory(capacity={self.capacity}) is smaller than one row of"
+                f" {total} environments: a capacity of at least {total} is necessary, and of some"
+                " thousand rows is usual"
+            )
+        return self.capacity // total
+
     def _check_same(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
         """Raise ``BadOption`` if rows with these columns do not fit to those that are stored."""
         ring = self._rings[0]
@@ -588,6 +794,24 @@ class ReplayMemory:
             f"this ReplayMemory has transitions of {here} environments, and the collector has"
             f" {list(sizes)}; columns that differ: {differing}. Use a memory of its own"
         )
+
+
+def _described(column: Column) -> list[Any]:
+    """Return a column as JSON has it."""
+    shape = list(column.shape)
+    return [list(column.key), shape, column.dtype.str, column.carry, column.trailing, column.hidden]
+
+
+def _column(described: Sequence[Any]) -> Column:
+    key, shape, dtype, carry, trailing, hidden = described
+    return Column(
+        tuple(key),
+        tuple(shape),
+        np.dtype(dtype),
+        carry=carry,
+        trailing=trailing,
+        hidden=hidden,
+    )
 
 
 class _InSequence:
@@ -609,13 +833,18 @@ class _InSequence:
         return fine
 
 
+def _fulfils(ring: Ring, cells: Array, condition: _InSequence | None) -> Array:
+    """Return which of the readable cells are transitions that fulfil a condition."""
+    fine = ring.is_transition(ring.places_of(cells))
+    if condition is not None:
+        fine &= condition.holds(ring, cells)
+    return fine
+
+
 def _all_cells(ring: Ring, condition: _InSequence | None) -> Array:
     """Return all readable cells of transitions that fulfil a condition."""
     cells = np.arange(ring.lo * ring.B, ring.hi * ring.B)
-    cells = cells[ring.is_transition(ring.places_of(cells))]
-    if condition is not None:
-        cells = cells[condition.holds(ring, cells)]
-    return cells
+    return cells[_fulfils(ring, cells, condition)]
 
 
 def _no_sequence(condition: _InSequence | None) -> NothingToSample:
@@ -627,9 +856,29 @@ def _no_sequence(condition: _InSequence | None) -> NothingToSample:
     )
 
 
-def _check_count(name: str, value: Any) -> None:
+def _check_count(call: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise BadOption(f"sample({name}={value!r}): expected a number of at least 1")
+        raise BadOption(f"{call}({name}={value!r}): expected a number of at least 1")
+
+
+def _numbers(index: Any, size: int) -> Array:
+    """Return the numbers, from 0 on, of what ``index`` means in a sequence of this size."""
+    if isinstance(index, slice):
+        return np.arange(*index.indices(size))
+    chosen = np.atleast_1d(_host(index))
+    if chosen.dtype == bool:
+        if len(chosen) != size:
+            raise IndexError(
+                f"a mask of {len(chosen)} entries, and ReplayMemory has {size} transitions"
+            )
+        return np.flatnonzero(chosen)
+    if not len(chosen):
+        return np.empty(0, np.int64)
+    if chosen.dtype.kind not in "iu":
+        raise IndexError(f"ReplayMemory[{index}]: expected integers, a slice or a mask")
+    if not (-size <= chosen.min() and chosen.max() < size):
+        raise IndexError(f"ReplayMemory has {size} transitions, and no number {index}")
+    return chosen.astype(np.int64) % size
 
 
 def _is_reward(key: Key) -> bool:

@@ -1,0 +1,812 @@
+"""What collectors write into a ``ReplayMemory`` is what they yield without one, for every
+collector and every kind of environment.
+
+Where the order of rollouts is not determined, every transition of an ``OracleEnv`` can be checked
+by itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from muster import (
+    AsyncCollector,
+    Collector,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    ReplayMemory,
+)
+from muster.envs.envpool import EnvPoolVectorEnv
+from muster.errors import BadOption, NothingToSample, PolicyError
+from muster.testing import CountingEnv, Fault, OracleEnv, TorchCartPole
+from muster.testing.oracle import follow
+from tests.fakes import on_nodes
+from tests.fakes.envpool import GymnasiumEnvPool
+from tests.tools import assert_accounted
+
+VALID = ("collector", "valid")
+KNOWN = ("collector", "next_obs_valid")
+Make = Callable[..., Any]
+
+
+# --- parity with batches --------------------------------------------------------------------------
+
+
+def transitions(batches: list[Any], sizes: list[int], capacity: int) -> list[Any]:
+    """The newest rows of each group as ``memory[:]`` has them."""
+    rows = capacity // sum(sizes)
+    found = []
+    for first, size in zip(np.cumsum([0, *sizes]), sizes, strict=False):
+        parts = []
+        for batch in batches:
+            lines = batch.reshape(-1, batch.shape[-1])[first : first + size]
+            valid = torch.ones(lines.shape, dtype=torch.bool)
+            if VALID in lines.keys(True, True):
+                valid &= lines[VALID].reshape(lines.shape)
+            some = valid.any(0)  # rows of padding are not written
+            if KNOWN in lines.keys(True, True):
+                known = lines[KNOWN].reshape(lines.shape)
+                valid &= known | lines["next", "terminated"].squeeze(-1)
+            parts += [(lines[:, t], valid[:, t]) for t in range(lines.shape[1]) if some[t]]
+        found += [line[valid] for line, valid in parts[-rows:]]
+    return found
+
+
+def assert_equal(memory: ReplayMemory, expected: list[Any]) -> None:
+    every = memory[:]
+    for key in every.keys(True, True, is_leaf=lambda kind: issubclass(kind, torch.Tensor)):
+        if key == "index" or key not in expected[0].keys(True, True):
+            continue  # with ``compact_obs`` batches have no next observations
+        joined = torch.cat([part[key] for part in expected])
+        there = torch.ones(len(joined), dtype=torch.bool)
+        if isinstance(key, tuple) and key[-1] not in ("reward", "done", "terminated", "truncated"):
+            # a next observation that is not known is of no use after a termination
+            there = ~torch.cat([part["next", "terminated"] for part in expected]).squeeze(-1)
+            there |= all(KNOWN not in part.keys(True, True) for part in expected)
+        assert torch.equal(every[key][there], joined[there]), key
+    assert len(memory) == sum(len(part) for part in expected)
+
+
+def check_parity(
+    cls: Any, make: Make, sizes: list[int], *, capacity: int, batches: int, **options: Any
+) -> ReplayMemory:
+    """Collect the same twice; ``make(name)`` makes the environments of a collector."""
+    plain = cls(make("plain"), None, seed=3, **options)
+    expected = [batch.clone() for batch in taken(plain, batches)]
+    plain.shutdown()
+    memory = ReplayMemory(capacity, seed=0)
+    collector = cls(make("memory"), None, seed=3, replay_buffer=memory, **options)
+    for number, none in enumerate(taken(collector, batches), 1):
+        assert none is None
+        if number % 7 == 1:
+            assert_equal(memory, transitions(expected[:number], sizes, capacity))
+    assert_equal(memory, transitions(expected, sizes, capacity))
+    assert_accounted(collector)
+    collector.shutdown()
+    return memory
+
+
+def taken(collector: Any, batches: int) -> Iterator[Any]:
+    every = iter(collector)
+    for _ in range(batches):
+        yield next(every)
+
+
+def oracles(tmp_path: Any, groups: int = 1, count: int = 1) -> Make:
+    """Make a factory for each group, of environments with other numbers."""
+
+    def make(name: str) -> Any:
+        path = tmp_path / name
+        made = [partial(OracleEnv, path, count * i, count) for i in range(groups)]
+        return made if groups > 1 else made[0]
+
+    return make
+
+
+def vectors(tmp_path: Any, mode: AutoresetMode) -> Make:
+    def make(name: str) -> Any:
+        one = partial(OracleEnv, tmp_path / name, 0, 3)
+        return lambda: SyncVectorEnv([one] * 3, autoreset_mode=mode)
+
+    return make
+
+
+@pytest.mark.parametrize("frames", [1, 7, 30])
+@pytest.mark.parametrize("capacity", [30, 41])
+def test_one_environment(tmp_path, frames, capacity):
+    check_parity(
+        Collector,
+        oracles(tmp_path),
+        [1],
+        capacity=capacity,
+        batches=200 // frames,
+        frames_per_batch=frames,
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compact_obs": True},
+        {"max_frames_per_traj": 4},
+        {"reset_when_done": False},
+        {"reset_when_done": False, "compact_obs": True},
+        {"track_policy_version": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_several_environments(tmp_path, options, rows):
+    memory = check_parity(
+        Collector,
+        oracles(tmp_path, count=3),
+        [3],
+        capacity=50,
+        batches=80 // rows,
+        num_envs=3,
+        frames_per_batch=3 * rows,
+        **options,
+    )
+    check_begins(memory)
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector], ids=lambda cls: cls.__name__)
+def test_several_groups(tmp_path, cls):
+    options = {"backend": "threads"} if cls is MultiSyncCollector else {}
+    check_parity(
+        cls,
+        oracles(tmp_path, 2, 2),
+        [2, 2],
+        capacity=63,
+        batches=40,
+        num_envs=2,
+        frames_per_batch=4 * 3,
+        **options,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cls", [MultiSyncCollector, on_nodes.Together], ids=lambda cls: cls.__name__
+)
+def test_groups_in_processes(tmp_path, cls):
+    check_parity(
+        cls,
+        oracles(tmp_path, 2, 2),
+        [2, 2],
+        capacity=63,
+        batches=30,
+        num_envs=2,
+        frames_per_batch=4 * 3,
+    )
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
+@pytest.mark.parametrize("compact", [False, True], ids=["whole", "compact"])
+def test_vector_environments(tmp_path, mode, compact):
+    memory = check_parity(
+        Collector,
+        vectors(tmp_path, mode),
+        [3],
+        capacity=60,
+        batches=60,
+        frames_per_batch=6,
+        compact_obs=compact,
+    )
+    check_begins(memory)
+
+
+@pytest.mark.parametrize("final_obs", [True, False])
+@pytest.mark.parametrize(
+    "mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED], ids=lambda mode: mode.name
+)
+def test_tensors(mode, final_obs):
+    if mode is AutoresetMode.DISABLED and not final_obs:
+        pytest.skip("the last observations are always known")
+    memory = check_parity(
+        Collector,
+        lambda _: partial(TorchCartPole, 4, autoreset=mode, final_obs=final_obs, max_steps=12),
+        [4],
+        capacity=90,
+        batches=50,
+        frames_per_batch=8,
+    )
+    batch = memory.sample(500)
+    model = TorchCartPole(500, max_steps=10**6, autoreset=AutoresetMode.DISABLED)
+    model.state = batch["observation"].clone()
+    after = model.step(batch["action"])[0]
+    known = ~batch["next", "terminated"].squeeze(-1) | final_obs
+    torch.testing.assert_close(batch["next", "observation"][known], after[known])
+    if not final_obs:
+        assert not batch["next", "truncated"].any()
+
+
+@pytest.mark.filterwarnings("ignore:EnvPool cannot be seeded")
+def test_envpool(tmp_path):
+    def make(name: str) -> Any:
+        one = partial(OracleEnv, tmp_path / name, 0, 3)
+        return lambda: EnvPoolVectorEnv(GymnasiumEnvPool(one, 3))
+
+    memory = check_parity(Collector, make, [3], capacity=60, batches=60, frames_per_batch=6)
+    check_begins(memory)
+
+
+def test_torchrl(tmp_path):
+    envs = pytest.importorskip("torchrl.envs")
+
+    def make(name: str) -> Any:
+        path = tmp_path / name
+        return lambda: envs.GymWrapper(OracleEnv(path))
+
+    check_parity(Collector, make, [1], capacity=60, batches=60, frames_per_batch=5)
+
+
+def test_parallel_agents():
+    pytest.importorskip("pettingzoo")
+    from tests.unit.test_pettingzoo import Shifts
+
+    memory = check_parity(
+        Collector,
+        lambda _: Shifts,
+        [2],
+        capacity=40,
+        batches=20,
+        num_envs=2,
+        frames_per_batch=6,
+    )
+    assert memory.sample(5, n_step=2).shape == (5,)
+
+
+def check_begins(memory: ReplayMemory) -> None:
+    """Sequences across episodes say where each begins; within, they are one step after another."""
+    for across in (False, True):
+        batch = memory.sample(200, sequence=2, across_episodes=across)
+        t = batch["observation"][..., 3]
+        assert torch.equal(batch["is_init"].squeeze(-1), t == 0)
+        assert across or torch.equal(t[:, 1], t[:, 0] + 1)
+
+
+# --- what cannot be compared with batches ---------------------------------------------------------
+
+
+def check_oracle(batch: Any) -> None:
+    """Every transition is what the environment has made of its observation and action."""
+    batch = batch.reshape(-1)
+    after, reward, terminated, truncated = follow(
+        tuple(batch["observation"].numpy().T), batch["action"].numpy().astype(np.int64)
+    )
+    np.testing.assert_array_equal(batch["next", "observation"].numpy().T, np.array(after))
+    np.testing.assert_array_equal(batch["next", "reward"].squeeze(-1), reward)
+    np.testing.assert_array_equal(batch["next", "terminated"].squeeze(-1), terminated)
+    assert (batch["next", "truncated"].squeeze(-1).numpy() >= truncated).all()
+
+
+def check_sequences(memory: ReplayMemory, length: int = 3) -> None:
+    """Sequences are one step after another; across episodes, ``is_init`` says where one begins."""
+    for across in (False, True):
+        batch = memory.sample(40, sequence=length, across_episodes=across)
+        check_oracle(batch)
+        env, run, episode, t, _, _ = batch["observation"].unbind(-1)
+        begins = batch["is_init"].squeeze(-1)
+        assert (env == env[:, :1]).all()
+        goes_on = (run[:, 1:] == run[:, :-1]) & (episode[:, 1:] == episode[:, :-1])
+        goes_on &= t[:, 1:] == t[:, :-1] + 1
+        assert (goes_on == ~begins[:, 1:]).all()
+        assert across or goes_on.all()
+
+
+def numbers(memory: ReplayMemory) -> Counter[tuple[int, int, int]]:
+    """Environment, run, and number of the step in this run, of every transition."""
+    every = memory[:]
+    check_oracle(every)
+    places = every["observation"][:, [0, 1, 4]].tolist()
+    return Counter((env, run, total) for env, run, total in places)
+
+
+def check_whole(memory: ReplayMemory, path: Any, left: int) -> None:
+    """No transition is there twice, and all of the newest are there but ``left`` in all."""
+    found = numbers(memory)
+    assert set(found.values()) == {1}
+    executed = OracleEnv.read(path)[:, 2]
+    missing = 0
+    for env, steps in enumerate(executed.tolist()):
+        mine = sorted((run, total) for number, run, total in found if number == env)
+        assert mine
+        missing += steps - mine[-1][1] - 1 if mine[-1][0] == 0 else 0
+        runs = Counter(run for run, _ in mine)
+        if len(runs) == 1:
+            assert mine[-1][1] - mine[0][1] + 1 == len(mine)
+    assert missing <= left
+
+
+FIRST_READY = [
+    (MultiAsyncCollector, {"backend": "threads"}),
+    (MultiAsyncCollector, {"backend": "threads", "num_workers": 1}),
+    pytest.param(MultiAsyncCollector, {"num_workers": 2}, marks=pytest.mark.slow),
+    pytest.param(on_nodes.AsReady, {}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("cls", "options"), FIRST_READY)
+def test_first_ready(tmp_path, cls, options):
+    memory = ReplayMemory(100, seed=0)
+    path = tmp_path / "oracle"
+    collector = cls(
+        [partial(OracleEnv, path, 2 * i, 2) for i in range(3)],
+        None,
+        num_envs=2,
+        frames_per_batch=8,
+        replay_buffer=memory,
+        seed=0,
+        **options,
+    )
+    for none in taken(collector, 40):
+        assert none is None
+        check_oracle(memory.sample(20))
+    check_sequences(memory)
+    assert_accounted(collector)
+    collector.shutdown()
+    found = numbers(memory)
+    assert set(found.values()) == {1}
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_resets_by_number(tmp_path, rows):
+    """The rows after a reset do not continue the episode before, whose last observation stays."""
+    memory = ReplayMemory(400, seed=0)
+    path = tmp_path / "oracle"
+    collector = Collector(
+        partial(OracleEnv, path, 0, 3),
+        None,
+        num_envs=3,
+        frames_per_batch=3 * rows,
+        replay_buffer=memory,
+        seed=0,
+    )
+    rng = np.random.default_rng(0)
+    for number, _ in enumerate(taken(collector, 300 // rows)):
+        if number % 3 == 0:
+            collector.reset(sorted({int(env) for env in rng.integers(0, 3, 2)}))
+        if number % 10 == 0:
+            numbers(memory)
+        if number == 100 // rows:
+            collector.reset()
+    found = numbers(memory)
+    assert sum(found.values()) == len(memory) == 399
+    check_sequences(memory)
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector, MultiAsyncCollector])
+@pytest.mark.parametrize(
+    "between", ["rollout", "episodes", "surplus", "steps", "clear", "state", "reset"]
+)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_calls_between_batches(tmp_path, cls, between, rows):
+    """What another call has collected is not in the memory, or is; it is never skipped over."""
+    memory = ReplayMemory(400, seed=0)
+    path = tmp_path / "oracle"
+    make = partial(OracleEnv, path, 0, 2)
+    collector = cls(
+        make if cls is Collector else [make],
+        None,
+        num_envs=2,
+        frames_per_batch=2 * rows,
+        replay_buffer=memory,
+        seed=0,
+        **({} if cls is Collector else {"backend": "threads"}),
+    )
+    for _ in taken(collector, 12):
+        if between == "rollout":
+            batch = collector.rollout()
+            check_oracle(batch)
+        elif between == "episodes":
+            collector.collect(n_episode=2)
+        elif between == "surplus":
+            collector.collect(n_episode=2, surplus="discard")
+        elif between == "steps":
+            collector.collect(n_step=4)
+        elif between == "clear":
+            memory.clear()
+            collector.collect(n_step=3)
+        elif between == "reset":
+            collector.reset()
+        else:
+            collector.load_state_dict(collector.state_dict())
+    assert set(numbers(memory).values()) == {1}
+    if between == "steps" and cls is not MultiAsyncCollector:
+        assert len(memory) == 12 * 2 * rows + 12 * 4
+    if between in ("episodes", "surplus", "steps") or (rows > 1 and between != "clear"):
+        check_sequences(memory)
+    assert_accounted(collector)
+    collector.shutdown()
+
+
+def test_a_state_from_before_is_loaded(tmp_path):
+    """The same rows are collected again: they follow the newest ones, and continue none."""
+    memory = ReplayMemory(400, seed=0)
+    collector = Collector(
+        lambda: CountingEnv(5, noise=True), None, frames_per_batch=3, replay_buffer=memory, seed=0
+    )
+    next(iter(collector))
+    state = collector.state_dict()
+    for _ in taken(collector, 2):
+        pass
+    collector.load_state_dict(state)
+    for _ in taken(collector, 3):
+        pass
+    every = memory[:]
+    over = every["next", "done"].squeeze(-1)
+    assert torch.equal(every["next", "observation"][:, 1], every["observation"][:, 1] + 1)
+    assert (over == (every["next", "observation"][:, 1] == 5)).all()
+    starts = memory.sample(100, sequence=4)["observation"][..., 1]
+    assert torch.equal(starts, starts[:, :1] + torch.arange(4))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("new", [False, True], ids=["same", "new"])
+def test_a_loaded_state_goes_on_with_its_episodes(rows, new):
+    """They are recognized by the observation after the newest row."""
+    memory = ReplayMemory(400, seed=0)
+
+    def make() -> Any:
+        return Collector(
+            lambda: CountingEnv(10**6),
+            None,
+            num_envs=2,
+            frames_per_batch=2 * rows,
+            replay_buffer=memory,
+            seed=0,
+        )
+
+    collector = make()
+    for _ in range(4):
+        for _ in taken(collector, 3):
+            pass
+        state = collector.state_dict()
+        if new:
+            collector = make()
+        collector.load_state_dict(state)
+    size = 4 * 3 * rows
+    batch = memory.sample(1, sequence=size)
+    assert batch["observation"][0, :, 1].tolist() == list(range(size))
+    assert len(memory) == 2 * size
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("goes_on", [False, True], ids=["new", "resumed"])
+def test_a_loaded_memory_continues_episodes_if_the_collector_does(tmp_path, rows, goes_on):
+    def make(memory: ReplayMemory) -> Any:
+        return Collector(
+            lambda: CountingEnv(10**6, noise=True),
+            None,
+            num_envs=2,
+            frames_per_batch=2 * rows,
+            replay_buffer=memory,
+            seed=0,
+        )
+
+    memory = ReplayMemory(400, seed=0)
+    collector = make(memory)
+    for _ in taken(collector, 5):
+        pass
+    memory.save(tmp_path)
+    state = collector.state_dict()
+    loaded = ReplayMemory(400)
+    loaded.load(tmp_path)
+    assert torch.equal(loaded.sample(30)["index"], memory.sample(30)["index"])
+    other = make(loaded)
+    if goes_on:
+        other.load_state_dict(state)
+    for _ in taken(other, 5):
+        pass
+    every = loaded[:]
+    assert torch.equal(every["next", "observation"][:, 1], every["observation"][:, 1] + 1)
+    size = 10 * rows
+    if goes_on:
+        batch = loaded.sample(1, sequence=size)
+        assert batch["observation"][0, :, 1].tolist() == list(range(size))
+    else:
+        with pytest.raises(NothingToSample):
+            loaded.sample(1, sequence=size // 2 + 1)
+        batch = loaded.sample(1, sequence=size, across_episodes=True)
+        assert batch["is_init"].sum() == 2
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_two_collectors_take_turns(tmp_path, rows):
+    memory = ReplayMemory(300, seed=0)
+    every = [
+        Collector(
+            partial(OracleEnv, tmp_path / f"{i}"),
+            None,
+            frames_per_batch=rows,
+            replay_buffer=memory,
+            seed=i,
+        )
+        for i in range(2)
+    ]
+    for _ in range(40):
+        for collector in every:
+            next(iter(collector))
+        check_oracle(memory.sample(30))
+    check_oracle(memory[:])
+    if rows > 1:
+        check_oracle(memory.sample(100, sequence=rows))
+
+
+@pytest.mark.parametrize("workers", [False, True], ids=["here", "threads"])
+def test_random_frames_first(tmp_path, workers):
+    memory = ReplayMemory(300, seed=0)
+    path = tmp_path / "oracle"
+    make = partial(OracleEnv, path, 0, 2)
+    cls = partial(MultiSyncCollector, backend="threads") if workers else Collector
+    collector = cls(
+        [make] if workers else make,
+        None,
+        num_envs=2,
+        frames_per_batch=4,
+        init_random_frames=20,
+        replay_buffer=memory,
+        seed=0,
+    )
+    next(iter(collector))
+    assert len(memory) >= 4
+    for _ in taken(collector, 9):
+        pass
+    assert set(numbers(memory).values()) == {1}
+    assert len(memory) == 40
+    collector.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+def test_restarts_of_workers(tmp_path, cls):
+    memory = ReplayMemory(1000, seed=0)
+    path = tmp_path / "oracle"
+    faults = [Fault(_raise, at=13), None]
+    collector = cls(
+        [partial(OracleEnv, path, 2 * i, 2, faults[i]) for i in range(2)],
+        None,
+        num_envs=2,
+        frames_per_batch=8 if cls is MultiSyncCollector else 4,
+        replay_buffer=memory,
+        on_failure="restart",
+        seed=0,
+    )
+    found = Counter[tuple[int, int, int]]()
+    for _ in taken(collector, 100_000):
+        check_oracle(memory.sample(10))
+        found = numbers(memory)
+        if any(run for _, run, _ in found) and len(found) > 200:
+            break
+    check_sequences(memory)
+    assert set(found.values()) == {1}
+    assert {run for env, run, _ in found if env < 2} == {0, 1}
+    assert_accounted(collector)
+    collector.shutdown()
+
+
+def _raise(_: Any) -> Any:
+    raise RuntimeError("the gripper slipped")
+
+
+def test_an_environment_fails_here(tmp_path):
+    memory = ReplayMemory(1000, seed=0)
+    collector = Collector(
+        partial(OracleEnv, tmp_path / "oracle", 0, 2, Fault(_raise, at=13)),
+        None,
+        num_envs=2,
+        frames_per_batch=8,
+        replay_buffer=memory,
+        seed=0,
+    )
+    errors = 0
+    for _ in range(20):
+        try:
+            next(iter(collector))
+        except Exception:  # noqa: BLE001 (whatever it is, the next call goes on)
+            errors += 1
+    assert errors
+    assert set(numbers(memory).values()) == {1}
+    check_sequences(memory)
+
+
+class Moody(torch.nn.Module):
+    """Fails in every fifth call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls % 5 == 0:
+            raise RuntimeError("not now")
+        return observation.sum(-1) % 5
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_rows_that_another_call_discards(tmp_path, rows):
+    """After an error another call gives up the rows so far, in the middle of an episode."""
+    memory = ReplayMemory(1000, seed=0)
+    collector = Collector(
+        partial(OracleEnv, tmp_path / "oracle", 0, 2),
+        Moody(),
+        num_envs=2,
+        frames_per_batch=2 * rows,
+        replay_buffer=memory,
+        seed=0,
+    )
+    every = [lambda: next(iter(collector)), lambda: collector.collect(n_step=6), collector.rollout]
+    errors = 0
+    for number in range(120):
+        try:
+            every[number % 3]()
+        except PolicyError:
+            errors += 1
+        if len(memory):
+            check_oracle(memory[:])
+    assert errors > 10
+    assert rows == 1 or collector.stats().discarded
+    assert set(numbers(memory).values()) == {1}
+    check_sequences(memory, 2)
+    assert_accounted(collector)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_two_threads_write_while_a_third_samples(tmp_path, rows):
+    memory = ReplayMemory(40, seed=0)
+    every = [
+        Collector(
+            partial(OracleEnv, tmp_path / f"{i}", 0, 2),
+            None,
+            num_envs=2,
+            frames_per_batch=2 * rows,
+            total_frames=1200 * rows,
+            replay_buffer=memory,
+            seed=i,
+        )
+        for i in range(2)
+    ]
+    for collector in every:
+        collector.start()
+    sampled = 0
+    while any(collector.is_running() for collector in every):
+        if len(memory):
+            check_oracle(memory.sample(16))
+            sampled += 1
+    assert sampled
+    check_oracle(memory[:])
+    for collector in every:
+        collector.shutdown()
+
+
+BACKGROUND = [
+    (Collector, {}),
+    (AsyncCollector, {}),
+    (MultiAsyncCollector, {"backend": "threads"}),
+    (MultiSyncCollector, {"backend": "threads"}),
+    pytest.param(MultiAsyncCollector, {"num_workers": 2}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("cls", "options"), BACKGROUND)
+def test_the_learner_samples_while_rows_are_written(tmp_path, cls, options):
+    """A small memory, so that rows are overwritten all the time; resets, for what is kept aside."""
+    groups = 1 if cls in (Collector, AsyncCollector) else 2
+    memory = ReplayMemory(24 * groups, seed=0, alpha=0.5)
+    make = oracles(tmp_path, groups, 2)
+    collector = cls(
+        make("oracle"),
+        None,
+        num_envs=2,
+        frames_per_batch=4 * groups,
+        replay_buffer=memory,
+        total_frames=1200 * groups,
+        max_frames_per_traj=3,
+        seed=0,
+        **options,
+    )
+    if cls is AsyncCollector:
+        collecting = threading.Thread(target=lambda: [None for _ in collector])
+        collecting.start()
+        is_running = collecting.is_alive
+    else:
+        collector.start()
+        is_running = collector.is_running
+    sampled = 0
+    while is_running():
+        if len(memory) < 20:
+            continue
+        batch = memory.sample(16)
+        check_oracle(batch)
+        memory.update_priority(batch["index"], torch.rand(16))
+        batch = memory.sample(16, sequence=2)
+        check_oracle(batch)
+        t = batch["observation"][..., 3]
+        assert (t[:, 1] == t[:, 0] + 1).all()
+        check_oracle(memory[:])
+        sampled += 1
+    assert sampled
+    collector.shutdown()
+    assert set(numbers(memory).values()) == {1}
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def collecting(memory: ReplayMemory, env: Any = CountingEnv, **options: Any) -> Any:
+    """A collector that has collected something."""
+    collector = Collector(
+        env, None, replay_buffer=memory, **{"frames_per_batch": 4, "seed": 0, **options}
+    )
+    next(iter(collector))
+    return collector
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"postproc": lambda batch: batch}, "leave postproc out"),
+        ({"split_trajs": True}, "leave split_trajs out"),
+        ({"trajs_per_batch": 2}, "leave trajs_per_batch out"),
+        ({"set_truncated": True}, "leave set_truncated out"),
+        ({"extend_buffer": False}, "leave extend_buffer=False out"),
+    ],
+)
+def test_options_that_change_batches(options, match):
+    with pytest.raises(BadOption, match=match):
+        collecting(ReplayMemory(10), **options)
+
+
+def test_a_memory_that_is_too_small():
+    with pytest.raises(BadOption, match="is smaller than a rollout: 4 steps of 1"):
+        collecting(ReplayMemory(3))
+    with pytest.raises(BadOption, match="is smaller"):
+        collecting(ReplayMemory(3), num_envs=4)
+    collecting(ReplayMemory(4))
+
+
+def test_keys_that_do_not_exist():
+    with pytest.raises(BadOption, match=r"there is no value.*collector\.traj_ids"):
+        collecting(ReplayMemory(10, keep=["value"]))
+
+
+def test_objects_are_not_stored():
+    class Texts(gymnasium.ObservationWrapper[Any, Any, Any]):
+        observation_space = gymnasium.spaces.Text(4)
+
+        def observation(self, observation: Any) -> str:
+            return "abc"
+
+    with pytest.raises(BadOption, match="observation are Python objects"):
+        collecting(ReplayMemory(10), lambda: Texts(CountingEnv()))
+
+
+def test_a_memory_of_other_environments():
+    memory = ReplayMemory(100)
+    collecting(memory)
+    with pytest.raises(BadOption, match=r"\[1\] environments, and the collector has \[2\]"):
+        collecting(memory, num_envs=2)
+    with pytest.raises(BadOption, match="differ: .'observation'"):
+        collecting(memory, lambda: CountingEnv(noise=True))
+    assert len(memory) == 4
+
+
+def test_agents_that_take_turns():
+    pytest.importorskip("pettingzoo")
+    from pettingzoo.classic import tictactoe_v3
+
+    with pytest.raises(BadOption, match="take turns"):
+        collecting(ReplayMemory(100), lambda: tictactoe_v3.env())

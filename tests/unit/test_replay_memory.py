@@ -1,0 +1,1010 @@
+"""``ReplayMemory`` by itself, against a list of all rows that were written to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from muster import ReplayMemory
+from muster.errors import BadCheckpoint, BadOption, FileError, NothingToSample
+from muster.memory.specs import OBJECT, Column
+from tests.tools import files_limited_to
+
+OBS = ("observation",)
+PLACE = ("pixels", "place")
+STATE = ("recurrent_state",)
+EXTRA = ("extra",)
+REWARD = ("next", "reward")
+FLAGS = ("done", "terminated", "truncated")
+F32 = np.dtype(np.float32)
+COLUMNS = [
+    Column(OBS, (2,), F32, carry=True),
+    Column(PLACE, (), np.dtype(np.int64), carry=True),
+    Column(STATE, (3,), F32, carry=True),
+    Column(("action",), (), np.dtype(np.int64)),
+    Column(EXTRA, (2,), F32),
+    Column(REWARD, (), F32, trailing=True),
+    *(Column(("next", flag), (), np.dtype(bool), trailing=True) for flag in FLAGS),
+    *(Column((flag,), (), np.dtype(bool), trailing=True) for flag in FLAGS),
+    Column(("collector", "traj_ids"), (), np.dtype(np.int64)),
+]
+
+
+@dataclass
+class Cell:
+    """One transition, with numbers for the observations."""
+
+    obs: int
+    after: int
+    reward: float
+    terminated: bool
+    truncated: bool
+    valid: bool
+    chain: int  # the same in what can be one sequence
+    begins: bool
+
+    @property
+    def done(self) -> bool:
+        return self.terminated or self.truncated
+
+
+class Written:
+    """Writes a memory as collectors do, and remembers everything.
+
+    Every observation has a number of its own, so that no wrong pairing is equal to a right one.
+    """
+
+    def __init__(self, memory: ReplayMemory, sizes: list[int], margin: int, seed: int) -> None:
+        self.memory = memory
+        self.sizes = sizes
+        self.rng = np.random.default_rng(seed)
+        self.cells: list[list[list[Cell]]] = [[] for _ in sizes]  # by ring, row, environment
+        self.first = [0] * len(sizes)  # rows before it are cleared
+        self.count = 0
+        self.now = [[self.new() for _ in range(size)] for size in sizes]
+        self.chain = [[self.new() for _ in range(size)] for size in sizes]
+        self.fresh = [[True] * size for size in sizes]
+        memory.open(COLUMNS, [OBS, PLACE], sizes, margin)
+
+    def new(self) -> int:
+        self.count += 1
+        return self.count
+
+    def write(self, ring: int, rows: int, *, ends: float = 0.2, gaps: float = 0.0) -> None:
+        while rows > 0:
+            n = min(rows, self.memory.rings[ring].room)
+            self._write(ring, n, ends, gaps)
+            rows -= n
+
+    def _write(self, ring: int, n: int, ends: float, gaps: float) -> None:
+        B = self.sizes[ring]
+        made = [[self._cell(ring, env, ends, gaps) for env in range(B)] for _ in range(n)]
+        self.cells[ring] += made
+        finals = [cell.after for row in made for cell in row if cell.done]
+        done = each(made, "done", bool)
+        valid = each(made, "valid", bool)
+        obs = each(made, "obs", np.int64)
+        rows = {
+            **carried(obs),
+            ("action",): obs * 7,
+            EXTRA: pair(obs),
+            REWARD: each(made, "reward"),
+        }
+        rows = {**rows, ("next", "done"): done}
+        for flag in FLAGS[1:]:
+            rows[("next", flag)] = each(made, flag, bool)
+        stored = {column.key for column in self.memory.rings[ring].columns}
+        last = carried(np.array(self.now[ring]))
+        self.memory.write(
+            ring,
+            {key: values for key, values in rows.items() if key in stored},
+            {key: values for key, values in last.items() if key in stored},
+            done=done if done.any() else None,
+            finals=observed(np.array(finals, np.int64)) if finals else None,
+            valid=None if valid.all() else valid,
+        )
+
+    def _cell(self, ring: int, env: int, ends: float, gaps: float) -> Cell:
+        over = self.rng.random() < ends
+        kind = int(self.rng.integers(3))
+        cell = Cell(
+            obs=self.now[ring][env],
+            after=self.new(),
+            reward=float(self.rng.integers(1, 100)),
+            terminated=over and kind != 1,
+            truncated=over and kind != 0,
+            valid=self.rng.random() >= gaps,
+            chain=self.chain[ring][env],
+            begins=self.fresh[ring][env],
+        )
+        self.now[ring][env] = self.new() if over else cell.after
+        self.fresh[ring][env] = over
+        if over or not cell.valid:
+            self.chain[ring][env] = self.new()
+        return cell
+
+    def jump(self, ring: int, envs: list[int]) -> None:
+        """Other observations follow."""
+        self.memory.rings[ring].break_off(envs)
+        for env in envs:
+            self.now[ring][env] = self.new()
+            self.chain[ring][env] = self.new()
+            self.fresh[ring][env] = True
+
+    def clear(self) -> None:
+        self.memory.clear()
+        for ring, B in enumerate(self.sizes):
+            self.first[ring] = len(self.cells[ring])
+            self.chain[ring] = [self.new() for _ in range(B)]
+            self.fresh[ring] = [True] * B
+
+    def readable(self, ring: int) -> range:
+        rows = self.memory.capacity // sum(self.sizes)
+        hi = len(self.cells[ring])
+        return range(max(self.first[ring], hi - rows), hi)
+
+    def expected(self) -> list[tuple[int, int, int]]:
+        """Ring, row and environment of every transition, in the order of ``memory[i]``."""
+        return [
+            (ring, row, env)
+            for ring, B in enumerate(self.sizes)
+            for row in self.readable(ring)
+            for env in range(B)
+            if self.cells[ring][row][env].valid
+        ]
+
+    def index_of(self, place: tuple[int, int, int]) -> int:
+        ring, row, env = place
+        return (row * self.sizes[ring] + env) * len(self.sizes) + ring
+
+    def places_of(self, index: torch.Tensor) -> list[tuple[int, int, int]]:
+        found = []
+        for number in index.reshape(-1).tolist():
+            cell, ring = divmod(number, len(self.sizes))
+            found.append((ring, *divmod(cell, self.sizes[ring])))
+        return found
+
+    def at(self, place: tuple[int, int, int]) -> Cell:
+        ring, row, env = place
+        return self.cells[ring][row][env]
+
+    def run(self, place: tuple[int, int, int], most: int) -> list[Cell]:
+        """The transition and those that follow it in its episode."""
+        ring, row, env = place
+        found = [self.at(place)]
+        while len(found) < most and row + len(found) < len(self.cells[ring]):
+            later = self.at((ring, row + len(found), env))
+            if later.chain != found[0].chain or not later.valid:
+                break
+            found.append(later)
+        return found
+
+    def check(self, batch: Any) -> list[Cell]:
+        """Every transition of the batch is one that is in the memory now, with all its values."""
+        places = self.places_of(batch["index"])
+        there = set(self.expected())
+        assert set(places) <= there
+        cells = [self.at(place) for place in places]
+        check_rows(batch.reshape(-1), cells)
+        return cells
+
+
+def each(made: list[list[Cell]], name: str, dtype: Any = np.float32) -> Any:
+    return np.array([[getattr(cell, name) for cell in row] for row in made], dtype)
+
+
+def pair(numbers: Any) -> Any:
+    return np.stack([numbers, -numbers], -1).astype(np.float32)
+
+
+def observed(numbers: Any) -> dict[Any, Any]:
+    return {OBS: pair(numbers), PLACE: numbers}
+
+
+def carried(numbers: Any) -> dict[Any, Any]:
+    state = np.stack([numbers, numbers + 1, numbers + 2], -1).astype(np.float32)
+    return {**observed(numbers), STATE: state}
+
+
+def check_rows(batch: Any, cells: list[Cell]) -> None:
+    obs = np.array([cell.obs for cell in cells], np.int64)
+    np.testing.assert_array_equal(batch["observation"], pair(obs))
+    np.testing.assert_array_equal(batch["pixels", "place"], obs)
+    np.testing.assert_array_equal(batch["action"], obs * 7)
+    for name, rows in {"recurrent_state": carried(obs)[STATE], "extra": pair(obs)}.items():
+        if name in batch:
+            np.testing.assert_array_equal(batch[name], rows)
+    check_ends(batch, cells)
+    reward = np.array([[cell.reward] for cell in cells], np.float32).reshape(-1, 1)
+    np.testing.assert_array_equal(batch["next", "reward"], reward)
+
+
+def check_ends(batch: Any, cells: list[Cell]) -> None:
+    """Next observations and flags."""
+    after = np.array([cell.after for cell in cells], np.int64)
+    np.testing.assert_array_equal(batch["next", "observation"], pair(after))
+    np.testing.assert_array_equal(batch["next", "pixels", "place"], after)
+    for flag in FLAGS:
+        given = np.array([[getattr(cell, flag)] for cell in cells], bool).reshape(-1, 1)
+        np.testing.assert_array_equal(batch["next", flag], given)
+
+
+def check_all(written: Written) -> None:
+    memory = written.memory
+    expected = written.expected()
+    assert len(memory) == len(expected)
+    if not expected:
+        with pytest.raises(NothingToSample):
+            memory.sample(1)
+        return
+    every = memory[:]
+    assert every["index"].tolist() == [written.index_of(place) for place in expected]
+    check_rows(every, [written.at(place) for place in expected])
+    written.check(memory.sample(7))
+    check_n_step(written)
+    check_sequences(written)
+    check_newest(written)
+    check_relabel(written)
+
+
+def check_n_step(written: Written, n_step: int = 3, gamma: float = 0.5) -> None:
+    batch = written.memory.sample(9, n_step=n_step, gamma=gamma)
+    places = written.places_of(batch["index"])
+    assert set(places) <= set(written.expected())
+    runs = [written.run(place, n_step) for place in places]
+    np.testing.assert_array_equal(
+        batch["observation"], pair(np.array([run[0].obs for run in runs]))
+    )
+    check_ends(batch, [run[-1] for run in runs])
+    steps = [[len(run)] for run in runs]
+    assert batch["steps_to_next_obs"].tolist() == steps
+    np.testing.assert_allclose(batch["gamma"], np.array(gamma) ** np.array(steps), rtol=1e-6)
+    returns = [[sum(gamma**k * cell.reward for k, cell in enumerate(run))] for run in runs]
+    np.testing.assert_allclose(batch["next", "reward"], returns, rtol=1e-6)
+
+
+def check_sequences(written: Written, length: int = 3) -> None:
+    for across in (False, True):
+        beginnings = [
+            place for place in written.expected() if can_begin(written, place, length, across)
+        ]
+        if not beginnings:
+            with pytest.raises(NothingToSample):
+                written.memory.sample(5, sequence=length, across_episodes=across)
+            continue
+        batch = written.memory.sample(5, sequence=length, across_episodes=across)
+        assert batch.shape == (5, length)
+        written.check(batch)
+        assert set(written.places_of(batch["index"][:, 0])) <= set(beginnings)
+        for line in batch["index"]:
+            ring, row, env = written.places_of(line)[0]
+            assert written.places_of(line) == [(ring, row + k, env) for k in range(length)]
+        cells = [written.at(place) for place in written.places_of(batch["index"])]
+        assert batch["is_init"].reshape(-1).tolist() == [cell.begins for cell in cells]
+
+
+def can_begin(written: Written, place: tuple[int, int, int], length: int, across: bool) -> bool:
+    if not across:
+        return len(written.run(place, length)) == length
+    ring, row, env = place
+    end = len(written.cells[ring])
+    return all(row + k < end and written.at((ring, row + k, env)).valid for k in range(length))
+
+
+def check_newest(written: Written) -> None:
+    expected = written.expected()
+    hi = [len(rows) for rows in written.cells]
+    ages = sorted(expected, key=lambda place: (place[1] - hi[place[0]], place[0], place[2]))
+    for n in (1, 4, len(expected) + 3):
+        batch = written.memory.newest(n)
+        assert written.places_of(batch["index"]) == ages[-n:]
+        written.check(batch)
+
+
+def check_relabel(written: Written) -> None:
+    seen = []
+
+    def relabel(batch: Any, later: Any) -> Any:
+        places = written.places_of(batch["index"])
+        for place, number, steps in zip(
+            places, later["pixels", "place"].tolist(), later["steps"].tolist(), strict=True
+        ):
+            run = written.run(place, 10**6)
+            assert steps[0] < len(run)
+            assert run[steps[0]].after == number
+            seen.append(steps[0])
+        return batch.set("goal", later["observation"])
+
+    batch = written.memory.sample(6, relabel=relabel)
+    assert batch["goal"].shape == (6, 2)
+    assert len(seen) == 6
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), st.integers(0, 1), st.integers(1, 9)),
+        st.tuples(st.just("jump"), st.integers(0, 1), st.lists(st.integers(0, 2), max_size=3)),
+        st.tuples(st.just("clear"), st.just(0), st.just(0)),
+        st.tuples(st.just("check"), st.just(0), st.just(0)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.sampled_from([[1], [3], [2, 3], [1, 1]]),
+    extra=st.integers(0, 40),
+    margin=st.integers(1, 9),
+    gaps=st.sampled_from([0.0, 0.3]),
+    ends=st.sampled_from([0.0, 0.2, 0.7]),
+    alpha=st.sampled_from([None, 0.7]),
+    seed=st.integers(0, 1000),
+    todo=operations,
+)
+@example([1], 4, 1, 0.0, 0.2, None, 0, [("write", 0, 1)] * 25)
+@example([3], 8, 4, 0.3, 0.2, None, 0, [("write", 0, 9)] * 9)
+@example([2, 3], 17, 3, 0.0, 0.7, 0.7, 0, [("write", 0, 5), ("write", 1, 4)] * 8)
+def test_what_is_returned_is_what_was_written(sizes, extra, margin, gaps, ends, alpha, seed, todo):
+    memory = ReplayMemory(sum(sizes) + extra, alpha=alpha, keep=[STATE, EXTRA], seed=seed)
+    written = Written(memory, sizes, margin, seed)
+    check_all(written)
+    for name, ring, how in todo:
+        ring = min(ring, len(sizes) - 1)
+        if name == "write":
+            written.write(ring, how, ends=ends, gaps=gaps)
+        elif name == "jump":
+            written.jump(ring, sorted({env for env in how if env < sizes[ring]}))
+        elif name == "clear":
+            written.clear()
+        else:
+            check_all(written)
+        assert len(memory) == len(written.expected())
+    check_all(written)
+
+
+def filled(capacity: int = 60, sizes: Any = (2,), rows: int = 70, **options: Any) -> Written:
+    """A memory that has wrapped."""
+    how = {name: options.pop(name) for name in ("ends", "gaps") if name in options}
+    memory = ReplayMemory(capacity, **{"seed": 0, **options})
+    written = Written(memory, list(sizes), 8, 1)
+    for ring in range(len(sizes)):
+        written.write(ring, rows, **how)
+    return written
+
+
+# --- distributions --------------------------------------------------------------------------------
+
+
+def fits(counts: Any, probabilities: Any) -> bool:
+    """Pearson's test with a limit that chance passes once in a million times (Wilson, Hilferty)."""
+    expected = np.asarray(probabilities) * np.sum(counts)
+    assert expected.min() > 5
+    statistic = float((((counts - expected) ** 2) / expected).sum())
+    degrees = len(expected) - 1
+    z = ((statistic / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / np.sqrt(2 / (9 * degrees))
+    return bool(abs(z) < 4.9)
+
+
+def counted(written: Written, chosen: list[tuple[int, int, int]], index: Any) -> Any:
+    places = written.places_of(index)
+    number = {place: i for i, place in enumerate(chosen)}
+    return np.bincount([number[place] for place in places], minlength=len(chosen))
+
+
+@pytest.mark.parametrize("gaps", [0.0, 0.4], ids=["whole", "gaps"])
+@pytest.mark.parametrize("sizes", [(1,), (3,), (2, 1)], ids=str)
+def test_every_transition_is_drawn_with_the_same_probability(sizes, gaps):
+    written = filled(sizes=sizes, gaps=gaps)
+    chosen = written.expected()
+    counts = counted(written, chosen, written.memory.sample(20_000)["index"])
+    assert fits(counts, np.full(len(chosen), 1 / len(chosen)))
+
+
+@pytest.mark.parametrize("across", [False, True], ids=["within", "across"])
+@pytest.mark.parametrize("sizes", [(2,), (2, 1)], ids=str)
+def test_every_sequence_is_drawn_with_the_same_probability(sizes, across):
+    written = filled(sizes=sizes, gaps=0.1)
+    chosen = [p for p in written.expected() if can_begin(written, p, 4, across)]
+    batch = written.memory.sample(8_000, sequence=4, across_episodes=across)
+    counts = counted(written, chosen, batch["index"][:, 0])
+    assert fits(counts, np.full(len(chosen), 1 / len(chosen)))
+
+
+def test_one_sequence_among_many_transitions_is_found():
+    written = filled(ends=1.0)
+    written.write(0, 5, ends=0.0)
+    batch = written.memory.sample(50, sequence=5)
+    firsts = set(written.places_of(batch["index"][:, 0]))
+    assert firsts == {(0, 70, 0), (0, 70, 1)}
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 1)], ids=str)
+def test_sequences_in_one_ring_only_are_found_in_all(sizes):
+    written = filled(sizes=sizes, ends=1.0, alpha=0.5 if len(sizes) > 1 else None)
+    written.write(0, 6, ends=0.0)
+    batch = written.memory.sample(40, sequence=6)
+    written.check(batch)
+    assert {place[0] for place in written.places_of(batch["index"])} == {0}
+
+
+@pytest.mark.parametrize("gaps", [0.0, 0.3], ids=["whole", "gaps"])
+@pytest.mark.parametrize("sizes", [(2,), (2, 1)], ids=str)
+def test_priorities_are_probabilities(sizes, gaps):
+    written = filled(sizes=sizes, gaps=gaps, alpha=0.6)
+    memory = written.memory
+    chosen = written.expected()
+    priorities = np.random.default_rng(0).random(len(chosen)) * 5 + 0.2
+    memory.update_priority(memory[:]["index"], priorities)
+    powers = priorities**0.6
+    batch = memory.sample(20_000, beta=0.7)
+    counts = counted(written, chosen, batch["index"])
+    share = powers / powers.sum()
+    assert fits(counts, share)
+    number = {place: i for i, place in enumerate(chosen)}
+    drawn = [number[place] for place in written.places_of(batch["index"])]
+    weights = (len(chosen) * share[drawn]) ** -0.7
+    np.testing.assert_allclose(batch["weight"], weights / weights.max(), rtol=1e-5)
+
+
+def test_sequences_with_priorities_have_one_weight_each():
+    written = filled(alpha=0.6, ends=0.05)
+    memory = written.memory
+    chosen = [p for p in written.expected() if can_begin(written, p, 3, False)]
+    priorities = np.random.default_rng(0).random(len(memory)) * 5 + 0.2
+    memory.update_priority(memory[:]["index"], priorities)
+    power = {
+        place: p**0.6 for place, p in zip(written.expected(), priorities.tolist(), strict=True)
+    }
+    batch = memory.sample(10_000, sequence=3)
+    assert batch["weight"].shape == (10_000, 3)
+    assert (batch["weight"] == batch["weight"][:, :1]).all()
+    share = np.array([power[place] for place in chosen])
+    counts = counted(written, chosen, batch["index"][:, 0])
+    assert fits(counts, share / share.sum())
+
+
+def test_new_transitions_have_the_largest_priority_so_far_and_old_ones_none():
+    written = filled(alpha=1.0, capacity=20, rows=10)
+    memory = written.memory
+    old = memory[:]["index"]
+    memory.update_priority(old, 1e-3)
+    memory.update_priority(old[:1], 8.0)
+    written.write(0, 1)
+    share = 8.0 / (2 * 8.0 + 18 * 1e-3)
+    batch = memory.sample(2000)
+    newest = {(0, 10, 0), (0, 10, 1)}
+    drawn = written.places_of(batch["index"])
+    assert abs(sum(place in newest for place in drawn) / 2000 - 2 * share) < 0.01
+    memory.update_priority(old, 1e9)  # rows 0 are gone: the rest is alike
+    counts = counted(written, written.expected(), memory.sample(3000)["index"])
+    assert counts[-2:].sum() == 0
+    written.clear()
+    memory.update_priority(batch["index"], 1e12)
+    written.write(0, 3)
+    written.check(memory.sample(50))
+    assert fits(
+        counted(written, written.expected(), memory.sample(3000)["index"]), np.full(6, 1 / 6)
+    )
+
+
+def test_a_priority_of_zero_is_not_drawn_beside_others_and_can_be_raised():
+    written = filled(alpha=0.5, capacity=10, sizes=(1,), rows=10)
+    memory = written.memory
+    index = memory[:]["index"]
+    memory.update_priority(index[:9], 0.0)
+    assert set(memory.sample(100)["index"].tolist()) == {int(index[9])}
+    memory.update_priority(index, 2.0)
+    assert set(memory.sample(300)["index"].tolist()) == set(index.tolist())
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 1)], ids=str)
+@pytest.mark.parametrize("gaps", [0.0, 0.3], ids=["whole", "gaps"])
+def test_transitions_by_number(sizes, gaps):
+    written = filled(sizes=sizes, gaps=gaps)
+    memory = written.memory
+    expected = written.expected()
+    size = len(expected)
+    for index in (0, -1, 5, np.int64(3), torch.tensor(4)):
+        one = memory[index]
+        assert one.shape == ()
+        assert written.places_of(one["index"]) == [expected[int(index)]]
+    for index in (slice(2, 9, 3), slice(None, None, -1), slice(5, 5)):
+        assert written.places_of(memory[index]["index"]) == expected[index]
+    some = [3, 0, size - 1, 3, -2]
+    for index in (some, np.array(some), torch.tensor(some)):
+        assert written.places_of(memory[index]["index"]) == [expected[i] for i in some]
+    mask = torch.arange(size) % 3 == 0
+    assert written.places_of(memory[mask]["index"]) == expected[::3]
+    assert memory[[]].shape == (0,)
+    for index in (size, -size - 1, [0, size], mask[:-1], [0.5]):
+        with pytest.raises(IndexError):
+            memory[index]
+    assert [written.places_of(one["index"])[0] for one in memory] == expected
+
+
+def test_an_iterator_skips_what_is_overwritten_meanwhile():
+    written = filled(capacity=4000, sizes=(2,), rows=2000)
+    every = iter(written.memory)
+    assert written.places_of(next(every)["index"]) == [(0, 0, 0)]
+    written.write(0, 1500)
+    there = set(written.expected())
+    left = [written.places_of(one["index"])[0] for one in every]
+    known = [place for place in left if place in there]
+    assert known == [(0, row, env) for row in range(1500, 2000) for env in range(2)]
+    assert all(place[1] < 2000 for place in left)
+
+
+def test_an_unused_memory_is_empty():
+    memory = ReplayMemory(10)
+    assert len(memory) == 0
+    assert list(memory) == []
+    assert memory.nbytes == 0
+    assert "nothing written yet" in repr(memory)
+    with pytest.raises(NothingToSample, match="Collect some first"):
+        memory.sample(3)
+    with pytest.raises(NothingToSample):
+        memory.newest(3)
+    with pytest.raises(IndexError):
+        memory[0]
+    memory.clear()
+
+
+def test_samples_are_copies():
+    written = filled()
+    batch = written.memory.sample(20)
+    for leaf in batch.values(True, True):
+        leaf.zero_()
+    for leaf in written.memory[:].values(True, True):
+        leaf.zero_()
+    check_all(written)
+
+
+def test_samples_depend_on_the_seed_and_on_no_other_generator():
+    index = []
+    for state in (1, 2):
+        torch.manual_seed(state)
+        np.random.seed(state)
+        before = torch.get_rng_state()
+        index.append(filled(seed=5).memory.sample(30)["index"].tolist())
+        assert torch.equal(before, torch.get_rng_state())
+    assert index[0] == index[1]
+    assert filled(seed=6).memory.sample(30)["index"].tolist() != index[0]
+
+
+def test_rows_on_a_device_are_tensors():
+    """With the CPU as that device."""
+    memory = ReplayMemory(30, seed=0, keep=["extra"])
+    device = torch.device("cpu")
+    memory.open(COLUMNS, [OBS, PLACE], [2], 4, device)
+    other = Written(ReplayMemory(30, seed=0, keep=["extra"]), [2], 4, 3)
+    write = other.memory.write
+
+    def both(number: int, rows: Any, last: Any, **ends: Any) -> None:
+        write(number, rows, last, **ends)
+        given = [{k: torch.as_tensor(v) for k, v in part.items()} for part in (rows, last)]
+        finals = {k: torch.as_tensor(v) for k, v in (ends.pop("finals") or {}).items()}
+        memory.write(number, *given, finals=finals, **ends)
+
+    other.memory.write = both  # type: ignore[method-assign]
+    other.write(0, 3)
+    other.write(0, 60)
+    assert memory.rings[0].going_on(observed(np.array(other.now[0]))).tolist() == [
+        not fresh for fresh in other.fresh[0]
+    ]
+    a = other.memory.sample(40, n_step=2)
+    b = memory.sample(40, n_step=2)
+    for key in a.keys(True, True):
+        assert torch.equal(a[key], b[key]), key
+
+
+def test_what_goes_on_is_known_by_its_observation():
+    written = filled(sizes=(3,), ends=0.0)
+    ring = written.memory.rings[0]
+    now = np.array(written.now[0])
+    assert ring.going_on(observed(now)).tolist() == [True, True, True]
+    assert ring.going_on(observed(now + np.array([0, 1, 0]))).tolist() == [True, False, True]
+    written.jump(0, [2])
+    assert ring.going_on(observed(now)).tolist() == [True, True, False]
+    written.clear()
+    assert ring.going_on(observed(now)).tolist() == [False, False, False]
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"capacity": 0}, "capacity=0"),
+        ({"capacity": True}, "capacity=True"),
+        ({"capacity": 2.5}, "capacity=2.5"),
+        ({"capacity": 5, "alpha": -1}, "alpha=-1"),
+        ({"capacity": 5, "alpha": float("nan")}, "alpha=nan"),
+    ],
+)
+def test_impossible_options(options, match):
+    with pytest.raises(BadOption, match=match):
+        ReplayMemory(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"n": 0}, "n=0"),
+        ({"n": 2.0}, r"n=2\.0"),
+        ({"n": 2, "n_step": 0}, "n_step=0"),
+        ({"n": 2, "sequence": 0}, "sequence=0"),
+        ({"n": 2, "sequence": -1}, "sequence=-1"),
+        ({"n": 2, "sequence": 2, "n_step": 2}, "leave n_step out"),
+        ({"n": 2, "sequence": 2, "relabel": lambda a, b: a}, "leave sequence out"),
+    ],
+)
+def test_impossible_samples(options, match):
+    with pytest.raises(BadOption, match=match):
+        filled().memory.sample(**options)
+
+
+def test_priorities_that_are_none():
+    written = filled(alpha=0.5)
+    index = written.memory.sample(3)["index"]
+    for bad in (-1.0, float("nan"), float("inf"), [1.0, 2.0, -3.0]):
+        with pytest.raises(BadOption, match="finite and at least 0"):
+            written.memory.update_priority(index, bad)
+    with pytest.raises(BadOption, match="3 transitions"):
+        written.memory.update_priority(index, [1.0, 2.0])
+    with pytest.raises(BadOption, match="alpha"):
+        filled().memory.update_priority(index, 1.0)
+
+
+def test_columns_that_cannot_be_stored():
+    with pytest.raises(BadOption, match=r"there is no other\.key"):
+        Written(ReplayMemory(9, keep=[("other", "key")]), [1], 1, 0)
+    objects = [*COLUMNS, Column(("graph",), (), OBJECT)]
+    memory = ReplayMemory(9, keep=["graph"])
+    with pytest.raises(BadOption, match="graph are Python objects"):
+        memory.open(objects, [OBS, PLACE], [1], 1)
+    ReplayMemory(9).open(objects, [OBS, PLACE], [1], 1)
+    with pytest.raises(BadOption, match="a capacity of at least 12"):
+        ReplayMemory(9).open(COLUMNS, [OBS], [4, 8], 1)
+
+
+def test_a_memory_of_other_rows():
+    written = filled()
+    with pytest.raises(BadOption, match=r"\[2\] environments, and the collector has \[3\]"):
+        written.memory.open(COLUMNS, [OBS, PLACE], [3], 4)
+    other = [Column(OBS, (5,), F32, carry=True), *COLUMNS[1:]]
+    with pytest.raises(BadOption, match="columns that differ: .'observation'"):
+        written.memory.open(other, [OBS, PLACE], [2], 4)
+    written.memory.open(COLUMNS, [OBS, PLACE], [2], 4)
+    check_all(written)
+
+
+def test_the_size_is_that_of_what_was_written():
+    written = filled(capacity=1000, sizes=(1,), rows=10)
+    stored = (8 + 8 + 8 + 4 + 3) * 11  # two floats, two integers, the reward and three flags
+    aside = 16 * (8 + 8)
+    assert written.memory.nbytes == stored + aside
+
+
+# --- saving ---------------------------------------------------------------------------------------
+
+
+def like(written: Written, **options: Any) -> ReplayMemory:
+    """An empty memory with the same options."""
+    memory = written.memory
+    given = {"capacity": memory.capacity, "alpha": memory._alpha, "keep": memory._keep}
+    return ReplayMemory(**{**given, **options})
+
+
+def assert_alike(a: ReplayMemory, b: ReplayMemory) -> None:
+    """They have the same transitions, and the same will be drawn."""
+    assert len(a) == len(b)
+    pairs = [(a[:], b[:])]
+    if len(a):
+        pairs.append((a.sample(20), b.sample(20)))
+        pairs.append((a.sample(5, n_step=3), b.sample(5, n_step=3)))
+    for one, other in pairs:
+        assert set(one.keys(True, True)) == set(other.keys(True, True))
+        for key in one.keys(True, True):
+            assert torch.equal(one[key], other[key]), key
+
+
+def go_on(written: Written, other: ReplayMemory) -> None:
+    """Let the rows that follow be written to ``other``."""
+    written.memory = other
+    assert [ring.hi for ring in other.rings] == [len(rows) for rows in written.cells]
+
+
+def saved_files(directory: Any) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """A file has few rows."""
+    monkeypatch.setattr("muster.memory.replay_files.BLOCK_BYTES", 700)
+
+
+ONE = ("write", 0, 1)
+CHECK = ("check", 0, 0)
+SEAMS = [ONE, CHECK, ("jump", 0, [0]), ONE, CHECK]  # the newest row gets an end after it was saved
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.sampled_from([[1], [3], [2, 3]]),
+    extra=st.integers(0, 40),
+    margin=st.integers(1, 9),
+    gaps=st.sampled_from([0.0, 0.3]),
+    alpha=st.sampled_from([None, 0.7]),
+    loads=st.booleans(),
+    block=st.sampled_from([1, 300, 900, 10**6]),
+    seed=st.integers(0, 1000),
+    todo=operations,
+)
+@example([1], 4, 1, 0.0, None, True, 300, 0, [("write", 0, 9), ("check", 0, 0)] * 10)
+@example([2, 3], 40, 3, 0.3, 0.7, True, 900, 0, [("write", 0, 9), ("check", 0, 0)] * 10)
+@example([1], 11, 1, 0.0, None, True, 300, 0, [("write", 0, 1), ("check", 0, 0)] * 60)
+@example([1], 9, 1, 0.0, None, False, 1, 0, SEAMS * 5)
+def test_what_was_saved_is_loaded_exactly(
+    tmp_path_factory, sizes, extra, margin, gaps, alpha, loads, block, seed, todo
+):
+    """A directory is saved into again and again, sometimes by the memory that has loaded it."""
+    directory = tmp_path_factory.mktemp("memory")
+    memory = ReplayMemory(sum(sizes) + extra, alpha=alpha, keep=[STATE, EXTRA], seed=seed)
+    written = Written(memory, sizes, margin, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("muster.memory.replay_files.BLOCK_BYTES", block)
+        for name, ring, how in [*todo, ("check", 0, 0)]:
+            ring = min(ring, len(sizes) - 1)
+            if name == "write":
+                written.write(ring, how, gaps=gaps)
+            elif name == "jump":
+                written.jump(ring, sorted({env for env in how if env < sizes[ring]}))
+            elif name == "clear":
+                written.clear()
+            else:
+                if alpha is not None and len(written.memory):
+                    index = written.memory[:]["index"]
+                    written.memory.update_priority(index, written.rng.random(len(index)))
+                written.memory.save(directory)
+                other = like(written)
+                other.load(directory)
+                third = like(written)
+                third.load_state_dict(written.memory.state_dict())
+                assert_alike(third, other)
+                third.load_state_dict(written.memory.state_dict())
+                if len(other):
+                    other.load(directory)
+                assert_alike(written.memory, third)
+                other.load(directory)
+                if loads:
+                    go_on(written, other)
+                check_all(written)
+
+
+def test_rows_are_written_once(tmp_path, small_blocks):
+    written = filled(capacity=60, sizes=(2,), rows=20)
+    written.memory.save(tmp_path)
+    before = saved_files(tmp_path)
+    written.write(0, 4)
+    written.memory.save(tmp_path)
+    after = saved_files(tmp_path)
+    rows = {name for name in before if name.startswith("rows")}
+    assert len(rows) == 2
+    assert {name: before[name] for name in rows} == {name: after[name] for name in rows}
+    assert len(after) <= len(before) + 2
+    other = like(written)
+    other.load(tmp_path)
+    go_on(written, other)
+    other.save(tmp_path)
+    kept = saved_files(tmp_path)
+    assert {name: before[name] for name in rows} == {name: kept[name] for name in rows}
+    written.write(0, 30)
+    other.save(tmp_path)
+    assert not rows & set(saved_files(tmp_path))  # all were overwritten
+    third = like(written)
+    third.load(tmp_path)
+    assert_alike(other, third)
+
+
+def test_two_memories_that_went_on_from_the_same_files(tmp_path, small_blocks):
+    """They have rows of the same numbers, and one is saved where the other was."""
+    written = filled(capacity=60, sizes=(2,), rows=12)
+    written.memory.save(tmp_path)
+    other = Written(like(written), [2], 8, 9)
+    other.memory.load(tmp_path)
+    other.cells = [list(rows) for rows in written.cells]
+    other.now = [[other.new() + 10**6 for _ in range(2)]]
+    other.jump(0, [0, 1])
+    for each_one in (written, other, written):
+        each_one.write(0, 9)
+        each_one.memory.save(tmp_path)
+        loaded = like(each_one)
+        loaded.load(tmp_path)
+        assert_alike(each_one.memory, loaded)
+
+
+@pytest.mark.parametrize("stage", range(12))
+def test_a_crash_leaves_a_whole_memory(tmp_path, small_blocks, monkeypatch, stage):
+    """The save ends after so many files: those before are there, the manifest is the old one."""
+    written = filled(capacity=60, sizes=(2,), rows=28)
+    old = like(written)
+    old.load_state_dict(written.memory.state_dict())
+    written.memory.save(tmp_path)
+    written.write(0, 25)
+    count = 0
+
+    def crashing(path: Any, parts: Any) -> None:
+        nonlocal count
+        if count == stage:
+            (tmp_path / f"{path.name}.0123456789ab.tmp").write_bytes(b"half")
+            raise KeyboardInterrupt
+        count += 1
+        whole(path, parts)
+
+    from muster.memory import replay_files
+
+    whole = replay_files.write_whole
+    with monkeypatch.context() as patch:
+        patch.setattr(replay_files, "write_whole", crashing)
+        try:
+            written.memory.save(tmp_path)
+        except KeyboardInterrupt:
+            expected = old
+        else:
+            expected = written.memory
+    other = like(written)
+    other.load(tmp_path)
+    assert_alike(expected, other)
+    written.memory.save(tmp_path)
+    other.load(tmp_path)
+    expected = like(written)
+    expected.load_state_dict(written.memory.state_dict())
+    assert_alike(expected, other)
+    assert not [name for name in saved_files(tmp_path) if name.endswith("tmp")]
+
+
+@pytest.mark.parametrize("capacity", [24, 200])
+def test_another_capacity(tmp_path, capacity):
+    """A smaller memory loads the newest rows."""
+    written = filled(capacity=60, sizes=(2,), rows=50, alpha=0.5)
+    written.memory.save(tmp_path)
+    other = like(written, capacity=capacity)
+    other.load(tmp_path)
+    assert len(other) == min(capacity, 60)
+    assert torch.equal(other[:]["index"], written.memory[:]["index"][-capacity:])
+    third = like(written, capacity=capacity)
+    third.load_state_dict(written.memory.state_dict())
+    assert_alike(other, third)
+    if capacity < 60:
+        go_on(written, other)
+        written.write(0, 3)
+        check_all(written)
+
+
+def test_files_that_do_not_fit(tmp_path):
+    written = filled(alpha=0.5, keep=["extra"])
+    written.memory.save(tmp_path)
+    for options, match in (
+        ({"alpha": None}, "make the memory with priorities"),
+        ({"keep": []}, r"\['extra'\], too: name them in keep"),
+        ({"keep": ["extra", "recurrent_state"]}, "there is no recurrent_state"),
+        ({"capacity": 1}, "at least 2"),
+    ):
+        other = like(written, **options)
+        with pytest.raises(BadCheckpoint, match=match):
+            other.load(tmp_path)
+        with pytest.raises(BadCheckpoint, match=match):
+            other.load_state_dict(written.memory.state_dict())
+        assert len(other) == 0
+    other = filled(sizes=(3,), alpha=0.5, keep=["extra"])
+    with pytest.raises(BadCheckpoint, match=r"\[3\] environments, and the collector has \[2\]"):
+        other.memory.load(tmp_path)
+    check_all(other)
+    with pytest.raises(BadCheckpoint, match="no state of a ReplayMemory"):
+        other.memory.load_state_dict({"what": 3})
+    with pytest.raises(NothingToSample, match="nothing to save"):
+        like(written).save(tmp_path / "new")
+    with pytest.raises(NothingToSample, match="nothing to save"):
+        like(written).state_dict()
+
+
+def test_damaged_files(tmp_path, small_blocks):
+    written = filled()
+    memory = written.memory
+    with pytest.raises(BadCheckpoint, match="There is no saved ReplayMemory"):
+        memory.load(tmp_path)
+    memory.save(tmp_path)
+    for path in sorted(tmp_path.iterdir()):
+        content = path.read_bytes()
+        for damaged in (content[:-3], content[:20], b"", flipped(content), None):
+            if damaged is None:
+                path.unlink()
+            else:
+                path.write_bytes(damaged)
+            with pytest.raises(BadCheckpoint, match=r"damaged|missing|no saved"):
+                memory.load(tmp_path)
+            path.write_bytes(content)
+    check_all(written)
+    memory.load(tmp_path)
+    check_all(written)
+
+
+def flipped(content: bytes) -> bytes:
+    middle = len(content) - 5
+    return content[:middle] + bytes([content[middle] ^ 16]) + content[middle + 1 :]
+
+
+def test_a_file_outside_of_the_directory_is_not_read(tmp_path):
+    from muster.utils import tensor_files
+
+    memory = filled().memory
+    memory.save(tmp_path / "a")
+    path = tmp_path / "a" / "memory.json"
+    about = tensor_files.unseal(path.read_bytes())
+    (tmp_path / "secret.safetensors").write_bytes((tmp_path / "a" / about["newest"]).read_bytes())
+    about["newest"] = "../secret.safetensors"
+    path.write_bytes(tensor_files.seal(about))
+    with pytest.raises(BadCheckpoint, match="no file of a ReplayMemory"):
+        memory.load(tmp_path / "a")
+
+
+def test_a_full_disk(tmp_path, small_blocks):
+    written = filled(rows=30)
+    written.memory.save(tmp_path)
+    old = like(written)
+    old.load_state_dict(written.memory.state_dict())
+    written.write(0, 20)
+    with files_limited_to(100), pytest.raises(FileError):
+        written.memory.save(tmp_path)
+    other = like(written)
+    other.load(tmp_path)
+    assert_alike(old, other)
+
+
+@pytest.mark.parametrize("rows", [17, 40])
+@pytest.mark.parametrize("number", range(1, 8))
+def test_rows_are_written_while_a_memory_is_saved(
+    tmp_path, small_blocks, monkeypatch, number, rows
+):
+    """Blocks that were overwritten before they were saved are left out, with all that is older."""
+    from muster.memory import replay_files
+
+    written = filled(capacity=60, sizes=(2,), rows=50)
+    whole = replay_files.write_whole
+    count = 0
+
+    def writing(path: Any, parts: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == number:
+            written.write(0, rows)
+        whole(path, parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replay_files, "write_whole", writing)
+        written.memory.save(tmp_path)
+    other = like(written)
+    other.load(tmp_path)
+    assert [ring.hi for ring in other.rings] == [50]
+    written.check(memory_rows(written, other))
+    assert 2 <= len(other) <= 60
+
+
+def memory_rows(written: Written, other: ReplayMemory) -> Any:
+    """The rows of ``other``; ``written`` has written them, and more."""
+    hi = other.rings[0].hi
+    written.cells = [rows[:hi] for rows in written.cells]
+    return other[:]
