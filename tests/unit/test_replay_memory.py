@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -1118,3 +1119,52 @@ def memory_rows(written: Written, other: ReplayMemory) -> Any:
     hi = other.rings[0].hi
     written.cells = [rows[:hi] for rows in written.cells]
     return other[:]
+
+
+def test_rows_that_are_overwritten_while_they_are_read_are_not_returned():
+    """A small memory of long rows, written all the time: every value of a transition says which it is."""
+    size = 2000
+    keys = [("next", name) for name in ("done", "terminated", "truncated")]
+    columns = [
+        Column(("observation",), (size,), np.dtype(np.float64), carry=True),
+        Column(("action",), (), np.dtype(np.int64)),
+        Column(("next", "reward"), (), np.dtype(np.float64), trailing=True),
+        *[Column(key, (), np.dtype(bool), trailing=True) for key in keys],
+    ]
+    memory = ReplayMemory(300, seed=0)
+    memory.open(columns, [("observation",)], [1], 16)
+    is_over = threading.Event()
+    is_full = threading.Event()
+
+    def write() -> None:
+        rng = np.random.default_rng(0)
+        first = 0
+        while not is_over.is_set():
+            n = min(int(rng.integers(1, 16)), memory.rings[0].room)
+            with memory.lock:
+                if rng.random() < 0.3:
+                    memory.rings[0].break_off([0])
+                    first += 1000
+                numbers = np.arange(first, first + n)[:, None]
+                rows: dict[Any, Any] = {key: np.zeros((n, 1), bool) for key in keys}
+                rows["observation",] = np.repeat(numbers[..., None], size, 2).astype(np.float64)
+                rows["action",] = numbers
+                rows["next", "reward"] = numbers.astype(np.float64)
+                memory.write(0, rows, {("observation",): np.full((1, size), first + n, np.float64)})
+            first += n
+            if len(memory) == 300:
+                is_full.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        assert is_full.wait(60)
+        for _ in range(400):
+            batch = memory.sample(64)
+            number = batch["action"][:, None]
+            assert (batch["observation"] == number).all()
+            assert (batch["next", "observation"] == number + 1).all()
+            assert (batch["next", "reward"] == number).all()
+    finally:
+        is_over.set()
+        writer.join(60)

@@ -54,9 +54,9 @@ class Asides:
     def keep(self, cells: Array, leaves: Mapping[Key, Any]) -> None:
         """Keep an observation for each of ``cells``, ``[n, *shape]`` per leaf."""
         places = self._take_places(len(cells))
-        self._places[cells] = places + 1
         for key, rows in leaves.items():
             scatter(torch.as_tensor(rows), self._store[key], places)
+        self._places[cells] = places + 1  # last: others may read
 
     def has(self, cells: Array) -> Array:
         """Return which of ``cells`` have an observation here."""

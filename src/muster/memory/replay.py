@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ WEIGHT: Key = ("weight",)
 GAMMA: Key = ("gamma",)
 STEPS: Key = ("steps_to_next_obs",)
 ITERATED = 1024  # transitions that an iterator reads at once
+GATHERINGS = 3  # without the lock, before one with it
 DRAWS = 8  # draws of cells that have to fulfil a condition, before all cells are looked at
 
 Relabel = Callable[["TensorDict", "TensorDict"], "TensorDict | None"]
@@ -98,7 +99,9 @@ class ReplayMemory:
         self._shown: list[Key] = []  # columns of samples
         self._returned: list[Key] = []  # those that a step returns, beside observations
         self._files = MemoryFiles()
-        # held while rows are read or become readable; never while an environment or policy runs
+        # Held while rows become readable, and while cells are drawn; never while an environment or
+        # policy runs. Rows are read without it, and once more if they were dropped meanwhile: a
+        # collector that waited for each sample would lose half of its speed.
         self.lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -401,26 +404,24 @@ class ReplayMemory:
             BadOption: an argument has an impossible value.
         """
         self._check_sample(n, n_step, sequence, relabel)
-        with self.lock:
-            if not len(self):
-                raise NothingToSample(
-                    "ReplayMemory.sample: there are no transitions yet. Collect some first: `for _"
-                    " in collector`, or `init_random_frames` with a first batch"
-                )
-            condition = None
-            make = partial(self._transitions, n_step=n_step, gamma=gamma)
+        condition = None
+        make = partial(self._transitions, n_step=n_step, gamma=gamma)
+        if sequence is not None:
+            condition = _InSequence(sequence, across_episodes)
+            make = partial(self._sequences, length=sequence)
+        drawn, made = self._sampled(
+            lambda: self._drawn(n, condition, beta),
+            lambda drawn: self._made(drawn, make, later=relabel is not None),
+        )
+        batch = made.batch
+        if made.later is not None and relabel is not None:
+            relabelled = relabel(batch, made.later)
+            batch = batch if relabelled is None else relabelled
+        if drawn.weights is not None:
+            weights = drawn.weights.to(batch["index"].device)
             if sequence is not None:
-                condition = _InSequence(sequence, across_episodes)
-                make = partial(self._sequences, length=sequence)
-            numbers, cells = self._draw(n, condition)
-            batch = self._gathered(numbers, cells, make)
-            if relabel is not None:
-                batch = self._relabelled(numbers, cells, batch, relabel)
-            if self._priorities:
-                weights = self._weights(numbers, cells, beta).to(batch["index"].device)
-                if sequence is not None:
-                    weights = weights.unsqueeze(-1).repeat(1, sequence)
-                batch.set(WEIGHT, weights)
+                weights = weights.unsqueeze(-1).repeat(1, sequence)
+            batch.set(WEIGHT, weights)
         return self._placed(batch)
 
     def newest(self, n: int) -> TensorDict:
@@ -525,6 +526,60 @@ class ReplayMemory:
             )
         if sequence is not None and relabel is not None:
             raise BadOption("sample: relabel is for single transitions; leave sequence out")
+
+    def _drawn(self, n: int, condition: _InSequence | None, beta: float) -> _Drawn:
+        """Draw ``n`` cells, with the lock.
+
+        Raises:
+            NothingToSample: there are none.
+        """
+        if not len(self):
+            raise NothingToSample(
+                "ReplayMemory.sample: there are no transitions yet. Collect some first: `for _"
+                " in collector`, or `init_random_frames` with a first batch"
+            )
+        numbers, cells = self._draw(n, condition)
+        weights = None
+        if self._priorities:
+            weights = self._weights(numbers, cells, beta)
+        return _Drawn(numbers, cells, weights, self._rings, [ring.lo for ring in self._rings])
+
+    def _sampled(
+        self, draw: Callable[[], _Drawn], make: Callable[[_Drawn], _Sample]
+    ) -> tuple[_Drawn, _Sample]:
+        """Draw cells with the lock, and read them without; again if some were dropped meanwhile."""
+        for _ in range(GATHERINGS):
+            with self.lock:
+                drawn = draw()
+            made = make(drawn)
+            with self.lock:
+                if self._is_there(drawn):
+                    return drawn, made
+        with self.lock:
+            drawn = draw()
+            return drawn, make(drawn)
+
+    def _made(
+        self, drawn: _Drawn, make: Callable[[Ring, Array], TensorDict], *, later: bool
+    ) -> _Sample:
+        """Return the sample of drawn cells. Without the lock: see ``_is_there``."""
+        batch = self._gathered(drawn.numbers, drawn.cells, make)
+        if not later:
+            return _Sample(batch, None)
+        return _Sample(batch, self._gathered(drawn.numbers, drawn.cells, self._later))
+
+    def _is_there(self, drawn: _Drawn) -> bool:
+        """Return whether all drawn cells are still readable, with the lock: then nothing was
+        overwritten while they were read, since only places of earlier rows are.
+        """
+        if drawn.rings is not self._rings:
+            return False
+        for number, (ring, lo) in enumerate(zip(drawn.rings, drawn.lo, strict=True)):
+            if ring.lo > lo:
+                mine = drawn.cells[drawn.numbers == number]
+                if len(mine) and mine.min() < ring.lo * ring.B:
+                    return False
+        return True
 
     def _draw(self, n: int, condition: _InSequence | None) -> tuple[Array, Array]:
         """Draw ``n`` cells with a transition that fulfils the condition: each has the same
@@ -696,12 +751,6 @@ class ReplayMemory:
         for key in self._returned:
             entries[key] = ring.of(key, index)
 
-    def _relabelled(
-        self, numbers: Array, cells: Array, batch: TensorDict, relabel: Relabel
-    ) -> TensorDict:
-        made = relabel(batch, self._gathered(numbers, cells, self._later))
-        return batch if made is None else made
-
     def _later(self, ring: Ring, cells: Array) -> TensorDict:
         """Return the observations after a later transition of each one's episode."""
         left = (ring.last_of_episode(cells) - cells) // ring.B
@@ -834,6 +883,30 @@ def _column(described: Sequence[Any]) -> Column:
         trailing=trailing,
         hidden=hidden,
     )
+
+
+class _Drawn(NamedTuple):
+    """Drawn cells.
+
+    Attributes:
+        numbers: numbers of their rings, ``[n]``.
+        cells: the cells, ``[n]``.
+        weights: importance weights, ``[n]``; None: there are no priorities.
+        rings, lo: the rings, and their first readable rows, when they were drawn.
+    """
+
+    numbers: Array
+    cells: Array
+    weights: torch.Tensor | None
+    rings: Sequence[Ring]
+    lo: Sequence[int]
+
+
+class _Sample(NamedTuple):
+    """A sample, and the later transitions for ``relabel``; None: they are not needed."""
+
+    batch: TensorDict
+    later: TensorDict | None
 
 
 class _InSequence:
