@@ -202,3 +202,62 @@ def test_devices_of_nodes_are_looked_for_on_the_nodes() -> None:
 def test_lists_of_nodes_that_do_not_fit(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadOption, match=message):
         DistributedCollector([made_with] * 2, launcher="mp", frames_per_batch=8, **options)
+
+
+# --- frames as given ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [PROCESSES, THREADS], ids=["processes", "threads"])
+def test_workers_that_fill_batches_of_different_sizes(options: dict[str, Any]) -> None:
+    given = {**options, "frames_per_batch": [8, 20]}
+    with MultiAsyncCollector([made_with] * 3, None, num_workers=2, **given) as c:
+        shapes: dict[int, Any] = {}
+        batches = iter(c)
+        while len(shapes) < 3:
+            batch = next(batches)
+            shapes[int(batch["collector", "traj_ids"][0, 0]) % 6 // 2] = tuple(batch.shape)
+            assert ("collector", "valid") not in batch.keys(True)
+            assert_accounted(c)
+        assert shapes == {0: (2, 4), 1: (2, 4), 2: (2, 10)}
+        with pytest.raises(TypeError, match="endless"):
+            len(c)
+        with pytest.raises(BadOption, match="batches differ in size"):
+            c.fake_tensordict()
+
+
+@pytest.mark.slow
+def test_nodes_that_fill_batches_of_different_sizes() -> None:
+    with DistributedCollector(
+        [made_with] * 2,
+        frames_per_batch=[8, 48],
+        launcher="mp",
+        num_workers_per_collector=[1, 3],
+        collector_class=["single", "sync"],
+        num_envs=2,
+    ) as c:
+        shapes: set[Any] = set()
+        batches = iter(c)
+        while len(shapes) < 2:
+            shapes.add(tuple(next(batches).shape))
+        assert shapes == {(2, 4), (3, 2, 8)}
+        assert_accounted(c)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (MultiSyncCollector, {}, r"frames_per_batch=\[8, 20\]: all workers share a batch"),
+        (Collector, {}, "frames_per_batch has an entry for each worker"),
+        (MultiAsyncCollector, {"total_frames": 28}, "leave total_frames and init_random_frames"),
+        (MultiAsyncCollector, {"init_random_frames": 8}, "leave total_frames and init_random"),
+        (MultiAsyncCollector, {"frames_per_batch": [8, 9]}, "worker 1 has 9 frames for 2 env"),
+        (MultiAsyncCollector, {"frames_per_batch": [8]}, "frames_per_batch has 1 entries for 2"),
+        (MultiAsyncCollector, {"frames_per_batch": []}, "frames_per_batch is an empty list"),
+        (MultiAsyncCollector, {"frames_per_batch": [8, 0]}, r"frames_per_batch\[1\]=0: expected"),
+    ],
+    ids=str,
+)
+def test_frames_that_do_not_fit(cls: Any, options: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"num_envs": 2, "frames_per_batch": [8, 20], **options}
+    with pytest.raises(BadOption, match=message):
+        cls([made_with] * 2, None, **given)

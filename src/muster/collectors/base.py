@@ -621,7 +621,14 @@ class BaseCollector(ABC):
         """Return zeros of the shape of a batch.
 
         Nothing is collected; the policy is called once to find its outputs.
+
+        Raises:
+            BadOption: batches differ in size (``frames_per_batch`` is a list).
         """
+        if self.options.frames_of_workers:
+            raise BadOption(
+                "fake_tensordict: frames_per_batch is a list, so batches differ in size"
+            )
         with self._exclusively():
             return self._engine.blank()
 

@@ -168,7 +168,7 @@ def over_nodes(options: ClusterOptions) -> OverNodes:
     if is_several(kwargs):
         by_node = spread("create_env_kwargs", kwargs, len(factories))
         kwargs = [by_node[node] for node in of_leaf]
-    if options.sync and frames is not None:
+    if options.sync and isinstance(frames, int):
         frames *= len(factories)
     envs = [factories[node] for node in of_leaf]
     options = replace(

@@ -105,7 +105,7 @@ SHOWN_ORDER = (
 
 
 # options that collectors with workers also take as a list, with a value for each worker or node
-PER_WORKER = ("policy_factory", "device", "policy_device", "env_device")
+PER_WORKER = ("policy_factory", "device", "policy_device", "env_device", "frames_per_batch")
 
 
 # --- values of options ----------------------------------------------------------------------------
@@ -425,8 +425,20 @@ class CollectorOptions(BatchOptions, WorkerOptions):
 
     @cached_property
     def frames(self) -> int:
-        """Return the number of frames of a batch; 0: only ``collect`` is available."""
-        return self.frames_per_batch or 0
+        """Return the number of frames of a batch; 0: only ``collect`` is available.
+
+        If workers have numbers of their own, that of the largest batch.
+        """
+        given = self.frames_per_batch
+        if given is None or isinstance(given, int):
+            return given or 0
+        return max(given)
+
+    @property
+    def frames_of_workers(self) -> tuple[int, ...]:
+        """Return the number of frames of the batches of each worker; empty: one for all."""
+        given = self.frames_per_batch
+        return () if given is None or isinstance(given, int) else tuple(given)
 
     def rows_per_batch(self, num_envs: int) -> int:
         """Return the number of time steps per batch for this number of environments, rounded up."""
@@ -455,6 +467,11 @@ def check_seeds(seed: int | Sequence[int], num_envs: int, *, static: bool) -> in
 
 def _check_total(o: CollectorOptions) -> None:
     """Raise ``BadOption`` unless ``total_frames`` is a multiple of ``frames_per_batch``."""
+    if o.frames_of_workers and (o.total_frames >= 0 or o.init_random_frames):
+        raise BadOption(
+            "frames_per_batch has a number for each worker, so the frames of the first batches are"
+            " not known before: leave total_frames and init_random_frames out, or give one number"
+        )
     if o.total_frames < 0:
         return
     if not o.frames_per_batch:

@@ -15,8 +15,8 @@ from muster.errors import BadOption
 from muster.memory.shared import Arena
 from muster.weights.publish import PolicyWeights
 from muster.workers.first_ready import LEAD, FirstReady
-from muster.workers.pool import Pool
 from muster.workers.schedule import Bundle, Schedule
+from muster.workers.supervision import SupervisedPool
 from muster.workers.sync import Sync
 from muster.workers.turns import GlobalStreams
 
@@ -48,7 +48,7 @@ class ScheduleKind(ABC):
 
     @abstractmethod
     def schedule(
-        self, options: PoolOptions, pool: Pool, arena: Arena, weights: PolicyWeights
+        self, options: PoolOptions, pool: SupervisedPool, arena: Arena, weights: PolicyWeights
     ) -> Schedule:
         """Return the schedule of a pool, whose slots are in ``arena``."""
 
@@ -60,6 +60,12 @@ class SyncKind(ScheduleKind):
     overlaps = False
 
     def check(self, options: PoolOptions) -> None:
+        if options.frames_of_workers:
+            raise BadOption(
+                f"frames_per_batch={list(options.frames_of_workers)}: all workers share a batch"
+                " here. Give its number of frames, which they share in proportion to their"
+                " environments"
+            )
         if options.max_policy_lag is not None:
             raise BadOption("max_policy_lag: here all have the newest weights; leave it out")
 
@@ -70,7 +76,7 @@ class SyncKind(ScheduleKind):
         return [sum(sizes)]
 
     def schedule(
-        self, options: PoolOptions, pool: Pool, arena: Arena, weights: PolicyWeights
+        self, options: PoolOptions, pool: SupervisedPool, arena: Arena, weights: PolicyWeights
     ) -> Schedule:
         groups = len(pool.counters)
         parts = [[number] for number in range(groups)]
@@ -131,14 +137,15 @@ class FirstReadyKind(ScheduleKind):
         return [sum(sizes[number] for number in part) for part in self._of(len(sizes))]
 
     def schedule(
-        self, options: PoolOptions, pool: Pool, arena: Arena, weights: PolicyWeights
+        self, options: PoolOptions, pool: SupervisedPool, arena: Arena, weights: PolicyWeights
     ) -> Schedule:
         sizes = [counts.info.num_envs for counts in pool.counters]
         parts = self._of(len(sizes))
         T = [0] * len(sizes)
         for part, sharing in zip(parts, self.sharing(sizes), strict=True):
+            rows = _rows_of(options, pool, part, sharing)
             for number in part:
-                T[number] = options.rows_per_batch(sharing)
+                T[number] = rows
         return FirstReady(
             pool,
             _bundles(parts, options, arena),
@@ -153,6 +160,20 @@ class FirstReadyKind(ScheduleKind):
         if self._parts is None:
             return [[number] for number in range(groups)]
         return self._parts
+
+
+def _rows_of(options: PoolOptions, pool: SupervisedPool, part: Sequence[int], sharing: int) -> int:
+    """Return the number of time steps of the batches of a bundle of groups."""
+    if not options.frames_of_workers:
+        return options.rows_per_batch(sharing)
+    (worker,) = [worker.index for worker in pool.config.workers if part[0] in worker.groups]
+    frames = options.frames_of_workers[worker]
+    if frames % sharing:
+        raise BadOption(
+            f"frames_per_batch: worker {worker} has {frames} frames for {sharing} environments:"
+            f" expected a multiple of {sharing}"
+        )
+    return frames // sharing
 
 
 def _bundles(parts: Sequence[Sequence[int]], options: PoolOptions, arena: Arena) -> list[Bundle]:

@@ -127,7 +127,7 @@ def marks_valid(options: CollectorOptions, sharing: int) -> bool:
 
     Warns if ``sharing`` environments cannot share them equally.
     """
-    surplus = options.frames % sharing
+    surplus = 0 if options.frames_of_workers else options.frames % sharing
     if surplus and options.joins_episodes:
         raise BadOption(
             f"frames_per_batch={options.frames_per_batch} cannot be shared equally by {sharing}"

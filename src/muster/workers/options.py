@@ -11,6 +11,8 @@ from muster.envs.infos import wanted_infos
 from muster.errors import BadOption
 from muster.rollout.options import RolloutOptions
 from muster.utils.checked import Checked, Details, Number, PositiveNumber, check_choice
+from muster.utils.containers import is_several
+from muster.utils.integers import integer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,6 +73,14 @@ def _infos(name: str, value: Any) -> Any:
     return value
 
 
+def _frames(name: str, value: Any) -> int | tuple[int, ...]:
+    if not is_several(value):
+        return integer(name, value)
+    if not value:
+        raise BadOption(f"{name} is an empty list: expected a number for each worker")
+    return tuple(integer(f"{name}[{i}]", frames) for i, frames in enumerate(value))
+
+
 def _timeouts(name: str, value: Any) -> Any:
     check_timeouts(value)
     return value
@@ -96,8 +106,9 @@ class WorkerOptions(RolloutOptions):
     Attributes:
         frames_per_batch: number of environment steps in a batch, over all environments. If it is
             not a multiple of the number of environments, batches have more cells, and
-            ``collector/valid`` marks exactly this number of them. None: only ``collect`` is
-            available, and the collector cannot be iterated.
+            ``collector/valid`` marks exactly this number of them. Where workers or nodes fill batches
+            of their own, also a list with a number for each, a multiple of its number of
+            environments. None: only ``collect`` is available, and the collector cannot be iterated.
         num_envs: number of environments to make from an id or function and to step together. None:
             a single one, whose batches have no environment dimension.
         trust_policy: whether ``policy`` takes a TensorDict. None: decided by its signature.
@@ -119,7 +130,7 @@ class WorkerOptions(RolloutOptions):
             docs/coroutines.md.
     """
 
-    frames_per_batch: PositiveNumber | None = None
+    frames_per_batch: Annotated[int | Sequence[int], _frames] | None = None
     num_envs: PositiveNumber | None = None
     trust_policy: bool | None = None
     compile_policy: bool | dict[str, Any] | None = None
