@@ -14,7 +14,7 @@ PEERS := .venv-peers
 QUIET := $(if $(MAKE_TERMOUT),,--quiet)
 PIP := "$(BIN)/python" -m pip --disable-pip-version-check install $(QUIET) -c constraints.txt
 
-.PHONY: help demo test test-rest test-all check canary pythons docs docs-test soak faults lint format-check types layers names \
+.PHONY: help demo test test-rest test-all check canary pythons recipes docs docs-test soak faults lint format-check types layers names \
     words format bench curves dist clean
 .DELETE_ON_ERROR:
 
@@ -27,6 +27,7 @@ help:
 	@echo "make check    lint, format, types, layers, names, owners, words"
 	@echo "make canary   run the core suite with the newest tensordict, gymnasium, NumPy and torch that can be installed"
 	@echo "make pythons  run what can be run with the other Pythons of this machine, and check types for newer ones"
+	@echo "make recipes  run all programs of docs/recipes, with Lightning, Hydra and accelerate"
 	@echo "make docs     build the documentation into build/docs"
 	@echo "make docs-test open every page of it, the live page and JupyterLab in Chromium (make docs first, after a change)"
 	@echo "make dist     build the wheel and the source distribution into dist, and check them"
@@ -67,6 +68,11 @@ build/docs/index.html:
 docs-test: build/docs/index.html $(STAMPS)/site
 	@command -v chromium >/dev/null 2>&1 || { echo "No Chromium here. On Debian: apt install chromium"; exit 1; }
 	"$(BIN)/python" -m pytest -n 0 tests/site/pages.py tests/site/watch_page.py tests/site/notebook.py $(ARGS)
+
+# Every program of docs/recipes, also those for packages that the tests do not install.
+recipes: $(STAMPS)/test $(STAMPS)/recipes
+	"$(BIN)/python" -c "import accelerate, hydra, lightning"
+	"$(BIN)/python" -m pytest -n 0 tests/docs -k "recipes or spaces or troubleshooting" $(ARGS)
 
 dist: $(STAMPS)/release
 	rm -rf dist

@@ -3,11 +3,13 @@ do, without the learning.
 
 As in ``python -m benchmarks.short_batches``, the systems of a case take turns of a fraction of a
 second, and every ratio is formed within a round. Processor time, but for the workers: theirs is
-wall time, with environments that wait, so that three processes have room on two cores.
+wall time, with environments that wait, so that three processes have room on two cores. The tables of
+docs/replay_memory.md are made from the results.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +38,22 @@ TARGETS = (
     _over("off-workers", "off-workers-samples", "off-workers-elsewhere", 0.95),
 )
 MEMORY_SHARE = 0.55  # of the peers' bytes per transition
+RESULTS = report.RESULTS / "off_policy.json"
+PAGE = runner.ROOT / "docs" / "replay_memory.md"
+COLUMNS = {
+    "off-collect": "one CartPole: collect 1",
+    "off-cartpole": "collect 1, sample 256",
+    "off-floats": "8 environments of 17 floats: collect 8, sample 256",
+    "off-pixels": "84x84x4 pixels: sample 256",
+}
+ROWS = {
+    "loop written by hand, NumPy ring": ("off-hand",),
+    "Muster, `ReplayMemory`": ("off-memory",),
+    "Muster, TorchRL's buffer": ("off-muster-torchrl",),
+    "TorchRL": ("off-torchrl",),
+    "Stable-Baselines3": ("off-sb3", "off-sb3-buffer"),
+    "Tianshou's buffer": ("off-tianshou-buffer",),
+}
 
 
 def sizes(homes: runner.Homes, measured: Sequence[str]) -> tuple[list[Figure], Mapping[str, Any]]:
@@ -64,7 +82,40 @@ def sizes(homes: runner.Homes, measured: Sequence[str]) -> tuple[list[Figure], M
     return figures, {"bytes_per_transition": found}
 
 
-if __name__ == "__main__":
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tables of the page by name: CPU time of an iteration, and bytes per transition."""
+    times = ["| CPU us | " + " | ".join(COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    sizes = ["| | bytes per transition |", "|---|---|"]
+    for label, systems in ROWS.items():
+        cells = [_microseconds(results, case, systems) for case in COLUMNS]
+        times.append(f"| {label} | " + " | ".join(cells) + " |")
+        for name in systems:
+            if name in results["bytes_per_transition"]:
+                sizes.append(f"| {label} | {results['bytes_per_transition'][name]:,.0f} |")
+    return {"times": "\n".join(times), "sizes": "\n".join(sizes)}
+
+
+def _microseconds(results: Mapping[str, Any], case: str, systems: Sequence[str]) -> str:
+    """Return the time of an iteration with the first of the systems that was measured."""
+    for name in systems:
+        found = results["workloads"][case].get(name, {})
+        if "fps" in found:
+            return f"{1e6 * CASES[case].B / found['fps']:,.0f}"
+    return ""
+
+
+def with_tables(page: str, results: Mapping[str, Any]) -> str:
+    """Return the page with its tables replaced."""
+    for name, table in tables(results).items():
+        begin = f"<!-- off_policy {name}: begin -->\n"
+        end = f"\n<!-- off_policy {name}: end -->"
+        before, rest = page.split(begin)
+        page = f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
+    return page
+
+
+def main() -> None:
+    """Measure, and write the tables if all cases were measured."""
     run_cases(
         "off_policy",
         __doc__,
@@ -75,3 +126,10 @@ if __name__ == "__main__":
         clock="cpu",
         more=sizes,
     )
+    results = json.loads(RESULTS.read_text("utf-8"))
+    if set(results["workloads"]) == set(CASES):
+        PAGE.write_text(with_tables(PAGE.read_text("utf-8"), results), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

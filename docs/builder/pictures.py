@@ -50,14 +50,14 @@ PEERS = {
 }
 MADE = {
     "speed": Picture(
-        "cpu-2-cores",
+        "one_process",
         "bare",
         "a bare env.step loop",
         {"cartpole-1": "1 CartPole", "cartpole-8": "8 CartPoles", "cartpole-64": "64 CartPoles"},
         {"muster-heads": "Muster, a head", "muster-plain": "Muster, a plain module", **PEERS},
     ),
     "environments": Picture(
-        "cpu-2-cores",
+        "one_process",
         "bare",
         "a bare env.step loop",
         {

@@ -27,7 +27,7 @@ from muster import (
     ReplayMemory,
 )
 from muster.envs.envpool import EnvPoolVectorEnv
-from muster.errors import BadOption, PolicyError
+from muster.errors import BadOption, NothingToSample, PolicyError
 from muster.testing import CountingEnv, Fault, OracleEnv, TorchCartPole
 from muster.testing.oracle import follow
 from tests.fakes import on_nodes
@@ -78,13 +78,20 @@ def assert_equal(memory: ReplayMemory, expected: list[Any]) -> None:
 
 
 def check_parity(
-    cls: Any, make: Make, sizes: list[int], *, capacity: int, batches: int, **options: Any
+    cls: Any,
+    make: Make,
+    sizes: list[int],
+    *,
+    capacity: int,
+    batches: int,
+    stack: int = 1,
+    **options: Any,
 ) -> ReplayMemory:
     """Collect the same twice; ``make(name)`` makes the environments of a collector."""
     plain = cls(make("plain"), None, seed=3, **options)
     expected = [batch.clone() for batch in taken(plain, batches)]
     plain.shutdown()
-    memory = ReplayMemory(capacity, seed=0)
+    memory = ReplayMemory(capacity, seed=0, stack=stack)
     collector = cls(make("memory"), None, seed=3, replay_buffer=memory, **options)
     for number, none in enumerate(taken(collector, batches), 1):
         assert none is None
@@ -159,6 +166,30 @@ def test_several_environments(tmp_path, options, rows):
         **options,
     )
     check_begins(memory)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("padding", ["reset", "zero"])
+@pytest.mark.parametrize(
+    "options", [{}, {"compact_obs": True}, {"reset_when_done": False}], ids=str
+)
+def test_stacks_of_frames(tmp_path, rows, padding, options):
+    def make(name: str) -> Any:
+        one = partial(OracleEnv, tmp_path / name, 0, 2)
+        return lambda: gymnasium.wrappers.FrameStackObservation(one(), 3, padding_type=padding)
+
+    memory = check_parity(
+        Collector,
+        make,
+        [2],
+        capacity=51,
+        batches=60 // rows,
+        stack=3,
+        num_envs=2,
+        frames_per_batch=2 * rows,
+        **options,
+    )
+    assert memory.rings[0].tensors["observation",].shape[1:] == (2, 6)
 
 
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector], ids=lambda cls: cls.__name__)
@@ -481,6 +512,46 @@ def test_a_loaded_state_goes_on_with_its_episodes(rows, new):
     batch = memory.sample(1, sequence=size)
     assert batch["observation"][0, :, 1].tolist() == list(range(size))
     assert len(memory) == 2 * size
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("goes_on", [False, True], ids=["new", "resumed"])
+def test_a_loaded_memory_continues_episodes_if_the_collector_does(tmp_path, rows, goes_on):
+    def make(memory: ReplayMemory) -> Any:
+        return Collector(
+            lambda: CountingEnv(10**6, noise=True),
+            None,
+            num_envs=2,
+            frames_per_batch=2 * rows,
+            replay_buffer=memory,
+            seed=0,
+        )
+
+    memory = ReplayMemory(400, seed=0)
+    collector = make(memory)
+    for _ in taken(collector, 5):
+        pass
+    memory.save(tmp_path)
+    state = collector.state_dict()
+    loaded = ReplayMemory(400)
+    loaded.load(tmp_path)
+    assert torch.equal(loaded.sample(30)["index"], memory.sample(30)["index"])
+    other = make(loaded)
+    if goes_on:
+        other.load_state_dict(state)
+    for _ in taken(other, 5):
+        pass
+    every = loaded[:]
+    assert torch.equal(every["next", "observation"][:, 1], every["observation"][:, 1] + 1)
+    size = 10 * rows
+    if goes_on:
+        batch = loaded.sample(1, sequence=size)
+        assert batch["observation"][0, :, 1].tolist() == list(range(size))
+    else:
+        with pytest.raises(NothingToSample):
+            loaded.sample(1, sequence=size // 2 + 1)
+        batch = loaded.sample(1, sequence=size, across_episodes=True)
+        assert batch["is_init"].sum() == 2
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 REPOSITORY = "https://github.com/muster-rl/muster/"
 RAW = "https://raw.githubusercontent.com/muster-rl/muster/main/"
+WORKFLOWS = REPOSITORY + "actions/workflows/"
+BADGES = ("https://img.shields.io/pypi/", "https://pypi.org/project/muster-rl/")
 SITE = "https://muster-rl.github.io/muster/"  # also in pyproject.toml
 SHELL = {"sh", "bash", "shell", "console"}
 
@@ -172,6 +174,11 @@ def _file_behind(address: str) -> Path | None:
     for start in (REPOSITORY + "blob/main/", RAW):
         if address.startswith(start):
             return ROOT / address.removeprefix(start)
+    if address.startswith(WORKFLOWS):
+        name = address.removeprefix(WORKFLOWS).removesuffix("/badge.svg")
+        return ROOT / ".github" / "workflows" / name
+    if address.startswith(BADGES):
+        return ROOT / "pyproject.toml"
     if address.startswith(SITE):
         page = address.removeprefix(SITE).removesuffix(".html") or "index"
         return ROOT / "docs" / f"{page}.md"

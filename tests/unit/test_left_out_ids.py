@@ -41,7 +41,7 @@ def next_two(c: Any) -> list[Any]:
         {"on_episode_done": lambda episode: None},
         {"return_same_td": True},
     ],
-    ids=str,
+    ids=lambda options: "-".join(options) or "no options",
 )
 def test_batches_are_the_same_without_them(options: dict[str, Any]) -> None:
     without, expected = two(next_two, **options)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from benchmarks.off_policy import TARGETS
+from benchmarks.off_policy import PAGE, RESULTS, TARGETS, with_tables
 from benchmarks.off_policy_systems import CAPACITY, CASES, SAMPLE, Hand, Muster
 from benchmarks.systems import SYSTEMS
 
@@ -20,6 +21,14 @@ def test_targets_compare_systems_that_are_measured():
         assert {*target.over, *target.under} <= set(CASES[target.workload].systems)
     for case in CASES.values():
         assert set(case.systems) <= set(SYSTEMS)
+
+
+def test_the_tables_of_the_page_are_those_of_the_results():
+    page = PAGE.read_text("utf-8")
+    results = json.loads(RESULTS.read_text("utf-8"))
+
+    assert set(results["workloads"]) == set(CASES)
+    assert with_tables(page, results) == page
 
 
 @pytest.mark.parametrize("collects", [True, False])

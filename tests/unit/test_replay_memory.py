@@ -12,8 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from muster import ReplayMemory
-from muster.errors import BadOption, NothingToSample
+from muster.errors import BadCheckpoint, BadOption, FileError, NothingToSample
 from muster.memory.specs import OBJECT, Column
+from tests.tools import files_limited_to
 
 OBS = ("observation",)
 PLACE = ("pixels", "place")
@@ -59,6 +60,8 @@ class Written:
     Every observation has a number of its own, so that no wrong pairing is equal to a right one.
     """
 
+    columns = COLUMNS
+
     def __init__(self, memory: ReplayMemory, sizes: list[int], margin: int, seed: int) -> None:
         self.memory = memory
         self.sizes = sizes
@@ -69,11 +72,22 @@ class Written:
         self.now = [[self.new() for _ in range(size)] for size in sizes]
         self.chain = [[self.new() for _ in range(size)] for size in sizes]
         self.fresh = [[True] * size for size in sizes]
-        memory.open(COLUMNS, [OBS, PLACE], sizes, margin)
+        memory.open(self.columns, [OBS, PLACE], sizes, margin)
 
-    def new(self) -> int:
+    def new(self, before: int | None = None) -> int:
+        """Return the number of another observation, which may follow one."""
         self.count += 1
         return self.count
+
+    def see(self, numbers: Any) -> Any:
+        """Return the observations with these numbers."""
+        return pair(numbers)
+
+    def observed(self, numbers: Any) -> dict[Any, Any]:
+        return {OBS: self.see(numbers), PLACE: numbers}
+
+    def carried(self, numbers: Any) -> dict[Any, Any]:
+        return {**self.observed(numbers), STATE: state(numbers)}
 
     def write(self, ring: int, rows: int, *, ends: float = 0.2, gaps: float = 0.0) -> None:
         while rows > 0:
@@ -90,7 +104,7 @@ class Written:
         valid = each(made, "valid", bool)
         obs = each(made, "obs", np.int64)
         rows = {
-            **carried(obs),
+            **self.carried(obs),
             ("action",): obs * 7,
             EXTRA: pair(obs),
             REWARD: each(made, "reward"),
@@ -99,13 +113,13 @@ class Written:
         for flag in FLAGS[1:]:
             rows[("next", flag)] = each(made, flag, bool)
         stored = {column.key for column in self.memory.rings[ring].columns}
-        last = carried(np.array(self.now[ring]))
+        last = self.carried(np.array(self.now[ring]))
         self.memory.write(
             ring,
             {key: values for key, values in rows.items() if key in stored},
             {key: values for key, values in last.items() if key in stored},
             done=done if done.any() else None,
-            finals=observed(np.array(finals, np.int64)) if finals else None,
+            finals=self.observed(np.array(finals, np.int64)) if finals else None,
             valid=None if valid.all() else valid,
         )
 
@@ -114,7 +128,7 @@ class Written:
         kind = int(self.rng.integers(3))
         cell = Cell(
             obs=self.now[ring][env],
-            after=self.new(),
+            after=self.new(self.now[ring][env]),
             reward=float(self.rng.integers(1, 100)),
             terminated=over and kind != 1,
             truncated=over and kind != 0,
@@ -190,7 +204,7 @@ class Written:
         there = set(self.expected())
         assert set(places) <= there
         cells = [self.at(place) for place in places]
-        check_rows(batch.reshape(-1), cells)
+        check_rows(self, batch.reshape(-1), cells)
         return cells
 
 
@@ -202,32 +216,27 @@ def pair(numbers: Any) -> Any:
     return np.stack([numbers, -numbers], -1).astype(np.float32)
 
 
-def observed(numbers: Any) -> dict[Any, Any]:
-    return {OBS: pair(numbers), PLACE: numbers}
+def state(numbers: Any) -> Any:
+    return np.stack([numbers, numbers + 1, numbers + 2], -1).astype(np.float32)
 
 
-def carried(numbers: Any) -> dict[Any, Any]:
-    state = np.stack([numbers, numbers + 1, numbers + 2], -1).astype(np.float32)
-    return {**observed(numbers), STATE: state}
-
-
-def check_rows(batch: Any, cells: list[Cell]) -> None:
+def check_rows(written: Written, batch: Any, cells: list[Cell]) -> None:
     obs = np.array([cell.obs for cell in cells], np.int64)
-    np.testing.assert_array_equal(batch["observation"], pair(obs))
+    np.testing.assert_array_equal(batch["observation"], written.see(obs))
     np.testing.assert_array_equal(batch["pixels", "place"], obs)
     np.testing.assert_array_equal(batch["action"], obs * 7)
-    for name, rows in {"recurrent_state": carried(obs)[STATE], "extra": pair(obs)}.items():
+    for name, rows in {"recurrent_state": state(obs), "extra": pair(obs)}.items():
         if name in batch:
             np.testing.assert_array_equal(batch[name], rows)
-    check_ends(batch, cells)
+    check_ends(written, batch, cells)
     reward = np.array([[cell.reward] for cell in cells], np.float32).reshape(-1, 1)
     np.testing.assert_array_equal(batch["next", "reward"], reward)
 
 
-def check_ends(batch: Any, cells: list[Cell]) -> None:
+def check_ends(written: Written, batch: Any, cells: list[Cell]) -> None:
     """Next observations and flags."""
     after = np.array([cell.after for cell in cells], np.int64)
-    np.testing.assert_array_equal(batch["next", "observation"], pair(after))
+    np.testing.assert_array_equal(batch["next", "observation"], written.see(after))
     np.testing.assert_array_equal(batch["next", "pixels", "place"], after)
     for flag in FLAGS:
         given = np.array([[getattr(cell, flag)] for cell in cells], bool).reshape(-1, 1)
@@ -238,18 +247,28 @@ def check_all(written: Written) -> None:
     memory = written.memory
     expected = written.expected()
     assert len(memory) == len(expected)
+    check_nothing_is_left(memory)
     if not expected:
         with pytest.raises(NothingToSample):
             memory.sample(1)
         return
     every = memory[:]
     assert every["index"].tolist() == [written.index_of(place) for place in expected]
-    check_rows(every, [written.at(place) for place in expected])
+    check_rows(written, every, [written.at(place) for place in expected])
     written.check(memory.sample(7))
     check_n_step(written)
     check_sequences(written)
     check_newest(written)
     check_relabel(written)
+
+
+def check_nothing_is_left(memory: ReplayMemory) -> None:
+    """Only what is of readable rows is kept aside, and no stack but where one begins."""
+    for ring in memory.rings:
+        there = ring.places_of(np.arange(ring.lo * ring.B, ring.hi * ring.B))
+        assert len(ring._asides) == ring._asides.has(there).sum()
+        if ring._frames is not None:
+            assert len(ring._frames.wholes) == (ring._frames.depth == 0).sum()
 
 
 def check_n_step(written: Written, n_step: int = 3, gamma: float = 0.5) -> None:
@@ -258,9 +277,9 @@ def check_n_step(written: Written, n_step: int = 3, gamma: float = 0.5) -> None:
     assert set(places) <= set(written.expected())
     runs = [written.run(place, n_step) for place in places]
     np.testing.assert_array_equal(
-        batch["observation"], pair(np.array([run[0].obs for run in runs]))
+        batch["observation"], written.see(np.array([run[0].obs for run in runs]))
     )
-    check_ends(batch, [run[-1] for run in runs])
+    check_ends(written, batch, [run[-1] for run in runs])
     steps = [[len(run)] for run in runs]
     assert batch["steps_to_next_obs"].tolist() == steps
     np.testing.assert_allclose(batch["gamma"], np.array(gamma) ** np.array(steps), rtol=1e-6)
@@ -321,8 +340,40 @@ def check_relabel(written: Written) -> None:
         return batch.set("goal", later["observation"])
 
     batch = written.memory.sample(6, relabel=relabel)
-    assert batch["goal"].shape == (6, 2)
+    assert batch["goal"].shape == batch["observation"].shape
     assert len(seen) == 6
+
+
+class Stacked(Written):
+    """Observations are stacks of three frames. Most follow the one before them; others are padded in
+    several ways, or are of other frames, also within an episode.
+    """
+
+    columns = [Column(OBS, (3, 2), F32, carry=True), *COLUMNS[1:]]  # noqa: RUF012 (never changed)
+
+    def new(self, before: int | None = None) -> int:
+        number = super().new()
+        frame = pair(np.array(number))
+        if number == 1:
+            self.stacks: dict[int, Any] = {}
+        kind = self.rng.integers(10)
+        if before is not None and kind:
+            whole = [*self.stacks[before][1:], frame]
+        elif kind < 4:
+            whole = [frame, frame, frame]
+        elif kind < 7:
+            whole = [0 * frame, 0 * frame, frame]
+        else:
+            whole = [frame + 0.25, frame + 0.5, frame]
+        self.stacks[number] = np.stack(whole)
+        return number
+
+    def see(self, numbers: Any) -> Any:
+        numbers = np.asarray(numbers)
+        found = np.zeros((*numbers.shape, 3, 2), np.float32)
+        for place in np.ndindex(numbers.shape):
+            found[place] = self.stacks[int(numbers[place])]
+        return found
 
 
 operations = st.lists(
@@ -336,7 +387,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     sizes=st.sampled_from([[1], [3], [2, 3], [1, 1]]),
     extra=st.integers(0, 40),
@@ -344,15 +395,19 @@ operations = st.lists(
     gaps=st.sampled_from([0.0, 0.3]),
     ends=st.sampled_from([0.0, 0.2, 0.7]),
     alpha=st.sampled_from([None, 0.7]),
+    kind=st.sampled_from([Written, Stacked]),
     seed=st.integers(0, 1000),
     todo=operations,
 )
-@example([1], 4, 1, 0.0, 0.2, None, 0, [("write", 0, 1)] * 25)
-@example([3], 8, 4, 0.3, 0.2, None, 0, [("write", 0, 9)] * 9)
-@example([2, 3], 17, 3, 0.0, 0.7, 0.7, 0, [("write", 0, 5), ("write", 1, 4)] * 8)
-def test_what_is_returned_is_what_was_written(sizes, extra, margin, gaps, ends, alpha, seed, todo):
-    memory = ReplayMemory(sum(sizes) + extra, alpha=alpha, keep=[STATE, EXTRA], seed=seed)
-    written = Written(memory, sizes, margin, seed)
+@example([1], 4, 1, 0.0, 0.2, None, Written, 0, [("write", 0, 1)] * 25)
+@example([1], 4, 1, 0.0, 0.1, None, Stacked, 0, [("write", 0, 1), ("check", 0, 0)] * 25)
+@example([3], 8, 4, 0.3, 0.2, None, Written, 0, [("write", 0, 9)] * 9)
+@example([2, 3], 17, 3, 0.0, 0.7, 0.7, Stacked, 0, [("write", 0, 5), ("write", 1, 4)] * 8)
+def test_what_is_returned_is_what_was_written(
+    sizes, extra, margin, gaps, ends, alpha, kind, seed, todo
+):
+    written = made(kind, sum(sizes) + extra, sizes, margin, seed, alpha)
+    memory = written.memory
     check_all(written)
     for name, ring, how in todo:
         ring = min(ring, len(sizes) - 1)
@@ -366,6 +421,14 @@ def test_what_is_returned_is_what_was_written(sizes, extra, margin, gaps, ends, 
             check_all(written)
         assert len(memory) == len(written.expected())
     check_all(written)
+
+
+def made(
+    kind: type[Written], capacity: int, sizes: Any, margin: int, seed: int, alpha: float | None
+) -> Written:
+    stack = 3 if kind is Stacked else 1
+    memory = ReplayMemory(capacity, alpha=alpha, keep=[STATE, EXTRA], seed=seed, stack=stack)
+    return kind(memory, sizes, margin, seed)
 
 
 def filled(capacity: int = 60, sizes: Any = (2,), rows: int = 70, **options: Any) -> Written:
@@ -580,12 +643,13 @@ def test_samples_depend_on_the_seed_and_on_no_other_generator():
     assert filled(seed=6).memory.sample(30)["index"].tolist() != index[0]
 
 
-def test_rows_on_a_device_are_tensors():
+@pytest.mark.parametrize("kind", [Written, Stacked])
+def test_rows_on_a_device_are_tensors(kind):
     """With the CPU as that device."""
-    memory = ReplayMemory(30, seed=0, keep=["extra"])
-    device = torch.device("cpu")
-    memory.open(COLUMNS, [OBS, PLACE], [2], 4, device)
-    other = Written(ReplayMemory(30, seed=0, keep=["extra"]), [2], 4, 3)
+    stack = 3 if kind is Stacked else 1
+    memory, twin = (ReplayMemory(30, seed=0, keep=["extra"], stack=stack) for _ in range(2))
+    memory.open(kind.columns, [OBS, PLACE], [2], 4, torch.device("cpu"))
+    other = kind(twin, [2], 4, 3)
     write = other.memory.write
 
     def both(number: int, rows: Any, last: Any, **ends: Any) -> None:
@@ -597,7 +661,7 @@ def test_rows_on_a_device_are_tensors():
     other.memory.write = both  # type: ignore[method-assign]
     other.write(0, 3)
     other.write(0, 60)
-    assert memory.rings[0].going_on(observed(np.array(other.now[0]))).tolist() == [
+    assert memory.rings[0].going_on(other.observed(np.array(other.now[0]))).tolist() == [
         not fresh for fresh in other.fresh[0]
     ]
     a = other.memory.sample(40, n_step=2)
@@ -610,12 +674,16 @@ def test_what_goes_on_is_known_by_its_observation():
     written = filled(sizes=(3,), ends=0.0)
     ring = written.memory.rings[0]
     now = np.array(written.now[0])
-    assert ring.going_on(observed(now)).tolist() == [True, True, True]
-    assert ring.going_on(observed(now + np.array([0, 1, 0]))).tolist() == [True, False, True]
+    assert ring.going_on(written.observed(now)).tolist() == [True, True, True]
+    assert ring.going_on(written.observed(now + np.array([0, 1, 0]))).tolist() == [
+        True,
+        False,
+        True,
+    ]
     written.jump(0, [2])
-    assert ring.going_on(observed(now)).tolist() == [True, True, False]
+    assert ring.going_on(written.observed(now)).tolist() == [True, True, False]
     written.clear()
-    assert ring.going_on(observed(now)).tolist() == [False, False, False]
+    assert ring.going_on(written.observed(now)).tolist() == [False, False, False]
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -693,3 +761,360 @@ def test_the_size_is_that_of_what_was_written():
     stored = (8 + 8 + 8 + 4 + 3) * 11  # two floats, two integers, the reward and three flags
     aside = 16 * (8 + 8)
     assert written.memory.nbytes == stored + aside
+
+
+# --- stacks ---------------------------------------------------------------------------------------
+
+
+def test_frames_are_stored_once():
+    """Three of four frames are not stored, but at the beginnings and ends of episodes."""
+    columns = [Column(OBS, (4, 84, 84), np.dtype(np.uint8), carry=True), *COLUMNS[3:]]
+    memory = ReplayMemory(3000, stack=4, seed=0)
+    memory.open(columns, [OBS], [1], 1)
+    rng = np.random.default_rng(0)
+    rows = {c.key: np.zeros((1, 1, *c.shape), c.dtype) for c in memory.rings[0].columns}
+    stack = rng.integers(0, 255, (1, 4, 84, 84), np.uint8)
+    for t in range(1000):
+        done = t % 250 == 249
+        frame = rng.integers(0, 255, (1, 1, 84, 84), np.uint8)
+        after = np.concatenate([stack[:, 1:], frame], 1)
+        following = rng.integers(0, 255, stack.shape, np.uint8) if done else after
+        memory.write(
+            0,
+            {**rows, OBS: stack[None]},
+            {OBS: following},
+            done=np.array([[True]]) if done else None,
+            finals={OBS: after} if done else None,
+        )
+        stack = following
+    assert memory.nbytes / 1000 <= 0.15 * 2 * 4 * 84 * 84
+    batch = memory.sample(100)
+    index = batch["index"]
+    again = memory[index]
+    assert torch.equal(batch["next", "observation"][:, :3], batch["observation"][:, 1:])
+    assert torch.equal(again["observation"], batch["observation"])
+
+
+def test_observations_that_are_no_stacks():
+    for stack in (4, 2):
+        memory = ReplayMemory(30, stack=stack)
+        with pytest.raises(BadOption, match=rf"stack={stack}.*no observation is a stack"):
+            memory.open(COLUMNS, [OBS, PLACE], [1], 1)
+    with pytest.raises(BadOption, match="stack=0"):
+        ReplayMemory(30, stack=0)
+
+
+# --- saving ---------------------------------------------------------------------------------------
+
+
+def like(written: Written, **options: Any) -> ReplayMemory:
+    """An empty memory with the same options."""
+    memory = written.memory
+    given: dict[str, Any] = {"capacity": memory.capacity, "stack": memory._stack}
+    given |= {"alpha": memory._alpha, "keep": memory._keep}
+    return ReplayMemory(**{**given, **options})
+
+
+def assert_alike(a: ReplayMemory, b: ReplayMemory) -> None:
+    """They have the same transitions, and the same will be drawn."""
+    assert len(a) == len(b)
+    pairs = [(a[:], b[:])]
+    if len(a):
+        pairs.append((a.sample(20), b.sample(20)))
+        pairs.append((a.sample(5, n_step=3), b.sample(5, n_step=3)))
+    for one, other in pairs:
+        assert set(one.keys(True, True)) == set(other.keys(True, True))
+        for key in one.keys(True, True):
+            assert torch.equal(one[key], other[key]), key
+
+
+def go_on(written: Written, other: ReplayMemory) -> None:
+    """Let the rows that follow be written to ``other``."""
+    written.memory = other
+    assert [ring.hi for ring in other.rings] == [len(rows) for rows in written.cells]
+
+
+def saved_files(directory: Any) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """A file has few rows."""
+    monkeypatch.setattr("muster.memory.replay_files.BLOCK_BYTES", 700)
+
+
+ONE = ("write", 0, 1)
+CHECK = ("check", 0, 0)
+SEAMS = [ONE, CHECK, ("jump", 0, [0]), ONE, CHECK]  # the newest row gets an end after it was saved
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.sampled_from([[1], [3], [2, 3]]),
+    extra=st.integers(0, 40),
+    margin=st.integers(1, 9),
+    gaps=st.sampled_from([0.0, 0.3]),
+    alpha=st.sampled_from([None, 0.7]),
+    loads=st.booleans(),
+    block=st.sampled_from([1, 300, 900, 10**6]),
+    kind=st.sampled_from([Written, Stacked]),
+    seed=st.integers(0, 1000),
+    todo=operations,
+)
+@example([1], 4, 1, 0.0, None, True, 300, Stacked, 0, [("write", 0, 9), ("check", 0, 0)] * 10)
+@example([2, 3], 40, 3, 0.3, 0.7, True, 900, Written, 0, [("write", 0, 9), ("check", 0, 0)] * 10)
+@example([1], 11, 1, 0.0, None, True, 300, Stacked, 0, [("write", 0, 1), ("check", 0, 0)] * 60)
+@example([1], 9, 1, 0.0, None, False, 1, Stacked, 0, SEAMS * 5)
+def test_what_was_saved_is_loaded_exactly(
+    tmp_path_factory, sizes, extra, margin, gaps, alpha, loads, block, kind, seed, todo
+):
+    """A directory is saved into again and again, sometimes by the memory that has loaded it."""
+    directory = tmp_path_factory.mktemp("memory")
+    written = made(kind, sum(sizes) + extra, sizes, margin, seed, alpha)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("muster.memory.replay_files.BLOCK_BYTES", block)
+        for name, ring, how in [*todo, ("check", 0, 0)]:
+            ring = min(ring, len(sizes) - 1)
+            if name == "write":
+                written.write(ring, how, gaps=gaps)
+            elif name == "jump":
+                written.jump(ring, sorted({env for env in how if env < sizes[ring]}))
+            elif name == "clear":
+                written.clear()
+            else:
+                if alpha is not None and len(written.memory):
+                    index = written.memory[:]["index"]
+                    written.memory.update_priority(index, written.rng.random(len(index)))
+                written.memory.save(directory)
+                other = like(written)
+                other.load(directory)
+                third = like(written)
+                third.load_state_dict(written.memory.state_dict())
+                assert_alike(third, other)
+                third.load_state_dict(written.memory.state_dict())
+                if len(other):
+                    other.load(directory)
+                assert_alike(written.memory, third)
+                other.load(directory)
+                if loads:
+                    go_on(written, other)
+                check_all(written)
+
+
+def test_rows_are_written_once(tmp_path, small_blocks):
+    written = filled(capacity=60, sizes=(2,), rows=20)
+    written.memory.save(tmp_path)
+    before = saved_files(tmp_path)
+    written.write(0, 4)
+    written.memory.save(tmp_path)
+    after = saved_files(tmp_path)
+    rows = {name for name in before if name.startswith("rows")}
+    assert len(rows) == 2
+    assert {name: before[name] for name in rows} == {name: after[name] for name in rows}
+    assert len(after) <= len(before) + 2
+    other = like(written)
+    other.load(tmp_path)
+    go_on(written, other)
+    other.save(tmp_path)
+    kept = saved_files(tmp_path)
+    assert {name: before[name] for name in rows} == {name: kept[name] for name in rows}
+    written.write(0, 30)
+    other.save(tmp_path)
+    assert not rows & set(saved_files(tmp_path))  # all were overwritten
+    third = like(written)
+    third.load(tmp_path)
+    assert_alike(other, third)
+
+
+def test_two_memories_that_went_on_from_the_same_files(tmp_path, small_blocks):
+    """They have rows of the same numbers, and one is saved where the other was."""
+    written = filled(capacity=60, sizes=(2,), rows=12)
+    written.memory.save(tmp_path)
+    other = Written(like(written), [2], 8, 9)
+    other.memory.load(tmp_path)
+    other.cells = [list(rows) for rows in written.cells]
+    other.now = [[other.new() + 10**6 for _ in range(2)]]
+    other.jump(0, [0, 1])
+    for each_one in (written, other, written):
+        each_one.write(0, 9)
+        each_one.memory.save(tmp_path)
+        loaded = like(each_one)
+        loaded.load(tmp_path)
+        assert_alike(each_one.memory, loaded)
+
+
+@pytest.mark.parametrize("stage", range(12))
+def test_a_crash_leaves_a_whole_memory(tmp_path, small_blocks, monkeypatch, stage):
+    """The save ends after so many files: those before are there, the manifest is the old one."""
+    written = filled(capacity=60, sizes=(2,), rows=28)
+    old = like(written)
+    old.load_state_dict(written.memory.state_dict())
+    written.memory.save(tmp_path)
+    written.write(0, 25)
+    count = 0
+
+    def crashing(path: Any, parts: Any) -> None:
+        nonlocal count
+        if count == stage:
+            (tmp_path / f"{path.name}.0123456789ab.tmp").write_bytes(b"half")
+            raise KeyboardInterrupt
+        count += 1
+        whole(path, parts)
+
+    from muster.memory import replay_files
+
+    whole = replay_files.write_whole
+    with monkeypatch.context() as patch:
+        patch.setattr(replay_files, "write_whole", crashing)
+        try:
+            written.memory.save(tmp_path)
+        except KeyboardInterrupt:
+            expected = old
+        else:
+            expected = written.memory
+    other = like(written)
+    other.load(tmp_path)
+    assert_alike(expected, other)
+    written.memory.save(tmp_path)
+    other.load(tmp_path)
+    expected = like(written)
+    expected.load_state_dict(written.memory.state_dict())
+    assert_alike(expected, other)
+    assert not [name for name in saved_files(tmp_path) if name.endswith("tmp")]
+
+
+@pytest.mark.parametrize("capacity", [24, 200])
+def test_another_capacity(tmp_path, capacity):
+    """A smaller memory loads the newest rows."""
+    written = filled(capacity=60, sizes=(2,), rows=50, alpha=0.5)
+    written.memory.save(tmp_path)
+    other = like(written, capacity=capacity)
+    other.load(tmp_path)
+    assert len(other) == min(capacity, 60)
+    assert torch.equal(other[:]["index"], written.memory[:]["index"][-capacity:])
+    third = like(written, capacity=capacity)
+    third.load_state_dict(written.memory.state_dict())
+    assert_alike(other, third)
+    if capacity < 60:
+        go_on(written, other)
+        written.write(0, 3)
+        check_all(written)
+
+
+def test_files_that_do_not_fit(tmp_path):
+    written = filled(alpha=0.5, keep=["extra"])
+    written.memory.save(tmp_path)
+    for options, match in (
+        ({"alpha": None}, "make the memory with priorities"),
+        ({"keep": []}, r"\['extra'\], too: name them in keep"),
+        ({"keep": ["extra", "recurrent_state"]}, "there is no recurrent_state"),
+        ({"capacity": 1}, "at least 2"),
+        ({"stack": 4}, "stack=1, and this one stack=4"),
+    ):
+        other = like(written, **options)
+        with pytest.raises(BadCheckpoint, match=match):
+            other.load(tmp_path)
+        with pytest.raises(BadCheckpoint, match=match):
+            other.load_state_dict(written.memory.state_dict())
+        assert len(other) == 0
+    other = filled(sizes=(3,), alpha=0.5, keep=["extra"])
+    with pytest.raises(BadCheckpoint, match=r"\[3\] environments, and the collector has \[2\]"):
+        other.memory.load(tmp_path)
+    check_all(other)
+    with pytest.raises(BadCheckpoint, match="no state of a ReplayMemory"):
+        other.memory.load_state_dict({"what": 3})
+    with pytest.raises(NothingToSample, match="nothing to save"):
+        like(written).save(tmp_path / "new")
+    with pytest.raises(NothingToSample, match="nothing to save"):
+        like(written).state_dict()
+
+
+def test_damaged_files(tmp_path, small_blocks):
+    written = filled()
+    memory = written.memory
+    with pytest.raises(BadCheckpoint, match="There is no saved ReplayMemory"):
+        memory.load(tmp_path)
+    memory.save(tmp_path)
+    for path in sorted(tmp_path.iterdir()):
+        content = path.read_bytes()
+        for damaged in (content[:-3], content[:20], b"", flipped(content), None):
+            if damaged is None:
+                path.unlink()
+            else:
+                path.write_bytes(damaged)
+            with pytest.raises(BadCheckpoint, match=r"damaged|missing|no saved"):
+                memory.load(tmp_path)
+            path.write_bytes(content)
+    check_all(written)
+    memory.load(tmp_path)
+    check_all(written)
+
+
+def flipped(content: bytes) -> bytes:
+    middle = len(content) - 5
+    return content[:middle] + bytes([content[middle] ^ 16]) + content[middle + 1 :]
+
+
+def test_a_file_outside_of_the_directory_is_not_read(tmp_path):
+    from muster.utils import tensor_files
+
+    memory = filled().memory
+    memory.save(tmp_path / "a")
+    path = tmp_path / "a" / "memory.json"
+    about = tensor_files.unseal(path.read_bytes())
+    (tmp_path / "secret.safetensors").write_bytes((tmp_path / "a" / about["newest"]).read_bytes())
+    about["newest"] = "../secret.safetensors"
+    path.write_bytes(tensor_files.seal(about))
+    with pytest.raises(BadCheckpoint, match="no file of a ReplayMemory"):
+        memory.load(tmp_path / "a")
+
+
+def test_a_full_disk(tmp_path, small_blocks):
+    written = filled(rows=30)
+    written.memory.save(tmp_path)
+    old = like(written)
+    old.load_state_dict(written.memory.state_dict())
+    written.write(0, 20)
+    with files_limited_to(100), pytest.raises(FileError):
+        written.memory.save(tmp_path)
+    other = like(written)
+    other.load(tmp_path)
+    assert_alike(old, other)
+
+
+@pytest.mark.parametrize("rows", [17, 40])
+@pytest.mark.parametrize("number", range(1, 8))
+def test_rows_are_written_while_a_memory_is_saved(
+    tmp_path, small_blocks, monkeypatch, number, rows
+):
+    """Blocks that were overwritten before they were saved are left out, with all that is older."""
+    from muster.memory import replay_files
+
+    written = filled(capacity=60, sizes=(2,), rows=50)
+    whole = replay_files.write_whole
+    count = 0
+
+    def writing(path: Any, parts: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == number:
+            written.write(0, rows)
+        whole(path, parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replay_files, "write_whole", writing)
+        written.memory.save(tmp_path)
+    other = like(written)
+    other.load(tmp_path)
+    assert [ring.hi for ring in other.rings] == [50]
+    written.check(memory_rows(written, other))
+    assert 2 <= len(other) <= 60
+
+
+def memory_rows(written: Written, other: ReplayMemory) -> Any:
+    """The rows of ``other``; ``written`` has written them, and more."""
+    hi = other.rings[0].hi
+    written.cells = [rows[:hi] for rows in written.cells]
+    return other[:]

@@ -22,10 +22,11 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import SerialEnv
 
 import muster.compat.torchrl.collectors.distributed as ours
-from muster.compat.torchrl.node_collectors import NodeCollector, calls_of
+from muster.compat.torchrl.node_collectors import NodeCollector, calls_of, stats_of_nodes
 from muster.errors import BadOption, BadWeights, CollectorClosed
 from tests.fakes.pendulum import env_maker, linear
 from tests.fakes.ray_cluster import needs_ray, ray_cluster
+from tests.fakes.stats import stats, worker
 
 __all__ = ["ray_cluster"]  # a fixture
 PUBLIC = (
@@ -128,7 +129,7 @@ def test_a_hook_that_would_not_be_called_is_refused(ray_cluster: Any) -> None:
     buffer = RayBuffer(partial(ReplayBuffer, storage=partial(LazyTensorStorage, 100)))
     told: dict[str, Any] = {"frames_per_batch": 10, "remote_configs": ACTOR}
     with ours.RayCollector([env_maker], linear(), replay_buffer=buffer, **told) as collector:
-        with pytest.raises(BadOption, match="actors write .*Pass post_collect_hook to the"):
+        with pytest.raises(BadOption, match="Pass the hook to the constructor"):
             collector.set_post_collect_hook(print)
         collector.set_post_collect_hook(None)
         assert collector.next() is None
@@ -143,6 +144,10 @@ def test_numbers_have_the_names_of_torchrl(opened: Any) -> None:
         "frames": 20,
         "batches": 1,
         "requested_frames_per_batch": 20,
+        "stepped_frames": 20,
+        "completed_frames": 0,
+        "pending_frames": 0,
+        "written_frames": 0,
         "total_frames": 60,
         "completed": False,
         "policy_version": 1,
@@ -161,6 +166,18 @@ def test_numbers_have_the_names_of_torchrl(opened: Any) -> None:
     assert opened.stats()["completed"]
     opened.shutdown()
     assert opened.stats()["frames"] == 60
+
+
+def test_the_numbers_of_a_node_are_those_of_its_workers() -> None:
+    workers = (
+        worker(0, frames=100),
+        worker(1, frames=20, restarts=1),
+        worker(2, frames=3, state="dead"),
+    )
+    found = stats_of_nodes(stats(workers=workers), {0: [0, 1], 1: [2]}, "both", {})
+    assert (found["worker_frames"], found["workers"], found["workers_alive"]) == (123, 2, 1)
+    assert (found["worker_0/frames"], found["worker_1/frames"]) == (120, 3)
+    assert (found["worker_0/restarts"], found["worker_1/restarts"]) == (1, 0)
 
 
 # --- weight updaters ------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def over_nodes(options: ClusterOptions) -> OverNodes:
         given = getattr(options, name)
         values = spread(name, given, len(factories))
         values = [own.pop(name, value) for own, value in zip(of_node, values, strict=True)]
-        if isinstance(given, (list, tuple)) or any(value is not given for value in values):
+        if is_several(given) or any(value is not given for value in values):
             lists[name] = [values[node] for node in of_leaf]
     if None in lists.get("policy_factory", ()):
         raise BadOption(

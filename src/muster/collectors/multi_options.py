@@ -11,6 +11,7 @@ from muster.collectors.options import PER_WORKER, CollectorOptions
 from muster.env_spec import EnvSpec
 from muster.errors import BadOption
 from muster.utils.checked import Details, Number, PositiveNumber
+from muster.utils.containers import is_several
 from muster.workers.options import SupervisionOptions
 
 Backend = Literal["processes", "threads"]
@@ -193,7 +194,7 @@ def of_workers(
     own: list[dict[str, Any]] = [dict(given) for given in others] or [{} for _ in range(count)]
     for name in PER_WORKER:
         given = getattr(options, name)
-        if not isinstance(given, (list, tuple)):
+        if not is_several(given):
             continue
         if len(given) != count:
             raise BadOption(

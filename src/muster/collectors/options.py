@@ -33,6 +33,7 @@ from muster.policies.adapt import STORED
 from muster.policies.agents import per_agent
 from muster.utils.addresses import host_and_port
 from muster.utils.checked import Details, Limit, Number, PositiveNumber, Seed, list_of_seeds
+from muster.utils.containers import is_several
 from muster.utils.integers import integer
 from muster.utils.whole_files import check_folder
 from muster.workers.options import WorkerOptions
@@ -73,6 +74,7 @@ SHOWN_ORDER = (
     "record",
     "track_policy_version",
     "track_traj_ids",
+    "track_seeds",
     "weight_updater",
     "weight_sync_schemes",
     "weight_recv_schemes",
@@ -216,9 +218,9 @@ def _policy(name: str, value: Any) -> Any:
 
 
 def _factory(name: str, value: Any) -> Any:
-    if isinstance(value, (list, tuple)) and not value:
+    if is_several(value) and not value:
         raise BadOption(f"{name} is an empty list: expected a function for each worker")
-    for factory in value if isinstance(value, (list, tuple)) else [value]:
+    for factory in value if is_several(value) else [value]:
         if not callable(factory):
             raise BadOption(f"{name}={value!r}: expected a function, or a list of functions")
     return value
@@ -226,7 +228,7 @@ def _factory(name: str, value: Any) -> Any:
 
 def _device(name: str, value: Any, *, here: bool = True) -> torch.device | None:
     """Return a device; of a list, the first one. ``here``: this machine must have it."""
-    if isinstance(value, (list, tuple)):
+    if is_several(value):
         found = [_device(f"{name}[{i}]", one, here=here) for i, one in enumerate(value)]
         if not found:
             raise BadOption(f"{name} is an empty list: expected a device for each worker")
@@ -276,9 +278,9 @@ class CollectorOptions(BatchOptions, WorkerOptions):
         round_up_total_frames: collect the next multiple of ``frames_per_batch`` if ``total_frames``
             is not one.
         init_random_frames: number of frames with uniformly random actions at the start, rounded up
-            to whole batches. In them the policy's other columns are NaN, 0 or False, and recurrent
-            states are those of a new episode. The policy is called once before, to find its
-            columns. None, 0 or negative: none.
+            to whole batches. Columns that the policy would have filled (log-probabilities, values)
+            are NaN, 0 or False there, and recurrent states are those of a new episode. The policy
+            is called once before, to find its columns. None, 0 or negative: none.
         create_env_kwargs: keyword arguments for the env id or function; a dict, or a list with a
             dict for each group.
         policy_factory: function without arguments that makes the policy; replaces ``policy``. With
@@ -379,11 +381,11 @@ class CollectorOptions(BatchOptions, WorkerOptions):
         here = not self.acts_elsewhere
         general = _device("device", self.device, here=here)
         storing: Any = self.storing_device
-        if isinstance(storing, (list, tuple)):
+        if is_several(storing):
             raise BadOption(
                 f"storing_device={storing!r}: batches of all workers are on one device. Give one"
             )
-        if storing is None and not isinstance(self.device, (list, tuple)):
+        if storing is None and not is_several(self.device):
             storing = self.device
         return Devices(
             storing=_device("storing_device", storing),
@@ -583,7 +585,7 @@ def _check_stored_shape(o: CollectorOptions) -> None:
 def _check_objects(o: CollectorOptions) -> None:
     """Checks of the user's objects, and of the devices of this machine."""
     for name in PER_WORKER:
-        if not o.has_workers and isinstance(getattr(o, name), (list, tuple)):
+        if not o.has_workers and is_several(getattr(o, name)):
             raise BadOption(
                 f"{name} has an entry for each worker, and a Collector has none: give one value"
             )

@@ -14,6 +14,21 @@ from muster.memory.specs import Array
 FEWEST = 16
 
 
+def gathered(rows: torch.Tensor, index: Array) -> torch.Tensor:
+    """Return copies of some rows. NumPy takes half of the time of ``index_select``, and no threads."""
+    if rows.device.type == "cpu":
+        return torch.from_numpy(rows.numpy().take(index, 0))
+    return rows.index_select(0, torch.from_numpy(index).to(rows.device))
+
+
+def scatter(rows: torch.Tensor, there: torch.Tensor, index: Array) -> None:
+    """Copy rows to some rows of ``there``."""
+    if there.device.type == "cpu":
+        there.numpy()[index] = rows.cpu().numpy()
+    else:
+        there.index_copy_(0, torch.from_numpy(index).to(there.device), rows.to(there.device))
+
+
 class Asides:
     """The observations after some of the cells of a ring, whose next row has another episode.
 
@@ -41,9 +56,12 @@ class Asides:
         places = self._take_places(len(cells))
         self._places[cells] = places + 1
         for key, rows in leaves.items():
-            store = self._store[key]
-            index = torch.from_numpy(places).to(store.device)
-            store.index_copy_(0, index, torch.as_tensor(rows, device=store.device))
+            scatter(torch.as_tensor(rows), self._store[key], places)
+
+    def has(self, cells: Array) -> Array:
+        """Return which of ``cells`` have an observation here."""
+        found: Array = self._places[cells] > 0
+        return found
 
     def drop(self, first: int, end: int) -> None:
         """Forget those of the cells from ``first`` to ``end``."""
@@ -59,18 +77,16 @@ class Asides:
         index = np.flatnonzero(places)
         if not len(index):
             return
-        kept = torch.from_numpy(places[index].astype(np.int64) - 1)
-        where = torch.from_numpy(index)
+        kept = places[index].astype(np.int64) - 1
         for key, here in rows.items():
-            store = self._store[key]
-            here[where.to(here.device)] = store[kept.to(store.device)]
+            scatter(gathered(self._store[key], kept), here, index)
 
     def of_cells(self, cells: Array) -> tuple[Array, dict[Key, torch.Tensor]]:
         """Return those of ``cells`` that have an observation here, by their places, and these."""
         places = self._places[cells]
         index = np.flatnonzero(places)
-        kept = torch.from_numpy(places[index].astype(np.int64) - 1)
-        return index, {key: rows[kept.to(rows.device)] for key, rows in self._store.items()}
+        kept = places[index].astype(np.int64) - 1
+        return index, {key: gathered(rows, kept) for key, rows in self._store.items()}
 
     def _take_places(self, n: int) -> Array:
         """Return ``n`` free places."""

@@ -32,6 +32,7 @@ from muster.policies import sampling
 from muster.policies.sampling import ActionMask, ActionRows, Emit, split_index
 
 LOG_STD_BOUNDS = (-20.0, 2.0)
+FAR = 40.0  # standard deviations, beyond which float32 has no probability
 
 Drawn = tuple[torch.Tensor, "torch.Tensor | None"]  # actions, and log-probabilities [B]
 
@@ -386,7 +387,9 @@ class Categoricals(D.Distribution):
         super().__init__(logits.shape[:-1], torch.Size(shape), validate_args=False)
 
     def sample(self, sample_shape: Any = ()) -> torch.Tensor:
-        return self._action([part.sample(torch.Size(sample_shape)) for part in self.parts])  # type: ignore[no-untyped-call]
+        size = torch.Size(sample_shape)
+        choices = [part.sample(size) for part in self.parts]  # type: ignore[no-untyped-call]
+        return self._action(choices)
 
     @property
     def mode(self) -> torch.Tensor:
@@ -481,8 +484,12 @@ def gaussian(
     net: nn.Module,
     *,
     log_std: float | torch.Tensor | None = 0.0,
+    clip: bool = False,
 ) -> Gaussian:
-    """A normal distribution over Box actions; not clipped to the space's bounds.
+    """A normal distribution over Box actions.
+
+    Without ``clip``, actions can lie outside of the space: use it for unbounded spaces, and for
+    environments that clip their actions themselves.
 
     Args:
         net: returns the mean ``[*batch, n]``; with ``log_std=None`` mean and log_std, concatenated:
@@ -490,11 +497,15 @@ def gaussian(
         log_std: a number is the initial value of a learned parameter of the head, one per action
             and the same in all states; a Parameter or tensor ``[n]`` is used directly. None:
             ``net`` returns it; it is clamped to [-20, 2].
+        clip: clip actions to the bounds of the space (which a collector binds). The batch has what
+            the environment got, and the log-probability of a bound is that of all that lies beyond
+            it, so that ``distribution(obs).log_prob`` agrees with the batch ("Clipped Action Policy
+            Gradient", Fujita and Maeda, 2018).
 
     Raises:
         BadOption: ``net`` does not show the number of actions; pass ``log_std=torch.zeros(n)``.
     """
-    return Gaussian(net, log_std)
+    return Gaussian(net, log_std, clip=clip)
 
 
 class Gaussian(Head):
@@ -506,8 +517,16 @@ class Gaussian(Head):
         self,
         net: nn.Module,
         log_std: float | torch.Tensor | None,
+        *,
+        clip: bool,
     ) -> None:
         super().__init__(net)
+        self.clip = clip
+        # Not in the state_dict: they belong to the environment, not to the learned weights.
+        self.register_buffer("low", torch.tensor(-math.inf), persistent=False)
+        self.register_buffer("high", torch.tensor(math.inf), persistent=False)
+        self.low: torch.Tensor
+        self.high: torch.Tensor
         if not isinstance(log_std, (int, float, torch.Tensor, type(None))):
             raise BadOption(
                 f"gaussian: log_std is {type(log_std).__name__}, expected a number, a tensor, or"
@@ -529,10 +548,17 @@ class Gaussian(Head):
         action_mask: torch.Tensor | None = None,
     ) -> D.Distribution:
         self._no_mask(action_mask)
-        return self._normal(*self._parameters_of(self.net(obs)))
+        mean, log_std = self._parameters_of(self.net(obs))
+        if not self.clip:
+            return self._normal(mean, log_std)
+        dims = 1 if self.action_shape is None else len(self.action_shape)
+        normal = ClippedNormal(self._shaped(mean), self._shaped(log_std.exp()), self.low, self.high)
+        return D.Independent(normal, dims)
 
     def bind(self, spec: ArraySpec) -> int:
         n = self._bind_floats(spec)
+        if self.clip:
+            self._bind_bounds(spec)
         if self.log_std is None:
             return 2 * n
         entries = self.log_std.numel()
@@ -579,22 +605,112 @@ class Gaussian(Head):
         first: int,
         rng: np.random.Generator | None,
     ) -> Emit:
+        n = rows.matrix[0].shape[1]
+        of_actions = None
         if self.log_std is None:
-            return sampling.gaussian_by_state(
+            emit = sampling.gaussian_by_state(
                 rows, first, log_std_bounds=LOG_STD_BOUNDS, squash=None, rng=rng
             )
-        log_std = self.log_std.detach().to("cpu", torch.float32).numpy()
-        n = rows.matrix[0].shape[1]
-        of_actions = np.broadcast_to(log_std.reshape(-1), (n,))
-        return sampling.gaussian(rows, first, log_std=of_actions, rng=rng)
+        else:
+            log_std = self.log_std.detach().to("cpu", torch.float32).numpy()
+            of_actions = np.broadcast_to(log_std.reshape(-1), (n,))
+            emit = sampling.gaussian(rows, first, log_std=of_actions, rng=rng)
+        if not self.clip:
+            return emit
+        low, high = (
+            np.broadcast_to(bound.cpu().numpy().reshape(-1), (n,))
+            for bound in (self.low, self.high)
+        )
+        return sampling.clipped(
+            rows, emit, low, high, log_std=of_actions, log_std_bounds=LOG_STD_BOUNDS
+        )
 
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
-        return _draw_normal(*self._parameters_of(out), deterministic=deterministic)
+        mean, log_std = self._parameters_of(out)
+        action, log_prob = _draw_normal(mean, log_std, deterministic=deterministic)
+        if not self.clip:
+            return action, log_prob
+        low = self.low.reshape(-1)
+        high = self.high.reshape(-1)
+        normal = ClippedNormal(mean, log_std.exp(), low, high)
+        action = action.clamp(low, high)
+        return action, normal.log_prob(action).sum(-1)
+
+    def _bind_bounds(self, spec: ArraySpec) -> None:
+        bounds = [spec.low, spec.high]
+        if not any(bound is not None and np.isfinite(bound).any() for bound in bounds):
+            raise BadOption(
+                "gaussian: the action space is unbounded, there is nothing to clip to. Leave out"
+                " clip=True, or use an environment whose actions have bounds."
+            )
+        low = -math.inf if spec.low is None else spec.low
+        high = math.inf if spec.high is None else spec.high
+        at = self.low.device
+        # in the dtype of the space: an action at a bound is compared with it
+        self.low = torch.from_numpy(np.full(spec.shape, low, spec.dtype)).to(at)
+        self.high = torch.from_numpy(np.full(spec.shape, high, spec.dtype)).to(at)
 
     def _parameters_of(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.log_std is None:
             return _mean_and_log_std(out, LOG_STD_BOUNDS)
         return out, self.log_std.reshape(-1).expand_as(out)
+
+
+class ClippedNormal(D.Distribution):
+    """A normal variable that is clipped to ``[low, high]``, which may be infinite: the probability
+    of a bound is that of all that lies beyond it.
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  as in torch
+
+    def __init__(
+        self, mean: torch.Tensor, std: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+    ) -> None:
+        self.normal = D.Normal(mean, std, validate_args=False)
+        self.low = low
+        self.high = high
+        super().__init__(mean.shape, validate_args=False)
+
+    @property
+    def mode(self) -> torch.Tensor:
+        return self.normal.loc.clamp(self.low, self.high)
+
+    def sample(self, sample_shape: Any = ()) -> torch.Tensor:
+        drawn: torch.Tensor = self.normal.sample(torch.Size(sample_shape))  # type: ignore[no-untyped-call]
+        return drawn.clamp(self.low, self.high)
+
+    def rsample(self, sample_shape: Any = ()) -> torch.Tensor:
+        return self.normal.rsample(torch.Size(sample_shape)).clamp(self.low, self.high)
+
+    def log_prob(self, value: torch.Tensor) -> torch.Tensor:
+        below, above, _ = self._tails()
+        inside: torch.Tensor = self.normal.log_prob(value)  # type: ignore[no-untyped-call]
+        return torch.where(value <= self.low, below, torch.where(value >= self.high, above, inside))
+
+    def entropy(self) -> torch.Tensor:
+        """Of the bounds as events, and of the density between them."""
+        below, above, (a, b) = self._tails()
+        constant = self.normal.scale.log() + 0.5 * math.log(2 * math.pi)
+        within = 1 - below.exp() - above.exp()
+        squares = within - b * _density(b) + a * _density(a)
+        bounds = -below.exp() * below - above.exp() * above
+        return bounds + constant * within + 0.5 * squares
+
+    def _tails(self) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """Return the log-probabilities of the bounds, and the bounds as standard deviations from
+        the mean. Infinite bounds are replaced by far ones, whose gradients are numbers.
+        """
+        far = FAR * self.normal.scale.detach()
+        mean = self.normal.loc.detach()
+        low = torch.where(self.low.isinf(), mean - far, self.low)
+        high = torch.where(self.high.isinf(), mean + far, self.high)
+        a = (low - self.normal.loc) / self.normal.scale
+        b = (high - self.normal.loc) / self.normal.scale
+        return torch.special.log_ndtr(a), torch.special.log_ndtr(-b), (a, b)
+
+
+def _density(x: torch.Tensor) -> torch.Tensor:
+    return (-0.5 * x.square() - 0.5 * math.log(2 * math.pi)).exp()
 
 
 def tanh_gaussian(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -13,6 +14,7 @@ from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import LOG_PROB
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import ArraySpec, Column
+from muster.policies import sampling
 from muster.policies.checks import PolicySetting
 from muster.policies.head_policy import HeadPolicy
 from muster.policies.heads import Head, categorical, deterministic, gaussian, tanh_gaussian
@@ -55,6 +57,15 @@ HEADS = {
         box(dtype=np.float64),
     ),
     "gaussian by state": lambda: (gaussian(net(4), log_std=None), box()),
+    "clipped": lambda: (gaussian(net(2), log_std=0.5, clip=True), box(low=-0.7, high=0.9)),
+    "clipped64": lambda: (
+        gaussian(net(2), log_std=torch.tensor([0.1, 1.0]), clip=True),
+        box(low=-0.1, high=np.inf, dtype=np.float64),
+    ),
+    "clipped by state": lambda: (
+        gaussian(net(4), log_std=None, clip=True),
+        box(low=-0.7, high=0.9),
+    ),
     "tanh": lambda: (tanh_gaussian(net(4)), box()),
     "deterministic": lambda: (deterministic(net(2)), box()),
     "greedy": lambda: (deterministic(net(3)), discrete(3, start=2)),
@@ -153,7 +164,7 @@ def test_actions_lie_in_the_space(case):
     head, spec = case
     action, _ = collect(make(head, spec), spec, observations())
     assert action.dtype == spec.dtype
-    if spec.dtype.kind == "i" or head.name == "tanh_gaussian":
+    if spec.dtype.kind == "i" or head.name == "tanh_gaussian" or getattr(head, "clip", False):
         assert (action >= spec.low).all()
         assert (action <= spec.high).all()
 
@@ -222,6 +233,94 @@ def test_saturated_tanh_actions_have_a_finite_log_prob():
     assert (abs(log_prob - 2 * 30) < 10).all(), (
         "log |da/du| is about -2 u, so the log-prob grows with the mean"
     )
+
+
+# --- clipped actions ------------------------------------------------------------------------------
+
+
+def clipped(low=-0.5, high=1.0, log_std=0.0) -> Head:
+    """A head for one action with the mean 0.2."""
+    layer = nn.Linear(4, 1)
+    nn.init.zeros_(layer.weight)
+    nn.init.constant_(layer.bias, 0.2)
+    head = gaussian(layer, log_std=log_std, clip=True)
+    head.bind(box(1, low, high))
+    return head
+
+
+@pytest.mark.parametrize(("low", "high"), [(-0.5, 1.0), (-np.inf, 1.0), (-0.5, np.inf)])
+def test_a_clipped_density_and_its_bounds_sum_to_one(low, high):
+    head = clipped(low, high)
+    distribution = head.distribution(torch.zeros(4))
+    first, last = max(low, -8.0), min(high, 8.0)
+    inside = torch.linspace(first, last, 20_001, dtype=torch.float64)[1:-1, None]
+    mass = distribution.log_prob(inside).exp().sum() * (last - first) / 20_000
+    for bound in (low, high):
+        if np.isfinite(bound):
+            mass += distribution.log_prob(torch.tensor([bound])).exp().item()
+    assert abs(mass - 1) < 1e-3
+
+
+def test_clipped_actions_are_at_the_bounds_as_often_as_their_log_prob_says():
+    head = clipped()
+    obs = np.zeros((8001, 4, 4), np.float32)
+    action, log_prob = collect(make(head, box(1, -0.5, 1.0)), box(1, -0.5, 1.0), obs)
+    for bound in (-0.5, 1.0):
+        at = (action == bound)[..., 0]
+        probability = head.distribution(torch.zeros(4)).log_prob(torch.tensor([bound])).exp().item()
+        assert abs(at.mean() - probability) < 5 * math.sqrt(probability / at.size)
+        np.testing.assert_allclose(np.exp(log_prob[at]), probability, rtol=1e-4)
+
+
+@pytest.mark.parametrize("log_std", [-1.0, 0.0, 1.5])
+@pytest.mark.parametrize("high", [1.0, np.inf])
+def test_the_entropy_of_clipped_actions_is_the_mean_of_minus_log_prob(log_std, high):
+    torch.manual_seed(0)
+    distribution = clipped(high=high, log_std=log_std).distribution(torch.zeros(4))
+    drawn = distribution.sample((200_000,))
+    assert drawn.min() == -0.5
+    assert drawn.max() <= high
+    estimate = -distribution.log_prob(drawn).mean()
+    assert abs(distribution.entropy() - estimate) < 0.01
+
+
+def test_gradients_of_clipped_actions_are_finite_also_far_beyond_a_bound():
+    head = clipped(-np.inf, 1.0)
+    mean = head.net.bias
+    for action in (torch.tensor([1.0]), torch.tensor([-30.0])):
+        mean.grad = None
+        head.distribution(torch.zeros(4)).log_prob(action).backward()
+        assert mean.grad.isfinite().all()
+        assert head.log_std.grad.isfinite().all()
+        assert mean.grad.item() > 0 or action < 0
+    with torch.no_grad():
+        mean.fill_(-60.0)
+    assert head.distribution(torch.zeros(4)).log_prob(torch.tensor([1.0])) < -1000
+
+
+def test_drawing_on_a_device_clips_too():
+    torch.manual_seed(0)
+    head = clipped()
+    out = torch.full((5000, 1), 0.2)
+    action, log_prob = head.draw(out, deterministic=False)
+    assert action.min() == -0.5
+    assert action.max() == 1.0
+    expected = head.distribution(torch.zeros(5000, 4)).log_prob(action)
+    np.testing.assert_allclose(log_prob.detach(), expected.detach(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("x", [-40.0, -25.0, -20.0, -19.9, -3.0, 0.0, 4.0])
+def test_the_log_of_the_normal_distribution_function(x):
+    expected = torch.special.log_ndtr(torch.tensor(x, dtype=torch.float64)).item()
+    assert sampling.log_normal_cdf(x) == pytest.approx(expected, rel=1e-7, abs=1e-9)
+
+
+def test_bounds_are_no_part_of_the_state_and_are_kept_in_copies():
+    head = clipped()
+    assert set(head.state_dict()) == {"net.weight", "net.bias", "log_std"}
+    again = copy.deepcopy(head)
+    assert again.mode(torch.zeros(4)).item() == pytest.approx(0.2)
+    assert again.low.item() == -0.5
 
 
 def test_impossible_actions_are_never_taken():
@@ -328,6 +427,7 @@ def test_forward_and_entropy(case):
         (categorical(net(3)), box(), "categorical.*gaussian"),
         (gaussian(net(2)), discrete(), "gaussian.*categorical"),
         (tanh_gaussian(net(4)), box(high=np.inf), "unbounded"),
+        (gaussian(net(2), clip=True), box(2, -np.inf, np.inf), "nothing to clip to"),
         (categorical(net(5), nvec=(2, 3)), multi(3, 2), "nvec"),
         (gaussian(net(2)), box(3), "log_std=torch.zeros"),
         (deterministic(net(3)), multi(2, 2), "categorical"),

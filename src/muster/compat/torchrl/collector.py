@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,9 +79,11 @@ class Collector(
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         setup.check_numbers(kwargs)
+        self.replay_write_mode = kwargs.get("replay_write_mode")
+        kwargs = setup.written_as_asked(torchrl.collectors.Collector, kwargs)
         super().__init__(*args, **kwargs)
 
-    __init__.__signature__ = inspect.signature(torchrl.collectors.Collector.__init__)  # type: ignore[attr-defined]
+    __init__.__signature__ = setup.signature_of(torchrl.collectors.Collector)  # type: ignore[attr-defined]
 
     # --- steps of TorchRL's constructor, in its order ---------------------------------------------
 

@@ -33,7 +33,7 @@ from torchrl._comm.backends import _get_service_backend, normalize_service_backe
 from torchrl.envs import EnvBase
 
 from muster.compat.torchrl.collector import Collector
-from muster.compat.torchrl.setup import SELECTORS
+from muster.compat.torchrl.setup import SELECTORS, signature_of, written_as_asked
 from muster.compat.torchrl.weight_update import NoWeightSyncScheme
 from muster.compat.torchrl.worker_calls import LOOK_S, WorkerCalls
 from muster.compat.torchrl.worker_errors import (
@@ -84,7 +84,7 @@ class MultiCollector(WorkerCalls, metaclass=_ByArgument):
         WorkerDied: a worker has exited without an error.
     """
 
-    __signature__ = inspect.signature(torchrl.collectors.MultiCollector.__init__)
+    __signature__ = signature_of(torchrl.collectors.MultiCollector)
 
     def __init__(
         self,
@@ -98,6 +98,8 @@ class MultiCollector(WorkerCalls, metaclass=_ByArgument):
         cat_results: Any = None,
         **kwargs: Any,
     ) -> None:
+        self.replay_write_mode = kwargs.get("replay_write_mode")
+        kwargs = written_as_asked(torchrl.collectors.MultiCollector, kwargs)
         self._errors = ErrorFolder()
         several = isinstance(create_env_fn, Sequence) and not isinstance(
             create_env_fn, (str, bytes)
@@ -172,7 +174,7 @@ class MultiAsyncCollector(MultiCollector, torchrl.collectors.MultiAsyncCollector
 class AsyncCollector(MultiAsyncCollector, torchrl.collectors.AsyncCollector):  # type: ignore[misc]
     """TorchRL 0.14's ``AsyncCollector``; see ``MultiCollector``."""
 
-    __signature__ = inspect.signature(torchrl.collectors.AsyncCollector.__init__)
+    __signature__ = signature_of(torchrl.collectors.AsyncCollector)
 
 
 class Evaluator(torchrl.collectors.Evaluator):  # type: ignore[misc]

@@ -22,10 +22,10 @@ IN_WORKERS = ("policy", "env")
 
 
 class SettableHook:
-    """A hook that can be replaced after the collector was made.
+    """A hook before batches that can be replaced after the collector was made.
 
     Args:
-        function: called with the arguments of the hook; None: there is none.
+        function: called before each batch; None: there is none.
     """
 
     def __init__(self, function: Callable[..., Any] | None) -> None:
@@ -34,9 +34,9 @@ class SettableHook:
     def replace(self, function: Callable[..., Any] | None) -> None:
         self.function = function
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self) -> None:
         if self.function is not None:
-            self.function(*args)
+            self.function()
 
 
 def follow(worker: Worker, path: str, calls: Mapping[int, Given | None]) -> tuple[int, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,6 +23,7 @@ from muster.protocols import EnvBatch
 from muster.rollout.first_call import begin_episodes
 from muster.weights.publish import PolicyWeights
 
+WRITE_MODE = "replay_write_mode"
 # select another class than Collector
 SELECTORS = ("backend", "backend_options", "num_collectors", "sync")
 
@@ -33,6 +35,48 @@ class Foreign:
 
     def __init__(self, env: Any) -> None:
         self.env, self.batch_size = env, torch.Size([count_of(env)])
+
+
+def signature_of(cls: type) -> inspect.Signature:
+    """Return the signature of a class of TorchRL's, with ``replay_write_mode`` of TorchRL 0.15."""
+    found = inspect.signature(cls.__init__)  # type: ignore[misc]
+    if WRITE_MODE in found.parameters:
+        return found
+    *others, last = found.parameters.values()
+    added = inspect.Parameter(WRITE_MODE, inspect.Parameter.KEYWORD_ONLY, default=None)
+    ends = last.kind is inspect.Parameter.VAR_KEYWORD
+    return found.replace(parameters=[*others, added, last] if ends else [*others, last, added])
+
+
+def written_as_asked(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a class of TorchRL's with ``replay_write_mode`` in a form that the
+    installed TorchRL knows: 0.14 writes whole trajectories if there is a ``trajs_per_batch``.
+
+    Raises:
+        BadOption: the mode does not exist, or contradicts other arguments.
+    """
+    options = dict(given)
+    if WRITE_MODE in inspect.signature(cls.__init__).parameters:  # type: ignore[misc]
+        return options
+    mode = options.pop(WRITE_MODE, None)
+    if mode is None:
+        return options
+    if mode not in ("rollout", "trajectory"):
+        raise BadOption(f"replay_write_mode={mode!r}: expected 'rollout' or 'trajectory'")
+    if options.get("replay_buffer") is None:
+        raise BadOption(
+            f"replay_write_mode={mode!r} says what is written into replay_buffer, and none was"
+            " given: pass replay_buffer="
+        )
+    if mode == "trajectory":
+        # with a buffer the number only says that trajectories are written
+        options["trajs_per_batch"] = options.get("trajs_per_batch") or 1
+    elif options.get("trajs_per_batch") is not None:
+        raise BadOption(
+            "replay_write_mode='rollout' writes batches, and trajs_per_batch makes trajectories of"
+            " them: give one of them"
+        )
+    return options
 
 
 def check_numbers(given: Mapping[str, Any]) -> None:

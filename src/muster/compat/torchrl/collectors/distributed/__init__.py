@@ -65,7 +65,6 @@ __all__ = [
     "RayEvalWorker",
     "submitit_delayed_launcher",
 ]
-WRITTEN_BY_ACTORS = {"RayBuffer", "RayReplayBuffer"}  # replay buffers
 _PER_NODE = ("device", "storing_device", "env_device", "policy_device", "policy_factory")
 
 
@@ -95,12 +94,8 @@ class _OverNodes:
     def _init_as_torchrl(
         self, create_env_fn: Any, policy: Any, frames_per_batch: int, options: dict[str, Any]
     ) -> None:
-        self._hooks = {
-            name: SettableHook(options.get(name))
-            for name in ("pre_collect_hook", "post_collect_hook")
-        }
-        self._may_set = self._settable(options)
-        options = options | {name: self._hooks[name] for name in self._may_set}
+        self._pre_hook = SettableHook(options.get("pre_collect_hook"))
+        options = {**options, "pre_collect_hook": self._pre_hook}
         made_by_nodes = policy is not None and options.get("policy_factory") is not None
         told = _translated(create_env_fn, frames_per_batch, options, joins=self._joins)
         several = isinstance(create_env_fn, (list, tuple))
@@ -168,20 +163,14 @@ class _OverNodes:
 
     # --- hooks, the weight updater, numbers -------------------------------------------------------
 
-    def _settable(self, options: Mapping[str, Any]) -> set[str]:
-        """Return the hooks that can be set later: batches pass through this process."""
-        if options.get("post_collect_hook") is None and not options.get("extend_buffer", True):
-            return {"pre_collect_hook"}
-        return {"pre_collect_hook", "post_collect_hook"}
-
     @property
     def pre_collect_hook(self) -> Callable[[], Any] | None:
         """Function that is called before each batch; None: there is none. Can be set."""
-        return self._hooks["pre_collect_hook"].function
+        return self._pre_hook.function
 
     @pre_collect_hook.setter
     def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
-        self._hooks["pre_collect_hook"].replace(hook)
+        self._pre_hook.replace(hook)
 
     @property
     def post_collect_hook(self) -> Callable[[Any], Any] | None:
@@ -190,21 +179,12 @@ class _OverNodes:
         Raises:
             BadOption: no batch passes through this process, so the hook would not be called.
         """
-        return self._hooks["post_collect_hook"].function
+        hook: Callable[[Any], Any] | None = self.options.post_collect_hook  # type: ignore[attr-defined]
+        return hook
 
     @post_collect_hook.setter
     def post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
-        if hook is not None and "post_collect_hook" not in self._may_set:
-            raise BadOption(
-                "post_collect_hook cannot be set now: actors write into the replay buffer, and"
-                " batches do not pass through this process. Pass post_collect_hook to the"
-                " constructor"
-            )
-        self._hooks["post_collect_hook"].replace(hook)
-
-    def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
-        """Set ``post_collect_hook``."""
-        self.post_collect_hook = hook
+        self.set_post_collect_hook(hook)  # type: ignore[attr-defined]
 
     @property
     def weight_updater(self) -> Any:
@@ -233,8 +213,14 @@ class _OverNodes:
                 ``"worker_0/frames"``. "both": both.
             timeout: no effect: nodes send their numbers with their results.
         """
-        shared: dict[str, Any] = {"requested_frames_per_batch": self.requested_frames_per_batch}
         known = self.muster_stats()
+        shared: dict[str, Any] = {
+            "requested_frames_per_batch": self.requested_frames_per_batch,
+            "stepped_frames": known.executed,
+            "completed_frames": known.completed,
+            "pending_frames": known.in_flight,
+            "written_frames": known.written,
+        }
         if self.total_frames is not None and self.total_frames >= 0:
             shared["total_frames"] = self.total_frames
             shared["completed"] = known.frames >= self.total_frames
@@ -420,13 +406,6 @@ class RayCollector(_OverNodes, clusters.RayCollector):  # type: ignore[misc]
             self._learner_scheme = connect_learner(self._service)
         return self._learner_scheme
 
-    def _settable(self, options: Mapping[str, Any]) -> set[str]:
-        kinds = {cls.__name__ for cls in type(options.get("replay_buffer")).__mro__}
-        # a hook that is only there to be set would keep actors from writing by themselves
-        if options.get("post_collect_hook") is None and kinds & WRITTEN_BY_ACTORS:
-            return {"pre_collect_hook"}
-        return super()._settable(options)
-
     # --- the collectors of the actors -------------------------------------------------------------
 
     @property
@@ -567,6 +546,8 @@ def _translated(
     shape: dict[str, Any] = {}
     if acting.get("trajs_per_batch") is not None:
         shape = _padded(acting)
+    elif acting.get("replay_write_mode") == "trajectory":
+        pass  # flat, as TorchRL's
     elif told.get("sync") and not acting.get("split_trajs") and acting.get("extend_buffer", True):
         shape = _joined(acting, nodes, joins=joins)
     told |= shape

@@ -1,0 +1,140 @@
+"""Stacks of frames that are stored once: each row has its newest frame, the others are in the rows
+before.
+
+A stack follows the one before it if its frames but the newest are the frames of that one but the
+oldest. Where it does not (an episode begins), it is kept aside whole. The *depth* of a cell is the
+number of rows since then, at most ``size - 1``: with this depth all its frames are in rows.
+
+Rows are compared when they are written, so that what is read is always what was written, whatever the
+environments do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from muster.keys import Key
+from muster.memory.asides import Asides, gathered, scatter
+from muster.memory.specs import Array
+
+
+class Frames:
+    """The stacks of a ring.
+
+    Args:
+        size: number of frames of a stack; the first dimension of an observation.
+        frames: newest frames by key and place, ``[places + 1, B, *frame shape]``.
+    """
+
+    def __init__(self, size: int, frames: Mapping[Key, torch.Tensor]) -> None:
+        self.size = size
+        self._frames = dict(frames)
+        first = next(iter(frames.values()))
+        self._places = len(first) - 1
+        self._B = first.shape[1]
+        self.depth = np.full((self._places + 1, self._B), size - 1, np.int16)
+        self.wholes = Asides(
+            self.depth.size,
+            {key: rows.new_zeros((size, *rows.shape[2:])) for key, rows in frames.items()},
+        )
+
+    def write(
+        self, first: int, rows: Mapping[Key, Any], last: Mapping[Key, Any], fresh: Array
+    ) -> None:
+        """Note which stacks follow those before them.
+
+        Args:
+            first: place of the first row. What follows the row before it was given as ``last`` then.
+            rows: stacks ``[n, B, size, ...]``; other columns are ignored.
+            last: what follows the last of them, ``[B, size, ...]``.
+            fresh: the first row does not follow the one before it, ``[B]``.
+        """
+        mine = {key: rows[key] for key in self._frames}
+        after = {key: last[key] for key in self._frames}
+        n = len(next(iter(mine.values())))
+        follows = np.ones((n, self._B), bool)
+        for key, stacks in mine.items():
+            for t in range(n):
+                later = stacks[t + 1] if t + 1 < n else after[key]
+                follows[t] &= _follows(later, stacks[t])
+        if first == 0:  # it was at the end, as what follows the last place
+            self._copy(self._places, 0)
+        begins = np.flatnonzero(fresh)
+        if len(begins):
+            self._keep(first, begins, {key: stacks[0, begins] for key, stacks in mine.items()})
+        for t in range(n):
+            place = first + t + 1
+            self._drop(place)
+            self.depth[place] = np.minimum(self.depth[place - 1] + 1, self.size - 1)
+            others = np.flatnonzero(~follows[t])
+            if len(others):
+                parts = {
+                    key: stacks[t + 1, others] if t + 1 < n else after[key][others]
+                    for key, stacks in mine.items()
+                }
+                self._keep(place, others, parts)
+
+    def of(self, key: Key, cells: Array) -> torch.Tensor:
+        """Return the stacks at places of cells, ``[n, size, ...]``."""
+        frames = self._frames[key]
+        depth = self.depth.reshape(-1)[cells].astype(np.int64)
+        back = np.minimum(np.arange(self.size)[::-1], depth[:, None])
+        index = self._before(cells[:, None], back)
+        stacks = gathered(frames.view(-1, *frames.shape[2:]), index.reshape(-1))
+        stacks = stacks.view(len(cells), self.size, *frames.shape[2:])
+        short = np.flatnonzero(depth < self.size - 1)
+        if len(short):
+            begins = self._before(cells[short], depth[short])
+            _, wholes = self.wholes.of_cells(begins)
+            for d in range(self.size - 1):
+                mine = np.flatnonzero(depth[short] == d)
+                if len(mine):
+                    whole = gathered(wholes[key], mine)
+                    scatter(
+                        whole[:, d : self.size - 1], stacks[:, : self.size - 1 - d], short[mine]
+                    )
+        return stacks
+
+    def restore(self, place: int, depth: Array, stacks: Mapping[Key, torch.Tensor]) -> None:
+        """Note what follows the newest row, at ``place``."""
+        self.depth[place] = depth
+        envs = np.flatnonzero(depth == 0)
+        self._keep(place, envs, {key: rows[envs] for key, rows in stacks.items()})
+
+    def copy_to_end(self) -> None:
+        """Note at the extra place what is noted at the first one, the row of which it is, too."""
+        self._copy(0, self._places)
+
+    def _before(self, cells: Array, rows: Array) -> Array:
+        """Return the places of cells some rows before those at ``cells``."""
+        found: Array = cells - rows * self._B
+        return np.where(found < 0, found + self._places * self._B, found)
+
+    def _drop(self, place: int) -> None:
+        self.wholes.drop(place * self._B, (place + 1) * self._B)
+
+    def _keep(self, place: int, envs: Array, stacks: Mapping[Key, Any]) -> None:
+        """Keep stacks whole."""
+        cells = place * self._B + envs
+        for cell in cells[self.wholes.has(cells)].tolist():
+            self.wholes.drop(cell, cell + 1)
+        self.wholes.keep(cells, stacks)
+        self.depth[place, envs] = 0
+
+    def _copy(self, place: int, to: int) -> None:
+        """Copy what is noted at a place."""
+        self._drop(to)
+        self.depth[to] = self.depth[place]
+        index, stacks = self.wholes.of_cells(place * self._B + np.arange(self._B))
+        self.wholes.keep(to * self._B + index, stacks)
+
+
+def _follows(later: Any, earlier: Any) -> Array:
+    """Return which stacks, ``[n, size, ...]``, follow others."""
+    equal = later[:, :-1] == earlier[:, 1:]
+    found = equal.reshape(len(equal), -1).all(1)
+    return found if isinstance(found, np.ndarray) else found.cpu().numpy()

@@ -1,0 +1,167 @@
+"""What TorchRL 0.15 has added, in the compat layer with any TorchRL: ``replay_write_mode``, pools of
+asynchronous environments.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torchrl")
+
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.envs import AsyncEnvPool, SerialEnv
+from torchrl.testing.mocking_classes import CountingEnv
+
+import muster
+import muster.compat.torchrl.collectors as ours
+import muster.compat.torchrl.collectors.distributed as on_nodes
+from muster.errors import BadOption
+from tests.tools import assert_same
+
+
+def ended_after(steps: int) -> CountingEnv:
+    """Observes its step; its episodes have ``steps + 1``."""
+    return CountingEnv(max_steps=steps)
+
+
+def one(td: Any) -> Any:
+    return td.set("action", torch.ones((*td.batch_size, 1), dtype=torch.int8))
+
+
+def stored(rb: Any) -> list[int]:
+    """The observations in a buffer, in order."""
+    return [int(step) for step in rb[:]["observation"].flatten()] if len(rb) else []
+
+
+def buffer() -> ReplayBuffer:
+    return ReplayBuffer(storage=LazyTensorStorage(100))
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["one", "batched"])
+def test_trajectories_are_written_when_they_are_complete(batched: bool) -> None:
+    rb = buffer()
+    make = partial(ended_after, 5)
+    env = SerialEnv(2, make) if batched else make()
+    told: dict[str, Any] = {"frames_per_batch": 8 if batched else 4, "total_frames": -1}
+    collector = ours.Collector(env, one, replay_buffer=rb, replay_write_mode="trajectory", **told)
+    try:
+        assert collector.replay_write_mode == "trajectory"
+        written = []
+        for _ in range(3):
+            assert collector.next() is None
+            written.append(stored(rb))
+    finally:
+        collector.shutdown()
+    episode = [0, 1, 2, 3, 4, 5]
+    count = 2 if batched else 1
+    assert written == [[], episode * count, episode * 2 * count]
+
+
+def test_rollouts_are_written_at_once() -> None:
+    rb = buffer()
+    collector = ours.Collector(
+        ended_after(5),
+        one,
+        frames_per_batch=4,
+        total_frames=8,
+        replay_buffer=rb,
+        replay_write_mode="rollout",
+    )
+    assert list(collector) == [None, None]
+    collector.shutdown()
+    assert stored(rb) == [0, 1, 2, 3, 4, 5, 0, 1]
+
+
+def test_nodes_write_complete_trajectories() -> None:
+    rb = buffer()
+    told: dict[str, Any] = {"frames_per_batch": 8, "total_frames": 24, "launcher": "mp"}
+    with on_nodes.DistributedCollector(
+        [partial(ended_after, 5)] * 2,
+        one,
+        sync=True,
+        replay_buffer=rb,
+        replay_write_mode="trajectory",
+        **told,
+    ) as collector:
+        assert list(collector) == [None] * 3
+        found = collector.stats()
+    assert stored(rb) == [0, 1, 2, 3, 4, 5] * 4
+    names = ("stepped_frames", "completed_frames", "pending_frames", "written_frames")
+    assert [found[name] for name in names] == [24, 24, 0, 24]
+
+
+@pytest.mark.slow
+def test_workers_write_complete_trajectories() -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(200), shared=True)
+    collector = ours.MultiSyncCollector(
+        [partial(ended_after, 5)] * 2,
+        one,
+        frames_per_batch=8,
+        total_frames=24,
+        replay_buffer=rb,
+        replay_write_mode="trajectory",
+    )
+    try:
+        assert collector.replay_write_mode == "trajectory"
+        for _ in collector:
+            pass
+        assert stored(rb) == [0, 1, 2, 3, 4, 5] * 4
+    finally:
+        collector.shutdown()
+
+
+@pytest.mark.parametrize("name", ["Collector", "MultiSyncCollector", "AsyncCollector"])
+def test_help_shows_the_argument(name: str) -> None:
+    assert "replay_write_mode" in inspect.signature(getattr(ours, name)).parameters
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"replay_write_mode": "trajectory"}, "none was given: pass replay_buffer="),
+        ({"replay_write_mode": "all", "replay_buffer": 1}, "'rollout' or 'trajectory'"),
+        (
+            {"replay_write_mode": "rollout", "replay_buffer": 1, "trajs_per_batch": 2},
+            "give one of them",
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["Collector", "MultiSyncCollector"])
+def test_what_contradicts_it_is_refused(name: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadOption, match=said):
+        getattr(ours, name)([partial(ended_after, 5)], one, frames_per_batch=4, **options)
+
+
+# --- AsyncEnvPool ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [ours.Collector, muster.Collector], ids=["compat", "native"])
+def test_a_pool_of_asynchronous_environments_is_a_batch_of_them(cls: Any) -> None:
+    """TorchRL's own ``Collector`` does not take one."""
+    batches = []
+    for made in (SerialEnv, partial(AsyncEnvPool, backend="threading")):
+        envs = [partial(ended_after, 2), partial(ended_after, 4)]
+        env = made(2, envs) if made is SerialEnv else made(envs)
+        collector = cls(env, one, frames_per_batch=16, total_frames=32)
+        batches.append(list(collector))
+        collector.shutdown()
+    serial, pooled = batches
+    assert len(serial) == len(pooled) == 2
+    for expected, batch in zip(serial, pooled, strict=True):
+        names = {*batch.keys(True, True)} & {*expected.keys(True, True)}
+        assert {"observation", ("next", "done"), ("collector", "traj_ids")} <= names
+        assert_same(batch.select(*names), expected.select(*names))
+
+
+@pytest.mark.slow
+def test_a_pool_of_processes() -> None:
+    pool = AsyncEnvPool([partial(ended_after, 2)] * 2, backend="multiprocessing")
+    collector = ours.Collector(pool, one, frames_per_batch=8, total_frames=8)
+    (batch,) = collector
+    assert batch["observation"].squeeze(-1).tolist() == [[0, 1, 2, 0]] * 2
+    collector.shutdown()
