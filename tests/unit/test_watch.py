@@ -626,9 +626,9 @@ collector.next()
     ("end", "error"),
     [
         ("raise ValueError('by me')", "ValueError: by me"),
-        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
-        ("raise SystemExit(0)", ""),
-        ("", ""),
+        pytest.param("raise KeyboardInterrupt", "KeyboardInterrupt", marks=pytest.mark.slow),
+        pytest.param("raise SystemExit(0)", "", marks=pytest.mark.slow),
+        pytest.param("", "", marks=pytest.mark.slow),
     ],
 )
 def test_the_error_of_a_program_without_a_with_block_is_that_of_its_collection(
