@@ -32,6 +32,7 @@ html_title = f"Muster {release}"
 html_static_path = ["_static"]
 html_favicon = "_static/muster.svg"
 html_css_files = ["muster.css"]
+html_search_scorer = str(HERE / "builder" / "scorer.js")
 html_copy_source = True  # llms.txt names these files
 html_theme_options = {"navigation_with_keys": False}
 smartquotes = False  # they change --out to a dash

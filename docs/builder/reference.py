@@ -19,6 +19,7 @@ from sphinx.application import Sphinx
 from sphinx.util.typing import stringify_annotation
 
 import muster
+from builder import parameters
 from muster.cli.main import COMMANDS
 from muster.collectors.multi_options import MultiOptions
 from muster.collectors.options import CollectorOptions
@@ -77,6 +78,8 @@ GROUPS = {
     "Modules": ["policies", "weights", "errors", "testing"],
 }
 OPTIONS = (CollectorOptions, MultiOptions)
+MODULE = re.compile(r"~|\b(?:typing|collections\.abc)\.")
+FILE = re.compile(r"\bdocs/([\w/]+)\.md")  # in docstrings, which are also read without this site
 METHODS_OF_ALL = "Collector"  # its page has the methods that collectors inherit
 
 
@@ -186,12 +189,41 @@ def describe(app: Any, what: str, name: str, value: Any, options: Any, lines: li
     written = set(_entries(inspect.cleandoc(value.__doc__ or "")))
     meanings = meanings_of(value)
     left = [p for p in given.parameters.values() if p.name not in written and p.name in meanings]
-    lines += ["", *(line for p in left for line in _fields(p, meanings[p.name])), ""]
+    if what == "class" and name.endswith("Collector"):
+        added = list(_grouped(left, meanings))
+    else:
+        added = [line for p in left for line in _fields(p, meanings[p.name])]
+    # what can be raised comes last
+    end = next((i for i, line in enumerate(lines) if line.startswith(":raises")), len(lines))
+    lines[end:end] = ["", *added, ""]
+    lines[:] = [FILE.sub(_as_link, line) for line in lines]
     if what == "class" and name.endswith("Collector") and name != f"muster.{METHODS_OF_ALL}":
         lines += [
             "Methods and attributes that are not listed here are those of :class:`muster.Collector`.",
             "",
         ]
+
+
+def _grouped(given: list[inspect.Parameter], meanings: dict[str, str]) -> Iterator[str]:
+    """List the many parameters of a collector in groups, each as a term and its meaning."""
+    for group in parameters.GROUPS:
+        members = [p for p in given if parameters.group_of(p.name) == group]
+        if not members:
+            continue
+        yield from [f".. rubric:: {group}", ""]
+        for p in members:
+            kind = ""
+            if p.annotation is not p.empty:
+                shown = stringify_annotation(p.annotation, "smart")
+                kind = f" ({MODULE.sub('', shown)})"
+            default = "" if p.default is p.empty else f" Default: ``{_shown(p.default)}``."
+            yield f"**{p.name}**{_escaped(kind)}"
+            yield f"    {meanings[p.name]}{default}"
+            yield ""
+
+
+def _as_link(found: re.Match[str]) -> str:
+    return f":doc:`/{found[1]}`" if (DOCS / f"{found[1]}.md").exists() else found[0]
 
 
 def meanings_of(value: Any) -> dict[str, str]:
@@ -303,7 +335,7 @@ def _glossary() -> Iterator[str]:
     )
     rows = re.findall(r"^\| (?!word|---)(.+?) \| (.+) \|$", text, re.MULTILINE)
     yield "# Glossary\n"
-    yield "The words of these pages, of the code and of its errors, from [Architecture](../architecture.md).\n"
+    yield "Terms used in these pages and in error messages, from [Architecture](../architecture.md).\n"
     for word, meaning in sorted(rows, key=lambda row: row[0].lower()):
         yield f"{word}\n: {meaning}\n"
 

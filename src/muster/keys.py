@@ -21,6 +21,7 @@ TRAJ_IDS: Key = ("collector", "traj_ids")
 NEXT_OBS_VALID: Key = ("collector", "next_obs_valid")
 VALID: Key = ("collector", "valid")
 POLICY_VERSION: Key = ("collector", "policy_version")
+SEED: Key = ("collector", "seed")  # of the reset of the row's episode; -1: it had none
 AGENT: Key = ("collector", "agent")  # who acted, where agents take turns
 RESUMED: Key = ("collector", "resumed")
 # hidden: sum of several rewards, for episode records

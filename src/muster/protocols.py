@@ -44,6 +44,8 @@ class Outputs:
     state: dict[Key, torch.Tensor] = field(default_factory=dict)  # recurrent state after the call
     # actions without a fixed shape, e.g. text
     objects: dict[Key, Array] = field(default_factory=dict)
+    # recurrent state before the call, if the policy gives that of new episodes
+    begun: dict[Key, torch.Tensor] = field(default_factory=dict)
 
 
 class EnvBatch(Protocol):

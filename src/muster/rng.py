@@ -333,7 +333,7 @@ def set_state(bits: np.random.BitGenerator, state: Mapping[str, Any]) -> None:
     """
     parts: dict[str, Any] = {**state, **state["state"]}
     if any(np.asarray(part).dtype.kind in "fc" for part in parts.values()):
-        raise ValueError("the state of a random generator has numbers that are no integers")
+        raise ValueError("the state of a random generator has numbers that are not integers")
     bits.state = state
 
 

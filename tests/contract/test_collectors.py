@@ -48,7 +48,7 @@ from tests.fakes import on_nodes
 from tests.fakes.actors import Actor, Moody, Two
 from tests.fakes.buffers import Extends
 from tests.fakes.seeded import SeededEnv
-from tests.fakes.telling import telling
+from tests.fakes.telling import Counts, telling
 from tests.tools import assert_accounted, assert_chain, assert_same, column, counting
 
 B, T = 2, 4
@@ -887,6 +887,22 @@ def test_weight_sync_schemes(kind, scheme):
         c.update_policy_weights_(Actor(3.0))
         weights = c.rollout()["weight"].unique().tolist()
         assert weights == [1.0 if scheme == "none" or isinstance(scheme, NoSync) else 3.0]
+
+
+def test_episodes_begin_with_the_state_that_the_policy_gives(kind):
+    policy = policies.recurrent(Counts(), initial_state="h0")
+    with serial(kind, counting(3), policy) as c:
+        for h0 in (5.0, 9.0):
+            with torch.no_grad():
+                policy.h0.fill_(h0)
+            c.update_policy_weights_()
+            c.reset()
+            batch = whole(kind, c)
+            steps = torch.tensor([0.0, 1.0, 2.0, 0.0])
+            expected = (h0 + steps)[:, None].expand(kind.groups, B, T, 2)
+            assert torch.equal(batch["recurrent_state"], expected)
+            assert torch.equal(batch["seen"], expected)
+            assert torch.equal(batch["is_init"][..., 0], (steps == 0).expand(kind.groups, B, T))
 
 
 def test_each_worker_can_make_its_own_policy(kind):

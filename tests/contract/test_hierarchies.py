@@ -193,7 +193,7 @@ def test_nodes_that_keep_their_weights(scheme):
     "scheme", [RayWeightSyncScheme(), SharedMemoryWeightSyncScheme(), "shared", 3], ids=repr
 )
 def test_what_does_not_fit_to_nodes_is_refused(scheme):
-    message = "is no way to send weights to nodes that torch.distributed connects.*DistributedWeightSyncScheme"
+    message = "is not a way to send weights to nodes that torch.distributed connects.*DistributedWeightSyncScheme"
     with (
         pytest.raises(BadOption, match=message),
         nodes(Actor(1.0), weight_sync_schemes={"policy": scheme}),

@@ -27,7 +27,7 @@ from muster import (
     ReplayMemory,
 )
 from muster.envs.envpool import EnvPoolVectorEnv
-from muster.errors import BadOption, PolicyError
+from muster.errors import BadOption, NothingToSample, PolicyError
 from muster.testing import CountingEnv, Fault, OracleEnv, TorchCartPole
 from muster.testing.oracle import follow
 from tests.fakes import on_nodes
@@ -481,6 +481,46 @@ def test_a_loaded_state_goes_on_with_its_episodes(rows, new):
     batch = memory.sample(1, sequence=size)
     assert batch["observation"][0, :, 1].tolist() == list(range(size))
     assert len(memory) == 2 * size
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("goes_on", [False, True], ids=["new", "resumed"])
+def test_a_loaded_memory_continues_episodes_if_the_collector_does(tmp_path, rows, goes_on):
+    def make(memory: ReplayMemory) -> Any:
+        return Collector(
+            lambda: CountingEnv(10**6, noise=True),
+            None,
+            num_envs=2,
+            frames_per_batch=2 * rows,
+            replay_buffer=memory,
+            seed=0,
+        )
+
+    memory = ReplayMemory(400, seed=0)
+    collector = make(memory)
+    for _ in taken(collector, 5):
+        pass
+    memory.save(tmp_path)
+    state = collector.state_dict()
+    loaded = ReplayMemory(400)
+    loaded.load(tmp_path)
+    assert torch.equal(loaded.sample(30)["index"], memory.sample(30)["index"])
+    other = make(loaded)
+    if goes_on:
+        other.load_state_dict(state)
+    for _ in taken(other, 5):
+        pass
+    every = loaded[:]
+    assert torch.equal(every["next", "observation"][:, 1], every["observation"][:, 1] + 1)
+    size = 10 * rows
+    if goes_on:
+        batch = loaded.sample(1, sequence=size)
+        assert batch["observation"][0, :, 1].tolist() == list(range(size))
+    else:
+        with pytest.raises(NothingToSample):
+            loaded.sample(1, sequence=size // 2 + 1)
+        batch = loaded.sample(1, sequence=size, across_episodes=True)
+        assert batch["is_init"].sum() == 2
 
 
 @pytest.mark.parametrize("rows", [1, 3])

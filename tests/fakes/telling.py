@@ -39,3 +39,16 @@ def telling(number: int) -> Any:
 def made_with(length: int = 3, **options: Any) -> CountingEnv:
     """A counting environment; keyword arguments of the worker or node set its episodes' length."""
     return CountingEnv(length, **options)
+
+
+class Counts(nn.Module):
+    """Counts its steps in the recurrent state, ``[B, 2]``, from the learned state ``h0`` on, and
+    shows what it got in the column ``seen``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h0 = nn.Parameter(torch.tensor([5.0, 70.0]))
+
+    def forward(self, obs: torch.Tensor, state: Any) -> Any:
+        return torch.zeros(obs.shape[:-1], dtype=torch.long), {"seen": state}, state + 1

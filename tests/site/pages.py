@@ -132,6 +132,55 @@ def test_search_finds_the_page(
     assert seen == []
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("gae", {"recipes/ppo.html"}),
+        ("seed", {"recipes/seeds.html", "guide.html", "start.html"}),
+        ("checkpoint", {"guide.html", "recipes/index.html", "save_and_continue.html"}),
+        ("num_envs", {"guide.html", "start.html", "recipes/troubleshooting.html"}),
+        ("clip", {"recipes/actions.html"}),
+        ("frame stack", {"recipes/images.html"}),
+        ("lstm", {"recipes/recurrent.html"}),
+        ("hydra", {"recipes/hydra.html"}),
+    ],
+)
+def test_search_leads_to_a_how_to_page_first(
+    page: Page, address: str, words: str, expected: set[str]
+) -> None:
+    page.set_viewport_size(DESKTOP)
+    page.goto(f"{address}/search.html?q={words}")
+    expect(page.locator("#search-results .search-summary")).to_contain_text("found")
+    links = page.locator("#search-results ul.search li a").all()
+    found = [urlsplit(link.get_attribute("href") or "").path for link in links]
+    assert found[0] in expected, found[:5]
+    history = [n for n, path in enumerate(found) if path.startswith(("decisions/", "changelog"))]
+    others = [n for n, path in enumerate(found) if not path.startswith(("decisions/", "changelog"))]
+    assert not history or min(history) > 4 or min(history) > max(others)
+
+
+def test_a_collectors_parameters_are_grouped_before_its_errors(page: Page, address: str) -> None:
+    page.goto(f"{address}/reference/MultiSyncCollector.html")
+    groups = page.locator("article p.rubric")
+    names = groups.all_text_contents()
+    assert names[:6] == [
+        "What to collect",
+        "Environments",
+        "Policy",
+        "Devices",
+        "Weights",
+        "Episodes",
+    ]
+    assert names[-3:] == ["Workers and nodes", "Failures", "Looking at it"]
+    errors = page.locator("article dt", has_text="Raises").first
+    last, raised = groups.last.bounding_box(), errors.bounding_box()
+    assert last is not None
+    assert raised is not None
+    assert raised["y"] > last["y"]
+    assert "docs/" not in page.locator("article").inner_text()
+    assert page.locator("article a[href='../watch.html']").count() > 0
+
+
 def test_the_dark_theme_can_be_chosen(page: Page, address: str) -> None:
     page.set_viewport_size(DESKTOP)
     page.goto(f"{address}/index.html")

@@ -504,6 +504,18 @@ def test_the_state_says_how_a_run_has_ended(
     assert page.title().startswith("\u26a0") is text.startswith("crashed")
 
 
+def test_a_run_that_ended_before_its_total_says_so(
+    newest: dict[str, Any], tmp_path: Path, look: Open, serve: Callable[..., str]
+) -> None:
+    append = simple_run(tmp_path / "run", newest, total_frames=3000)
+    append(0, frames=1000)
+    lines(tmp_path / "run", {"kind": "end", "time": time.time(), "error": ""})
+    page = look(serve(tmp_path / "run"))
+    expect(page.locator("#state")).to_have_text("ended after 1k of 3k frames")
+    append(0, frames=3000)
+    expect(page.locator("#state")).to_have_text("ended")
+
+
 def simple_run(path: Path, newest: dict[str, Any], **about: Any) -> Callable[..., None]:
     """Begin the file of a run; the function appends a snapshot, so many seconds ago."""
     path.mkdir(parents=True, exist_ok=True)
@@ -582,7 +594,7 @@ def test_numbers_that_cross_a_limit_are_red(
     append(0, frames=3000, batches=3, totals=worse, policy_lag={"0": 2, "11": 1})
     expect(page.locator("#number-return")).to_have_text("150")
     expect(page.locator(red)).to_have_count(2)
-    expect(page.locator("#numbers")).to_contain_text("falling: the mean was 200")
+    expect(page.locator("#numbers")).to_contain_text("fallen from 200")
     expect(page.locator("#number-policy-lag")).to_have_text("11")
     expect(page.locator("#numbers")).to_contain_text("above 10")
     page.locator("#settings summary").click()
@@ -665,6 +677,11 @@ def test_several_runs_share_the_charts(
     assert errors["y"] > chart["y"] + chart["height"], "errors are below the charts"
     page.locator("#facts-card summary").click()
     expect(page.locator("#facts")).to_contain_text("seed")
+    page.locator("#settings summary").click()
+    form = page.locator("#settings form").bounding_box()
+    assert form is not None
+    assert form["x"] >= 0
+    assert form["x"] + form["width"] <= viewport["width"]
     assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
 
 

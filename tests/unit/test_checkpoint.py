@@ -119,7 +119,7 @@ def test_a_file_with_another_byte_anywhere_is_refused_or_means_the_same(file, st
 
 def test_foreign_and_missing_files_are_refused_by_name(file):
     safetensors.torch.save_file({"w": torch.ones(1)}, file)
-    with pytest.raises(BadCheckpoint, match=r"state\.safetensors is no checkpoint of Muster's"):
+    with pytest.raises(BadCheckpoint, match=r"state\.safetensors is not a Muster checkpoint"):
         load(file)
     with pytest.raises(BadCheckpoint, match="nothing-here cannot be read: No such file"):
         load(file.with_name("nothing-here"))

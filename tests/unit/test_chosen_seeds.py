@@ -181,3 +181,67 @@ def test_an_evaluation_takes_its_seeds_from_one_place() -> None:
 def test_environments_that_cannot_be_seeded_one_by_one() -> None:
     with pytest.raises(UnsupportedEnv, match=r"episode_seeds: .* cannot be reset with a seed"):
         Collector(TorchCartPole(4), None, frames_per_batch=8, episode_seeds=SEEDS)
+
+
+# --- track_seeds ----------------------------------------------------------------------------------
+
+SEED = ("collector", "seed")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"seed": 7},
+        {"seed": [6, 2, 9, 4]},
+        {"episode_seeds": SEEDS},
+        {"episode_seeds": SEEDS, "max_frames_per_traj": 2},
+        {"seed": 7, "reset_when_done": False},
+        {"seed": 7, "reset_at_each_iter": True},
+        {"seed": 7, "max_decorrelation_steps": 3},
+        {},
+    ],
+    ids=str,
+)
+def test_every_row_tells_the_seed_of_its_episode(options: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"num_envs": 4, "frames_per_batch": 28, "track_seeds": True}
+    with Collector(SeededEnv, None, **given, **options) as c:
+        for turn in range(3):
+            if turn == 2:
+                c.set_seed(31)
+            batch = c.next()
+            shown = batch["observation"][..., 0].long()
+            real = batch[IDS] >= 0
+            assert torch.equal(batch[SEED][real], shown[real])
+            assert (batch[SEED][~real] == -1).all()
+            assert turn == 1 or bool((batch[SEED] >= 0).any()) == bool(options or turn == 2)
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_seeds_of_vector_environments_are_told(mode: AutoresetMode) -> None:
+    with Collector(
+        partial(scripted, mode), None, frames_per_batch=30, seed=5, track_seeds=True
+    ) as c:
+        for _ in range(2):
+            batch = c.next()
+            assert torch.equal(batch[SEED], batch["observation"][..., 0].long())
+
+
+def test_seeds_are_told_by_workers_and_after_a_load() -> None:
+    options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 20, "track_seeds": True}
+    with MultiSyncCollector([SeededEnv] * 2, None, seed=3, **options) as c:
+        for _ in range(2):
+            batch = c.next()
+            assert torch.equal(batch[SEED], batch["observation"][..., 0].long())
+    with Collector(SeededEnv, None, seed=3, num_envs=2, frames_per_batch=2, track_seeds=True) as c:
+        c.next()
+        state = c.state_dict()
+    with Collector(SeededEnv, None, num_envs=2, frames_per_batch=2, track_seeds=True) as c:
+        c.load_state_dict(state)
+        batch = c.next()
+        assert torch.equal(batch[SEED], batch["observation"][..., 0].long())
+        assert batch[SEED].max() == 3
+
+
+def test_seeds_that_cannot_be_known_are_refused() -> None:
+    with pytest.raises(UnsupportedEnv, match=r"track_seeds: .* resets its environments itself"):
+        Collector(TorchCartPole(4), None, frames_per_batch=8, track_seeds=True)

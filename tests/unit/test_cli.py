@@ -1039,7 +1039,9 @@ def test_a_dataset_id_that_is_none_shows_the_form(name, capsys, tmp_path):
     pytest.importorskip("minari")
     run(capsys, "collect", "CartPole-v1", "--frames", "800", "--out", tmp_path / "a", "--quiet")
     said = refused(capsys, "export", tmp_path / "a", "--to", "minari", "--out", name)
-    assert f"{name!r} is no id of a Minari dataset: expected NAME-vN or NAMESPACE/NAME-vN" in said
+    assert (
+        f"{name!r} is not an id of a Minari dataset: expected NAME-vN or NAMESPACE/NAME-vN" in said
+    )
     assert "such as cartpole/ppo-v0" in said
 
 

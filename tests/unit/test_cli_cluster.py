@@ -168,7 +168,7 @@ def test_a_node_says_that_its_collector_is_gone(tmp_path: Path) -> None:
         assert collecting.stdout is not None
         assert "frames/s" in collecting.stdout.readline()
         collecting.kill()
-        assert end_of(node) == (1, "", "muster: the collector has ended without a goodbye.\n")
+        assert end_of(node) == (1, "", "muster: the connection to the collector was lost.\n")
 
 
 @pytest.mark.slow

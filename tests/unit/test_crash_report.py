@@ -514,7 +514,7 @@ def test_every_generator_of_numpy_can_be_saved_and_set(name: str, tmp_path: Path
 
 def test_what_has_no_generator_has_no_state() -> None:
     assert random_state(object()) is None
-    with pytest.raises(ValueError, match="no bit generator"):
+    with pytest.raises(ValueError, match="not a bit generator"):
         generator_of({"bit_generator": "Generator"})
 
 
@@ -631,12 +631,12 @@ def rewritten(path: Path, **changes: Any) -> Path:
 
 def test_other_files_and_formats_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "c"
-    with pytest.raises(BadCrashReport, match="no crash report of format 2"):
+    with pytest.raises(BadCrashReport, match="not a crash report of format 2"):
         CrashReport.load(rewritten(path, format=99))
     with pytest.raises(BadCrashReport, match="is damaged"):
         CrashReport.load(rewritten(path, unknown=1))
     checkpoint.save(path, [1])
-    with pytest.raises(BadCrashReport, match="no crash report of format 2"):
+    with pytest.raises(BadCrashReport, match="not a crash report of format 2"):
         CrashReport.load(path)
     with pytest.raises(BadCrashReport, match="cannot be read: No such file"):
         CrashReport.load(tmp_path / "none")

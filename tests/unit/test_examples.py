@@ -102,6 +102,35 @@ def test_algorithms_run_and_print_the_rows_of_a_curve(example, frames, capsys):
     assert (score < 0) == (mean < 0) == (example in (sac, td3))  # Pendulum's rewards are negative
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("example", [sac, td3])
+def test_a_gradient_step_follows_each_step_after_the_warm_up(example, monkeypatch):
+    learners = []
+
+    class Learner(example.Learner):
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            learners.append(self)
+
+    monkeypatch.setattr(example, "Learner", Learner)
+    example.main(["--total-frames", "60", "--learning-starts", "50", "--eval-episodes", "1"])
+
+    assert [learner.updates for learner in learners] == [10]
+
+
+def test_dqn_learns_after_every_second_step(monkeypatch):
+    learn, sizes = dqn_cartpole.update, []
+
+    def update(*networks, rows):
+        sizes.append(len(rows))
+        learn(*networks, rows)
+
+    monkeypatch.setattr(dqn_cartpole, "update", lambda *given: update(*given[:3], rows=given[3]))
+    dqn_cartpole.train(0, dqn_cartpole.LEARNING_STARTS + 10)
+
+    assert sizes == [dqn_cartpole.BATCH_SIZE] * 5
+
+
 def test_sac_begins_with_cleanrls_distribution_and_stays_within_its_bounds():
     torch.manual_seed(0)
     net = sac.Learner(17, 6).actor.net

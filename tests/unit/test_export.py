@@ -29,6 +29,7 @@ from muster.recording.export import UNFINISHED
 from muster.testing import CountingEnv, Fault, InfoEnv, OracleEnv, SpaceEnv, TorchCartPole
 from muster.testing.oracle import EXECUTED
 from tests.fakes.faults import Signalled
+from tests.fakes.seeded import SeededEnv
 
 NAMES = dict.fromkeys(("t", "stage", "half", "place", "goal")) | InfoEnv.SPACES
 BOX = spaces.Box(-1, 1, (3,), np.float32)
@@ -464,3 +465,46 @@ def test_the_command_line_exports(tmp_path, capsys):
         == 2
     )
     assert minari.load_dataset("cart-v0").env_spec.id == "CartPole-v1"
+
+
+# --- seeds ----------------------------------------------------------------------------------------
+
+
+def test_exports_have_the_seeds_of_episodes(tmp_path):
+    seeds = [5, 3, 11, 7, 2]
+    recording = recorded(
+        tmp_path / "in", SeededEnv, num_envs=2, frames=20, track_seeds=True, episode_seeds=seeds
+    )
+    expected = [int(episode["observation"][0, 0]) for episode in whole(recording)]
+    assert set(expected) == set(seeds)
+    recording.to_minari("seeded-v0")
+    found = minari.load_dataset("seeded-v0")
+    stored = list(found.storage.get_episode_metadata(range(found.total_episodes)))
+    assert [one["seed"] for one in stored] == expected
+    recording.to_lerobot(tmp_path / "lerobot")
+    table = pq.read_table(tmp_path / "lerobot" / "meta" / "episodes")
+    assert table["seed"].to_pylist() == expected
+    recording.to_parquet(tmp_path / "rows.parquet")
+    rows = pq.read_table(tmp_path / "rows.parquet")
+    number = rows["episode"].to_pylist()
+    assert rows["collector.seed"].to_pylist() == [expected[i] for i in number]
+
+
+def test_episodes_without_a_seed(tmp_path):
+    recording = recorded(tmp_path / "in", SeededEnv, num_envs=2, frames=20, track_seeds=True)
+    expected = [int(episode["observation"][0, 0]) for episode in whole(recording)]
+    assert {-1, 0, 1} == set(expected)
+    recording.to_minari("some-v0")
+    found = minari.load_dataset("some-v0")
+    stored = list(found.storage.get_episode_metadata(range(found.total_episodes)))
+    assert [one.get("seed") or -1 for one in stored] == [seed or -1 for seed in expected]
+    recording.to_lerobot(tmp_path / "lerobot")
+    table = pq.read_table(tmp_path / "lerobot" / "meta" / "episodes")
+    assert table["seed"].to_pylist() == [None if seed < 0 else seed for seed in expected]
+
+
+def test_recordings_without_seeds_are_exported_as_before(tmp_path):
+    recording = recorded(tmp_path / "in", SeededEnv, num_envs=2, frames=20)
+    recording.to_lerobot(tmp_path / "lerobot")
+    table = pq.read_table(tmp_path / "lerobot" / "meta" / "episodes")
+    assert "seed" not in table.column_names

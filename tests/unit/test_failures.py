@@ -276,7 +276,7 @@ def test_endless_texts_are_shortened() -> None:
         (-11, 2, "That is a crash in native code"),
         (-15, 0, "was killed by SIGTERM during step. Muster did not send that signal."),
         (-250, 0, "was killed by signal 250"),
-        (0, 0, "ended with exit code 0 during step. No end was requested"),
+        (0, 0, "ended with exit code 0 during step. The process ended by itself"),
         (
             1,
             0,

@@ -467,7 +467,7 @@ def test_an_error_in_the_middle_of_a_group_shows_nothing_twice_and_keeps_the_col
         ([1, 2], "returned a list: expected None, or a dict"),
         ({"a": np.zeros(3)}, r"a has shape \[3\], and the episode 2 steps: expected \[2, ...\]"),
         ({"a": 1.0}, r"a has shape \[\]"),
-        ({"a": ["x", "y"]}, "a is no array of numbers"),
+        ({"a": ["x", "y"]}, "a is not an array of numbers"),
         ({("collector", "a"): np.zeros(2)}, "outside of 'collector'"),
         (
             {"b": np.zeros(2)},

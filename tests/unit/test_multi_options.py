@@ -182,7 +182,7 @@ class Buffer(list):  # type: ignore[type-arg]
             for cls in BOTH
         ),
         *(
-            (cls, {"weight_sync_schemes": {"policy": "fax"}}, "'fax' is no way to send weights")
+            (cls, {"weight_sync_schemes": {"policy": "fax"}}, "'fax' is not a way to send weights")
             for cls in BOTH
         ),
         *((cls, {"set_truncated": True, "trajs_per_batch": 1}, "set_truncated") for cls in BOTH),

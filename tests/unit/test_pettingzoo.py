@@ -281,7 +281,7 @@ def test_spaces_without_arrays_and_masks_of_continuous_actions_are_refused():
         def observation_space(self, agent: str) -> Any:
             return spaces.Text(3)
 
-    with pytest.raises(UnsupportedSpace, match="no arrays"):
+    with pytest.raises(UnsupportedSpace, match="not arrays"):
         Collector(Texts(), None, frames_per_batch=3)
 
     class Masked(Shifts):

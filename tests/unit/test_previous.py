@@ -259,7 +259,7 @@ class Has(CountingEnv):
     ("env", "message"),
     [
         (Has, "prev_reward.* already"),
-        (partial(SpaceEnv, spaces.Box(0, 1, (2,)), spaces.Text(3)), "no arrays"),
+        (partial(SpaceEnv, spaces.Box(0, 1, (2,)), spaces.Text(3)), "not arrays"),
         (lambda: TorchCartPole(3), "resets itself on a device"),
     ],
 )

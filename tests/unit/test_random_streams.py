@@ -288,9 +288,9 @@ def test_states_with_numbers_that_are_no_integers_are_refused(name, word):
     key = "state" if name == "numpy" else "key"
     words[key] = words[key].astype(float)
     words[key][0] = word
-    with pytest.raises(ValueError, match="no integers"):
+    with pytest.raises(ValueError, match="not integers"):
         GroupRng(3).load_state_dict(state)
-    with pytest.raises(ValueError, match="no integers"):
+    with pytest.raises(ValueError, match="not integers"):
         generator_of(state[name])
 
 

@@ -12,8 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from muster import ReplayMemory
-from muster.errors import BadOption, NothingToSample
+from muster.errors import BadCheckpoint, BadOption, FileError, NothingToSample
 from muster.memory.specs import OBJECT, Column
+from tests.tools import files_limited_to
 
 OBS = ("observation",)
 PLACE = ("pixels", "place")
@@ -336,7 +337,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     sizes=st.sampled_from([[1], [3], [2, 3], [1, 1]]),
     extra=st.integers(0, 40),
@@ -693,3 +694,317 @@ def test_the_size_is_that_of_what_was_written():
     stored = (8 + 8 + 8 + 4 + 3) * 11  # two floats, two integers, the reward and three flags
     aside = 16 * (8 + 8)
     assert written.memory.nbytes == stored + aside
+
+
+# --- saving ---------------------------------------------------------------------------------------
+
+
+def like(written: Written, **options: Any) -> ReplayMemory:
+    """An empty memory with the same options."""
+    memory = written.memory
+    given = {"capacity": memory.capacity, "alpha": memory._alpha, "keep": memory._keep}
+    return ReplayMemory(**{**given, **options})
+
+
+def assert_alike(a: ReplayMemory, b: ReplayMemory) -> None:
+    """They have the same transitions, and the same will be drawn."""
+    assert len(a) == len(b)
+    pairs = [(a[:], b[:])]
+    if len(a):
+        pairs.append((a.sample(20), b.sample(20)))
+        pairs.append((a.sample(5, n_step=3), b.sample(5, n_step=3)))
+    for one, other in pairs:
+        assert set(one.keys(True, True)) == set(other.keys(True, True))
+        for key in one.keys(True, True):
+            assert torch.equal(one[key], other[key]), key
+
+
+def go_on(written: Written, other: ReplayMemory) -> None:
+    """Let the rows that follow be written to ``other``."""
+    written.memory = other
+    assert [ring.hi for ring in other.rings] == [len(rows) for rows in written.cells]
+
+
+def saved_files(directory: Any) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """A file has few rows."""
+    monkeypatch.setattr("muster.memory.replay_files.BLOCK_BYTES", 700)
+
+
+ONE = ("write", 0, 1)
+CHECK = ("check", 0, 0)
+SEAMS = [ONE, CHECK, ("jump", 0, [0]), ONE, CHECK]  # the newest row gets an end after it was saved
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.sampled_from([[1], [3], [2, 3]]),
+    extra=st.integers(0, 40),
+    margin=st.integers(1, 9),
+    gaps=st.sampled_from([0.0, 0.3]),
+    alpha=st.sampled_from([None, 0.7]),
+    loads=st.booleans(),
+    block=st.sampled_from([1, 300, 900, 10**6]),
+    seed=st.integers(0, 1000),
+    todo=operations,
+)
+@example([1], 4, 1, 0.0, None, True, 300, 0, [("write", 0, 9), ("check", 0, 0)] * 10)
+@example([2, 3], 40, 3, 0.3, 0.7, True, 900, 0, [("write", 0, 9), ("check", 0, 0)] * 10)
+@example([1], 11, 1, 0.0, None, True, 300, 0, [("write", 0, 1), ("check", 0, 0)] * 60)
+@example([1], 9, 1, 0.0, None, False, 1, 0, SEAMS * 5)
+def test_what_was_saved_is_loaded_exactly(
+    tmp_path_factory, sizes, extra, margin, gaps, alpha, loads, block, seed, todo
+):
+    """A directory is saved into again and again, sometimes by the memory that has loaded it."""
+    directory = tmp_path_factory.mktemp("memory")
+    memory = ReplayMemory(sum(sizes) + extra, alpha=alpha, keep=[STATE, EXTRA], seed=seed)
+    written = Written(memory, sizes, margin, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("muster.memory.replay_files.BLOCK_BYTES", block)
+        for name, ring, how in [*todo, ("check", 0, 0)]:
+            ring = min(ring, len(sizes) - 1)
+            if name == "write":
+                written.write(ring, how, gaps=gaps)
+            elif name == "jump":
+                written.jump(ring, sorted({env for env in how if env < sizes[ring]}))
+            elif name == "clear":
+                written.clear()
+            else:
+                if alpha is not None and len(written.memory):
+                    index = written.memory[:]["index"]
+                    written.memory.update_priority(index, written.rng.random(len(index)))
+                written.memory.save(directory)
+                other = like(written)
+                other.load(directory)
+                third = like(written)
+                third.load_state_dict(written.memory.state_dict())
+                assert_alike(third, other)
+                third.load_state_dict(written.memory.state_dict())
+                if len(other):
+                    other.load(directory)
+                assert_alike(written.memory, third)
+                other.load(directory)
+                if loads:
+                    go_on(written, other)
+                check_all(written)
+
+
+def test_rows_are_written_once(tmp_path, small_blocks):
+    written = filled(capacity=60, sizes=(2,), rows=20)
+    written.memory.save(tmp_path)
+    before = saved_files(tmp_path)
+    written.write(0, 4)
+    written.memory.save(tmp_path)
+    after = saved_files(tmp_path)
+    rows = {name for name in before if name.startswith("rows")}
+    assert len(rows) == 2
+    assert {name: before[name] for name in rows} == {name: after[name] for name in rows}
+    assert len(after) <= len(before) + 2
+    other = like(written)
+    other.load(tmp_path)
+    go_on(written, other)
+    other.save(tmp_path)
+    kept = saved_files(tmp_path)
+    assert {name: before[name] for name in rows} == {name: kept[name] for name in rows}
+    written.write(0, 30)
+    other.save(tmp_path)
+    assert not rows & set(saved_files(tmp_path))  # all were overwritten
+    third = like(written)
+    third.load(tmp_path)
+    assert_alike(other, third)
+
+
+def test_two_memories_that_went_on_from_the_same_files(tmp_path, small_blocks):
+    """They have rows of the same numbers, and one is saved where the other was."""
+    written = filled(capacity=60, sizes=(2,), rows=12)
+    written.memory.save(tmp_path)
+    other = Written(like(written), [2], 8, 9)
+    other.memory.load(tmp_path)
+    other.cells = [list(rows) for rows in written.cells]
+    other.now = [[other.new() + 10**6 for _ in range(2)]]
+    other.jump(0, [0, 1])
+    for each_one in (written, other, written):
+        each_one.write(0, 9)
+        each_one.memory.save(tmp_path)
+        loaded = like(each_one)
+        loaded.load(tmp_path)
+        assert_alike(each_one.memory, loaded)
+
+
+@pytest.mark.parametrize("stage", range(12))
+def test_a_crash_leaves_a_whole_memory(tmp_path, small_blocks, monkeypatch, stage):
+    """The save ends after so many files: those before are there, the manifest is the old one."""
+    written = filled(capacity=60, sizes=(2,), rows=28)
+    old = like(written)
+    old.load_state_dict(written.memory.state_dict())
+    written.memory.save(tmp_path)
+    written.write(0, 25)
+    count = 0
+
+    def crashing(path: Any, parts: Any) -> None:
+        nonlocal count
+        if count == stage:
+            (tmp_path / f"{path.name}.0123456789ab.tmp").write_bytes(b"half")
+            raise KeyboardInterrupt
+        count += 1
+        whole(path, parts)
+
+    from muster.memory import replay_files
+
+    whole = replay_files.write_whole
+    with monkeypatch.context() as patch:
+        patch.setattr(replay_files, "write_whole", crashing)
+        try:
+            written.memory.save(tmp_path)
+        except KeyboardInterrupt:
+            expected = old
+        else:
+            expected = written.memory
+    other = like(written)
+    other.load(tmp_path)
+    assert_alike(expected, other)
+    written.memory.save(tmp_path)
+    other.load(tmp_path)
+    expected = like(written)
+    expected.load_state_dict(written.memory.state_dict())
+    assert_alike(expected, other)
+    assert not [name for name in saved_files(tmp_path) if name.endswith("tmp")]
+
+
+@pytest.mark.parametrize("capacity", [24, 200])
+def test_another_capacity(tmp_path, capacity):
+    """A smaller memory loads the newest rows."""
+    written = filled(capacity=60, sizes=(2,), rows=50, alpha=0.5)
+    written.memory.save(tmp_path)
+    other = like(written, capacity=capacity)
+    other.load(tmp_path)
+    assert len(other) == min(capacity, 60)
+    assert torch.equal(other[:]["index"], written.memory[:]["index"][-capacity:])
+    third = like(written, capacity=capacity)
+    third.load_state_dict(written.memory.state_dict())
+    assert_alike(other, third)
+    if capacity < 60:
+        go_on(written, other)
+        written.write(0, 3)
+        check_all(written)
+
+
+def test_files_that_do_not_fit(tmp_path):
+    written = filled(alpha=0.5, keep=["extra"])
+    written.memory.save(tmp_path)
+    for options, match in (
+        ({"alpha": None}, "make the memory with priorities"),
+        ({"keep": []}, r"\['extra'\], too: name them in keep"),
+        ({"keep": ["extra", "recurrent_state"]}, "there is no recurrent_state"),
+        ({"capacity": 1}, "at least 2"),
+    ):
+        other = like(written, **options)
+        with pytest.raises(BadCheckpoint, match=match):
+            other.load(tmp_path)
+        with pytest.raises(BadCheckpoint, match=match):
+            other.load_state_dict(written.memory.state_dict())
+        assert len(other) == 0
+    other = filled(sizes=(3,), alpha=0.5, keep=["extra"])
+    with pytest.raises(BadCheckpoint, match=r"\[3\] environments, and the collector has \[2\]"):
+        other.memory.load(tmp_path)
+    check_all(other)
+    with pytest.raises(BadCheckpoint, match="no state of a ReplayMemory"):
+        other.memory.load_state_dict({"what": 3})
+    with pytest.raises(NothingToSample, match="nothing to save"):
+        like(written).save(tmp_path / "new")
+    with pytest.raises(NothingToSample, match="nothing to save"):
+        like(written).state_dict()
+
+
+def test_damaged_files(tmp_path, small_blocks):
+    written = filled()
+    memory = written.memory
+    with pytest.raises(BadCheckpoint, match="There is no saved ReplayMemory"):
+        memory.load(tmp_path)
+    memory.save(tmp_path)
+    for path in sorted(tmp_path.iterdir()):
+        content = path.read_bytes()
+        for damaged in (content[:-3], content[:20], b"", flipped(content), None):
+            if damaged is None:
+                path.unlink()
+            else:
+                path.write_bytes(damaged)
+            with pytest.raises(BadCheckpoint, match=r"damaged|missing|no saved"):
+                memory.load(tmp_path)
+            path.write_bytes(content)
+    check_all(written)
+    memory.load(tmp_path)
+    check_all(written)
+
+
+def flipped(content: bytes) -> bytes:
+    middle = len(content) - 5
+    return content[:middle] + bytes([content[middle] ^ 16]) + content[middle + 1 :]
+
+
+def test_a_file_outside_of_the_directory_is_not_read(tmp_path):
+    from muster.utils import tensor_files
+
+    memory = filled().memory
+    memory.save(tmp_path / "a")
+    path = tmp_path / "a" / "memory.json"
+    about = tensor_files.unseal(path.read_bytes())
+    (tmp_path / "secret.safetensors").write_bytes((tmp_path / "a" / about["newest"]).read_bytes())
+    about["newest"] = "../secret.safetensors"
+    path.write_bytes(tensor_files.seal(about))
+    with pytest.raises(BadCheckpoint, match="no file of a ReplayMemory"):
+        memory.load(tmp_path / "a")
+
+
+def test_a_full_disk(tmp_path, small_blocks):
+    written = filled(rows=30)
+    written.memory.save(tmp_path)
+    old = like(written)
+    old.load_state_dict(written.memory.state_dict())
+    written.write(0, 20)
+    with files_limited_to(100), pytest.raises(FileError):
+        written.memory.save(tmp_path)
+    other = like(written)
+    other.load(tmp_path)
+    assert_alike(old, other)
+
+
+@pytest.mark.parametrize("rows", [17, 40])
+@pytest.mark.parametrize("number", range(1, 8))
+def test_rows_are_written_while_a_memory_is_saved(
+    tmp_path, small_blocks, monkeypatch, number, rows
+):
+    """Blocks that were overwritten before they were saved are left out, with all that is older."""
+    from muster.memory import replay_files
+
+    written = filled(capacity=60, sizes=(2,), rows=50)
+    whole = replay_files.write_whole
+    count = 0
+
+    def writing(path: Any, parts: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == number:
+            written.write(0, rows)
+        whole(path, parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replay_files, "write_whole", writing)
+        written.memory.save(tmp_path)
+    other = like(written)
+    other.load(tmp_path)
+    assert [ring.hi for ring in other.rings] == [50]
+    written.check(memory_rows(written, other))
+    assert 2 <= len(other) <= 60
+
+
+def memory_rows(written: Written, other: ReplayMemory) -> Any:
+    """The rows of ``other``; ``written`` has written them, and more."""
+    hi = other.rings[0].hi
+    written.cells = [rows[:hi] for rows in written.cells]
+    return other[:]

@@ -475,7 +475,7 @@ def test_weights_that_do_not_fit_change_nothing(other):
 def test_what_is_no_state_is_refused(state):
     with (
         make(counting(5), None) as c,
-        pytest.raises(BadCheckpoint, match="no state of a collector"),
+        pytest.raises(BadCheckpoint, match="not a state of a collector"),
     ):
         c.load_state_dict(state)
 
@@ -500,7 +500,7 @@ def test_a_state_from_a_foreign_checkpoint_file_is_refused(tmp_path):
     muster.save_state(tmp_path / FILE, {"weights": torch.ones(2)})
     with (
         make(counting(5), None) as c,
-        pytest.raises(BadCheckpoint, match="no state of a collector"),
+        pytest.raises(BadCheckpoint, match="not a state of a collector"),
     ):
         c.load_state_dict(tmp_path)
 

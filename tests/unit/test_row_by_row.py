@@ -37,12 +37,20 @@ class Greedy(nn.Module):
 
 
 class Remembering(nn.Module):
-    """A policy with a recurrent state."""
+    """A policy with a recurrent state, which counts from ``h0``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h0 = nn.Parameter(torch.full((1,), 7.0))
 
     def forward(self, observation: torch.Tensor, state: Any) -> Any:
-        count = torch.zeros_like(observation[..., :1]) if state is None else state["count"]
+        count = torch.zeros_like(observation[..., :1]) if state is None else state
         action = (observation.sum(-1) + count[..., 0] > 0).long()
-        return action, {}, {"count": count + 1}
+        return action, count + 1
+
+
+def learned() -> nn.Module:
+    return policies.recurrent(Remembering(), initial_state="h0")
 
 
 CASES: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
@@ -82,6 +90,16 @@ CASES: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
         PENDULUM,
         lambda: policies.tanh_gaussian(net(3, 2)),
         {"frames_per_batch": 1, "keep": ["action_log_prob"], "max_frames_per_traj": 9},
+    ),
+    "a recurrent state": (
+        CARTPOLE,
+        Remembering,
+        {"frames_per_batch": 2, "num_envs": 2, "keep": ["recurrent_state"]},
+    ),
+    "a learned initial state": (
+        CARTPOLE,
+        learned,
+        {"frames_per_batch": 2, "num_envs": 2, "keep": ["recurrent_state", "is_init"]},
     ),
     "versions": (
         CARTPOLE,
@@ -178,6 +196,14 @@ def test_rows_are_those_of_rollouts_of_one_row(case, generic):
     assert_equal(found[0], expected[0])
     assert found[1:] == expected[1:]
     assert len(found[1]) or case in ("gaussian",)
+
+
+def test_the_initial_state_is_that_of_the_first_step():
+    rows, _, _ = collected("a learned initial state", rows=40)
+    begins = rows["is_init"].flatten()
+    assert begins.sum() > 1
+    assert (rows["recurrent_state"][begins] == 7).all()
+    assert (rows["recurrent_state"][~begins] > 7).all()
 
 
 def test_the_lane_stays_open():

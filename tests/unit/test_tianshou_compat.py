@@ -45,7 +45,7 @@ def test_environments_must_have_been_reset() -> None:
 def test_it_says_when_it_collects_more_steps_or_uses_fewer_environments() -> None:
     collector = made()
     collector.reset()
-    with pytest.warns(UserWarning, match="n_step=3 is no multiple of 2") as seen:
+    with pytest.warns(UserWarning, match="n_step=3 is not a multiple of 2") as seen:
         assert collector.collect(n_step=3).n_collected_steps == 4
     assert seen[0].filename == __file__
     with pytest.warns(UserWarning, match="the last 1 of them take no part"):

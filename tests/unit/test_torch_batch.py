@@ -265,7 +265,7 @@ def test_an_environment_that_ignores_the_mask_is_found_out(options):
         Collector(
             env, tilt, frames_per_batch=3, max_frames_per_traj=options.get("limit")
         ) as collector,
-        pytest.raises(UnsupportedEnv, match="reset others too"),
+        pytest.raises(UnsupportedEnv, match="also reset others"),
     ):
         collector.rollout()
         collector.reset(options["index"])
@@ -420,7 +420,7 @@ def test_a_batch_cannot_be_multiplied():
 def test_spaces_without_tensors_are_refused():
     env = Counting()
     env.single_observation_space = spaces.Text(3)
-    with pytest.raises(UnsupportedSpace, match="no arrays"):
+    with pytest.raises(UnsupportedSpace, match="not arrays"):
         TorchEnvs(env)
 
 
@@ -460,7 +460,7 @@ def test_batched_spaces_are_taken_apart():
     "space", [spaces.Box(0, 1, (2, 3)), spaces.Discrete(3), spaces.MultiBinary(3)]
 )
 def test_spaces_that_are_not_of_the_batch_are_refused(space):
-    with pytest.raises(UnsupportedSpace, match="no space of 3 environments"):
+    with pytest.raises(UnsupportedSpace, match="not a space of 3 environments"):
         TorchEnvs(batched(space))
 
 

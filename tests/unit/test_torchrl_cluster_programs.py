@@ -319,9 +319,9 @@ def test_rpc_collector_without_rpc_listens_where_nodes_join_and_nowhere_else() -
     ("options", "said"),
     [
         ({"visible_devices": ["cpu"]}, "1 devices for 2 nodes"),
-        ({"visible_devices": ["cpu", "gpu"]}, "'gpu', which is no device"),
+        ({"visible_devices": ["cpu", "gpu"]}, "'gpu', which is not a device"),
         ({"visible_devices": ["cpu", "meta"]}, "'meta': expected 'cpu'"),
-        ({"visible_devices": ["cpu", -3]}, "-3, which is no device"),
+        ({"visible_devices": ["cpu", -3]}, "-3, which is not a device"),
         ({"tensorpipe_options": {"init_method": "env://"}}, "'init_method'.*tcp_port and bind"),
         ({"tensorpipe_options": {"device_maps": {}}}, "'device_maps'.*hosts' memory"),
         pytest.param(

@@ -511,6 +511,22 @@ def test_heads_functions_and_random_agents_play_together():
     assert own["action_log_prob"].isfinite().all()
 
 
+def test_the_most_likely_action_and_its_probability_take_two_calls_of_the_network():
+    calls = []
+    net = nn.Linear(3, 4)
+    net.register_forward_hook(lambda *_: calls.append(1))
+    made = {"player_0": policies.categorical(net), "others": None}
+    with Collector(
+        quarrel(), made, frames_per_batch=60, total_frames=120, seed=0, exploration_type="mode"
+    ) as collector:
+        collector.next()
+        calls.clear()
+        batch = collector.next()
+    rows = int((batch["collector", "agent"] == 0).sum())
+    assert rows > 10
+    assert 0 <= len(calls) - 2 * rows <= 4  # a turn that is open at the end has no row yet
+
+
 @pytest.mark.parametrize("where", ["here", "workers"])
 def test_policies_are_swapped_between_batches(where):
     made = {"player_0": Always(2), "others": Always(1)}

@@ -288,7 +288,7 @@ def test_an_environment_that_resets_others_too_is_found_out(mode, reuse):
     collector = Collector(
         lambda: ThirdParty(mode, heeds_mask=False, reuse=reuse), None, frames_per_batch=12
     )
-    with collector, pytest.raises(UnsupportedEnv, match="reset others too.*reset_mask"):
+    with collector, pytest.raises(UnsupportedEnv, match="also reset others.*reset_mask"):
         collector.rollout()
 
 

@@ -379,7 +379,7 @@ def test_models_are_published_one_by_one_and_together(sent):
     assert (worker.take(), worker.values) == (3, [8.0, 9.0])
     with pytest.raises(BadWeights, match="fit several parts"):
         weights.publish(constant(1.0)[0])
-    with pytest.raises(BadWeights, match="is no part of the policy that workers have"):
+    with pytest.raises(BadWeights, match="is not a part of the policy that workers have"):
         weights.publish(constant(1.0)[0], model=constant(1.0)[0])
     with pytest.raises(BadWeights, match="not finite"):
         weights.publish_all([(constant(8.0)[0], policy[0]), (constant(torch.nan)[0], policy[1])])
@@ -757,7 +757,7 @@ def test_torchrls_schemes_are_known_by_name(name, expected):
 )
 def test_other_schemes_are_refused(wrong):
     with pytest.raises(
-        BadOption, match="is no way to send weights to workers on this machine: expected"
+        BadOption, match="is not a way to send weights to workers on this machine: expected"
     ):
         transport_for(wrong)
 

@@ -30,8 +30,8 @@ NO_TOKEN = (
 
 @dataclass(frozen=True)
 class NodeCommand:
-    """Be a node of a collector with the same token (MUSTER_TOKEN_FILE): run what it sends, until it
-    says goodbye.
+    """Run this machine as a worker node of a collector that has the same token (MUSTER_TOKEN_FILE),
+    until the collector ends.
     """
 
     address: Annotated[Positional[str], arg(metavar="HOST:PORT")]
@@ -46,13 +46,13 @@ class NodeCommand:
 
 @dataclass(frozen=True)
 class ClusterCommand:
-    """Say how to collect with workers on nodes (other machines), and what is installed for that."""
+    """Show how to collect with workers on nodes (other machines), and what is installed for it."""
 
 
 def node(command: NodeCommand) -> int:
     """Run the command.
 
-    Returns 0 after the collector's goodbye, 1 if it ended without one, or cannot be reached.
+    Returns 0 after the collector has ended, 1 if the connection was lost or cannot be made.
     """
     if command.number is not None and command.number < 0:
         raise BadOption(f"--number {command.number}: nodes are numbered from 0.")
@@ -78,7 +78,7 @@ def serve_rank(command: Collect) -> int:
 
     The first Ctrl-C or SIGTERM is ignored: the collector gets it too, and then stops the node.
     """
-    with StopSignals("the collector says goodbye first; again to stop at once."):
+    with StopSignals("the collector ends this node first; again to stop at once."):
         return _serve(None, None, None, command.join_timeout)
 
 
@@ -208,7 +208,7 @@ def _serve(address: str | None, number: int | None, token: bytes | None, wait: f
     try:
         if run_node(address, number, token, within_s=wait, patience_s=wait):
             return 0
-        print("muster: the collector has ended without a goodbye.", file=sys.stderr)
+        print("muster: the connection to the collector was lost.", file=sys.stderr)
     except LinkLost as error:
         print(f"muster: {error}", file=sys.stderr)
     return 1

@@ -28,7 +28,7 @@ def parse_count(text: str) -> int:
     match = _FORM.fullmatch(text.strip())
     if match is None:
         raise ValueError(
-            f"{text!r} is no number of frames; write it like 51200, 51_200, 100k or 1e6"
+            f"{text!r} is not a number of frames; write it like 51200, 51_200, 100k or 1e6"
         )
     number = Decimal(re.sub("[_,]", "", match.group(1))) * _UNITS[match.group(2).lower()]
     if number != int(number) or number < 1:

@@ -143,6 +143,6 @@ def parse_space(option: str, text: str) -> Any:
             return spaces.Box(low, high, tuple(sizes), dtype.type)
     except (AssertionError, OverflowError, TypeError, ValueError) as error:
         raise BadOption(
-            f"{option} {text!r} is no space ({error}); expected {SPACE_FORMS}."
+            f"{option} {text!r} is not a space ({error}); expected {SPACE_FORMS}."
         ) from None
-    raise BadOption(f"{option} {text!r} is no space; expected {SPACE_FORMS}.")
+    raise BadOption(f"{option} {text!r} is not a space; expected {SPACE_FORMS}.")

@@ -78,8 +78,8 @@ def tune(command: Tune) -> int:
         return 0
     cores = f"{found.cores:g} core{'s' * (found.cores != 1)}"
     print(
-        f"One worker computes {found.cpu_share:.0%} of the time, and this process may use {cores} "
-        f"(policy: {description})."
+        f"A worker keeps its core {found.cpu_share:.0%} busy; {cores} available (policy:"
+        f" {description})."
     )
     _print_table(found)
     print(f"\n{code}")

@@ -231,6 +231,6 @@ def nodes_transport(nodes: Nodes, given: Any) -> Nodes | FirstWeights:
         return nodes
     names = " or ".join(scheme.name for scheme in fitting)
     raise BadOption(
-        f"{given!r} is no way to send weights to nodes that {nodes.carrier.name} connects: leave"
+        f"{given!r} is not a way to send weights to nodes that {nodes.carrier.name} connects: leave"
         f" weight_sync_schemes out, or give {names}, which mean the same, or 'none'"
     )

@@ -212,7 +212,7 @@ class Rendezvous:
             self._refuse(f"{where}, does not know the token of this collector.")
         except (LinkLost, ValueError, TypeError, KeyError) as error:
             if not is_known:
-                self._refuse(f"{where}, is no node: {error}")
+                self._refuse(f"{where}, is not a node: {error}")
         finally:
             self._forget(connection)
 
@@ -261,7 +261,7 @@ def _resolved(bind: str) -> str:
         host = str(socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise BadOption(
-            f"bind={bind!r} is no address, nor a name that has one: {error.strerror}."
+            f"bind={bind!r} is neither an address nor the name of a host: {error.strerror}."
         ) from error
     if ip_address(host.partition("%")[0]).is_unspecified:
         raise BadOption(

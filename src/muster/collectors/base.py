@@ -158,9 +158,9 @@ class BaseCollector(ABC):
             n_episode: number of complete episodes. Makes a batch ``[frames]`` of them, in the order
                 of their ends (with ``traj_format="pad"`` one per row). Resets environments in the
                 middle of an episode first.
-            random: take uniformly random actions. The policy's other columns are NaN, 0 or False,
-                and its recurrent states start again afterwards. A policy that has never acted is
-                called once, to find its columns.
+            random: take uniformly random actions. Columns that the policy would have filled
+                (log-probabilities, values) are NaN, 0 or False, and its recurrent states start
+                again afterwards. A policy that has never acted is called once, to find its columns.
             render: call the environments' ``render`` after every step, and then wait this number of
                 seconds.
             no_grad: False: call your module or function with gradients enabled; the batch has none.

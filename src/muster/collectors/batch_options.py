@@ -68,8 +68,8 @@ class BatchOptions(Checked):
             has ended. None: batches, or the episodes of ``trajs_per_batch``.
         extend_buffer: False: add every time step separately with ``add``, as soon as it is
             collected.
-        pre_collect_hook, post_collect_hook: functions called before and after (with the batch)
-            every collection.
+        pre_collect_hook: function without arguments, called before every batch is collected.
+        post_collect_hook: function called with every batch, after it was collected.
         on_episode_done: function called with every complete episode, ``[L]``, in order of their
             ends. Where batches are whole episodes it may return new columns, a dict of arrays ``[L,
             ...]``.

@@ -299,7 +299,7 @@ def _checked_devices(devices: Sequence[Any] | None, count: int) -> list[str | No
             )
         except (RuntimeError, TypeError) as error:
             raise BadOption(
-                f"visible_devices has {device!r}, which is no device: {error}"
+                f"visible_devices has {device!r}, which is not a device: {error}"
             ) from error
         if one.type not in ("cpu", "cuda"):
             raise BadOption(

@@ -142,7 +142,7 @@ class EpisodeHook:
             except (TypeError, ValueError) as error:
                 why = text_of(error)
                 raise HookError(
-                    f"on_episode_done: {dotted(key)} is no array of numbers ({why}). {KEPT}"
+                    f"on_episode_done: {dotted(key)} is not an array of numbers ({why}). {KEPT}"
                 ) from error
             if tensor.shape[:1] != (length,) or key[0] == "collector":
                 raise HookError(

@@ -253,8 +253,8 @@ class _Copies:
     """The columns of a lane, and where their rows go in a ring; made once per lane.
 
     Attributes:
-        simple: columns of the ring, and of the lane.
-        carried: the same for columns with ``carry``.
+        simple: columns of the ring, and of the lane, whose row is copied.
+        carried: the same for columns with ``carry``: the row after it is copied, too.
         done, ids: flags and trajectories, ``[T, B]``.
     """
 
@@ -263,6 +263,9 @@ class _Copies:
         self.ring = ring
         self.simple = [(there, lane.data[key]) for key, there in simple]
         self.carried = [(there, lane.data[key]) for key, there in carried]
+        # a policy may write its state in the row in which an episode begins
+        states = [(there, lane.data[key]) for key, there in carried if key not in ring.observed]
+        self.simple += states
         self.done = lane.arrays[DONE]
         self.ids = lane.arrays[TRAJ_IDS]
 

@@ -48,7 +48,7 @@ class WaitingResult:
         self.whole = whole
 
 
-class KeptEpisodes:
+class UndeliveredEpisodes:
     """The episodes that ``collect(n_episode=)`` has collected and not delivered, and the open ones.
 
     1. ``open`` makes the store, in the first call for episodes.
@@ -164,7 +164,7 @@ class OnDemand:
         self.batch: TensorDict | None = None
         self.call: UserCall | None = None
         self.result: WaitingResult | None = None
-        self._kept = KeptEpisodes(engine)
+        self._kept = UndeliveredEpisodes(engine)
         engine.ledger.hold(self)
 
     # --- of the engine's counters -----------------------------------------------------------------

@@ -74,6 +74,7 @@ SHOWN_ORDER = (
     "record",
     "track_policy_version",
     "track_traj_ids",
+    "track_seeds",
     "weight_updater",
     "weight_sync_schemes",
     "weight_recv_schemes",
@@ -277,9 +278,9 @@ class CollectorOptions(BatchOptions, WorkerOptions):
         round_up_total_frames: collect the next multiple of ``frames_per_batch`` if ``total_frames``
             is not one.
         init_random_frames: number of frames with uniformly random actions at the start, rounded up
-            to whole batches. In them the policy's other columns are NaN, 0 or False, and recurrent
-            states are those of a new episode. The policy is called once before, to find its
-            columns. None, 0 or negative: none.
+            to whole batches. Columns that the policy would have filled (log-probabilities, values)
+            are NaN, 0 or False there, and recurrent states are those of a new episode. The policy
+            is called once before, to find its columns. None, 0 or negative: none.
         create_env_kwargs: keyword arguments for the env id or function; a dict, or a list with a
             dict for each group.
         policy_factory: function without arguments that makes the policy; replaces ``policy``. With

@@ -190,7 +190,7 @@ def _load(parts: CollectorParts, state: Any, trust: bool, notes: list[str]) -> R
         # ``_check`` has compared
         parts.weights.policy.load_state_dict(state["policy_state_dict"], strict=False)
     elif not state["policy_is_module"]:
-        notes.append("the policy is no module: whatever it keeps is not restored")
+        notes.append("the policy is not a module: what it keeps is not restored")
     restored = [int(i) for counts in pool.counters for i in counts.env_ids if int(i) not in failed]
     if failed:
         pool.call(MarkResumed())
@@ -251,7 +251,7 @@ def _check(parts: CollectorParts, state: Any, strict: bool) -> list[str]:
     """
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise BadCheckpoint(
-            "this is no state of a collector: expected what state_dict() returned or"
+            "this is not a state of a collector: expected what state_dict() returned or"
             f" muster.save_state() wrote, got {type(state).__name__}"
         )
     here = _fingerprint(parts)

@@ -68,7 +68,7 @@ def check_arrays(name: str, *specs: Specs) -> None:
         for key, spec in part.items():
             if not spec.is_tensor:
                 raise UnsupportedSpace(
-                    f"{name}: {dotted(key)} has a space whose values are no arrays"
+                    f"{name}: {dotted(key)} has a space whose values are not arrays"
                 )
 
 

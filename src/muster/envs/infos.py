@@ -48,7 +48,7 @@ class NotStored:
     changes: bool = False
 
 
-NO_VALUE = NotStored("is no number, array or text")
+NO_VALUE = NotStored("is neither a number, an array nor a text")
 
 
 def wanted_infos(info: Any) -> dict[Key, Any]:

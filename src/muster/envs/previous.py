@@ -104,4 +104,4 @@ def _problem(env: EnvBatch) -> str:
     ]
     if not objects:
         return ""
-    return f"has actions that are no arrays ({', '.join(objects)}): leave it out"
+    return f"has actions that are not arrays ({', '.join(objects)}): leave it out"

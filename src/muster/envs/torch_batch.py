@@ -442,8 +442,8 @@ class TorchEnvs(
             same = (old.to(self._on) == new.to(old.dtype)) | (new != new)
             if not (same | _like(mask, new)).all():
                 raise UnsupportedEnv(
-                    f"{self.spec.name} was asked to reset some of its environments with"
-                    f" options={{'reset_mask': mask}} and reset others too; {DO_ONE}."
+                    f"{self.spec.name} ignores options={{'reset_mask': mask}}: a reset of"
+                    f" environments {mask.nonzero()[:8, 0].tolist()} also reset others; {DO_ONE}."
                 )
 
 
@@ -588,7 +588,7 @@ def _unbatched(space: Any, B: int) -> spaces.Space[Any]:
         return spaces.Dict({key: _unbatched(part, B) for key, part in space.spaces.items()})
     if not isinstance(space, (spaces.Box, spaces.MultiDiscrete)) or space.shape[:1] != (B,):
         raise UnsupportedSpace(
-            f"{space} is no space of {B} environments: give the environment"
+            f"{space} is not a space of {B} environments: give the environment"
             " single_observation_space and single_action_space"
         )
     if isinstance(space, spaces.Box):

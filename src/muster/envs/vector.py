@@ -276,9 +276,9 @@ class VectorEnvBatch(
         for old, new in zip(before, after, strict=True):
             if old.dtype != object and not _same(old[others], new[others]):
                 raise UnsupportedEnv(
-                    f"{self.spec.name} ({self.mode.name}) was asked to reset some of its"
-                    " environments with options={'reset_mask': mask} and reset others too. Muster"
-                    " needs masked resets: let reset() respect reset_mask, or build it with"
+                    f"{self.spec.name} ({self.mode.name}) ignores options={{'reset_mask': mask}}: a"
+                    f" reset of environments {which[:8]} also reset others. Muster needs masked"
+                    " resets: let reset() respect reset_mask, or build it with"
                     " AutoresetMode.SAME_STEP and info['final_obs'], or stack single environments"
                     " (gymnasium.make_vec(..., vectorization_mode='sync'))."
                 )

@@ -47,9 +47,11 @@ class AgentReturns:
         rewards = joined(columns, self._agents, len(over))
         ended: list[dict[str, float]] = []
         begin: dict[int, int] = {}
-        for t, i in zip(*(place.tolist() for place in over.nonzero()), strict=True):
-            total = self._sums[i] + rewards[begin.get(i, 0) : t + 1, i].sum(axis=0)
-            ended.append(dict(zip(self._names, total.tolist(), strict=True)))
+        for t, i in np.argwhere(over).tolist():
+            first = begin.get(i, 0)
+            total = self._sums[i] + rewards[first : t + 1, i].sum(axis=0)
+            by_name = zip(self._names, total.tolist(), strict=True)
+            ended.append(dict(by_name))
             begin[i] = t + 1
             self._sums[i] = 0.0
         for i, t in begin.items():
@@ -64,7 +66,10 @@ class AgentReturns:
 
     def load_state_dict(self, state: Array | None) -> None:
         """Restore ``state_dict()``; None: a state of before agents had returns."""
-        sums = np.zeros_like(self._sums) if state is None else np.asarray(state)
+        if state is None:
+            self._sums[...] = 0.0
+            return
+        sums = np.asarray(state)
         if sums.shape != self._sums.shape:
             raise BadCheckpoint(
                 f"the returns of agents have shape {sums.shape}, expected {self._sums.shape}"
@@ -74,7 +79,10 @@ class AgentReturns:
 
 def joined(columns: Mapping[Key, Array], agents: AgentRewards, rows: int) -> Array:
     """Return the rewards of all agents in the first ``rows``, ``[rows, ..., agents]`` float64."""
-    parts = [np.asarray(columns[key][:rows])[..., 0] for key in agents]
+    parts = []
+    for key in agents:
+        rewards = np.asarray(columns[key][:rows])
+        parts.append(rewards[..., 0])
     return np.concatenate(parts, axis=-1, dtype=np.float64)
 
 

@@ -44,15 +44,16 @@ class Recount:
         """Return the records of the episodes in ``[frames]`` or ``[n, longest]``, in the batch's
         order.
         """
-        pieces = find_pieces(batch if batch.ndim > 1 else batch.unsqueeze(0), ENDED)
+        lines = batch if batch.ndim > 1 else batch.unsqueeze(0)
+        pieces = find_pieces(lines, ENDED)
         last = pieces.rows[pieces.first + pieces.length - 1]
 
         def column(key: Key) -> Array:
             array: Array = batch.get(key).detach().cpu().numpy()
             return array.reshape(batch.numel(), -1)
 
-        rewards = column(self._reward_key)[pieces.rows, 0].astype(np.float64)
-        returns = np.add.reduceat(rewards, pieces.first)
+        rewards = column(self._reward_key)[pieces.rows, 0]
+        returns = np.add.reduceat(rewards.astype(np.float64), pieces.first)
         infos = _infos_at(batch, last) if self._with_infos else None
         episodes = Episodes(
             traj_id=pieces.traj_id,
@@ -65,11 +66,14 @@ class Recount:
         )
         if not self._agents:
             return episodes
-        shapes = {key: (batch.numel(), len(names), 1) for key, names in self._agents.items()}
-        columns = {key: column(key).reshape(shape) for key, shape in shapes.items()}
-        rewards_of_agents = joined(columns, self._agents, batch.numel())[pieces.rows]
-        totals = np.add.reduceat(rewards_of_agents, pieces.first, axis=0)
-        names = [name for of_team in self._agents.values() for name in of_team]
+        count = batch.numel()
+        columns: dict[Key, Array] = {}
+        names: list[str] = []
+        for key, of_team in self._agents.items():
+            columns[key] = column(key).reshape(count, len(of_team), 1)
+            names += of_team
+        rewards_of_agents = joined(columns, self._agents, count)
+        totals = np.add.reduceat(rewards_of_agents[pieces.rows], pieces.first, axis=0)
         by_agent = [dict(zip(names, total, strict=True)) for total in totals.tolist()]
         return with_returns(episodes, by_agent)
 

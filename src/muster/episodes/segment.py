@@ -148,7 +148,9 @@ def take(batch: TensorDict, rows: Array) -> TensorDict:
     """Return a copy of the rows with these indices (a non-empty int64 array), in the array's shape."""
     places = np.unravel_index(rows, batch.shape)
     index = tuple(torch.from_numpy(place).to(batch.device) for place in places)
-    are_all = rows.shape == (batch.numel(),) and bool((rows[1:] > rows[:-1]).all())
+    are_all = False
+    if rows.shape == (batch.numel(),):
+        are_all = bool((rows[1:] > rows[:-1]).all())
     result: TensorDict = _indexed(batch, index, rows.shape, are_all=are_all)
     return result
 
@@ -270,7 +272,9 @@ def _indexed(
         place = tuple(each.cpu().numpy() for each in index)
         objects = copied_cells(objects_of(node)[place])
         stack = stacked_objects(objects)
-        return stack if node.device is None else stack.to(node.device)
+        if node.device is None:
+            return stack
+        return stack.to(node.device)
     if isinstance(node, LazyStackedTensorDict):
         return node[index].clone()
     if are_all and isinstance(node, torch.Tensor):
@@ -278,7 +282,9 @@ def _indexed(
         return whole.flatten(0, len(index) - 1)
     if type(node) is not TensorDict:
         return node[index]
-    entries = {key: _indexed(value, index, shape, are_all=are_all) for key, value in node.items()}
+    entries = {}
+    for key, value in node.items():
+        entries[key] = _indexed(value, index, shape, are_all=are_all)
     size = torch.Size((*shape, *node.batch_size[len(index) :]))
     return tensordict_maker()(entries, batch_size=size, device=node.device)
 

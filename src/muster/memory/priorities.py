@@ -77,10 +77,6 @@ class Priorities:
             node = node * WIDTH + child
         return node
 
-    def state(self) -> dict[str, Any]:
-        """Return all priorities as plain data."""
-        return {"largest": self.largest, "powers": self._levels[0]}
-
     def restore(self, largest: float, places: Array, powers: Array) -> None:
         """Set ``priority ** alpha`` of places, and the largest priority."""
         self.largest = largest

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from muster.errors import BadOption, NothingToSample
+from muster.errors import BadCheckpoint, BadOption, NothingToSample
 from muster.keys import FLAGS, IS_INIT, Key, dotted, nested, next_of
 from muster.memory.priorities import Priorities
+from muster.memory.replay_files import UNREADABLE, Loaded, MemoryFiles, Snapshot
 from muster.memory.ring import Ring
 from muster.memory.specs import Array, Column
 from muster.utils.private_names import tensordict_maker
@@ -86,6 +90,7 @@ class ReplayMemory:
         self._priorities: list[Priorities] = []
         self._shown: list[Key] = []  # columns of samples
         self._returned: list[Key] = []  # those that a step returns, beside observations
+        self._files = MemoryFiles()
         # held while rows are read or become readable; never while an environment or policy runs
         self.lock = threading.RLock()
 
@@ -130,30 +135,27 @@ class ReplayMemory:
             BadOption: the memory is too small, has rows of another shape, or cannot store a column.
         """
         stored = self._checked(columns, observed)
-        total = sum(sizes)
-        rows = self.capacity // total
-        if rows < 1:
-            raise BadOption(
-                f"ReplayMemory(capacity={self.capacity}) is smaller than one row of"
-                f" {total} environments: a capacity of at least {total} is necessary, and of some"
-                " thousand rows is usual"
-            )
+        rows = self._rows_of(sizes)
         if self._rings:
             self._check_same(stored, sizes)
             return
-        self._rings = [Ring(stored, observed, size, rows, margin, device) for size in sizes]
+        rings = [Ring(stored, observed, size, rows, margin, device) for size in sizes]
+        self._use(rings)
+
+    def _use(self, rings: Sequence[Ring]) -> None:
+        """Take these rings for the memory's own."""
+        columns = rings[0].columns
+        self._rings = list(rings)
         if self._alpha is not None:
-            self._priorities = [
-                Priorities(ring.places * ring.B, self._alpha) for ring in self._rings
-            ]
+            self._priorities = [Priorities(ring.places * ring.B, self._alpha) for ring in rings]
         self._shown = [
             column.key
-            for column in stored
-            if column.key in observed or column.key in self._keep or _is_action(column.key)
+            for column in columns
+            if column.key in rings[0].observed or column.key in self._keep or _is_action(column.key)
         ]
         self._returned = [
             column.key
-            for column in stored
+            for column in columns
             if column.key[0] == "next" and column.key not in self._shown
         ]
 
@@ -198,6 +200,149 @@ class ReplayMemory:
                     old = ring.places_of(np.arange(ring.lo * ring.B, ring.hi * ring.B))
                     self._priorities[number].forget(old)
                 ring.clear()
+
+    # --- saving -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of everything as plain data: dicts, lists, numbers, texts and tensors in host
+        memory. For a large memory, ``save`` takes less memory and time.
+
+        Raises:
+            NothingToSample: no collector has written to the memory yet.
+        """
+        with self.lock:
+            now = self._snapshot()
+            rows = [ring.rows(ring.kept, ring.hi) for ring in self._rings]
+        return {
+            "about": now.about,
+            "rings": [
+                {"lo": lo, "hi": hi, "rows": mine, "newest": newest}
+                for (lo, hi), mine, newest in zip(now.spans, rows, now.newest, strict=True)
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict()``: what was in the memory is dropped. The next samples are those that
+        would have come then, if the memory has the same capacity; with a smaller one, the oldest
+        transitions are left out.
+
+        Raises:
+            BadCheckpoint: it is no such state, or of a memory for other environments or options.
+        """
+        try:
+            rings = self._made_for(state["about"])
+            spans = []
+            for ring, saved in zip(rings, state["rings"], strict=True):
+                span = saved["lo"], saved["hi"]
+                ring.put_rows(max(0, span[0] - ring.reach), saved["rows"], *span)
+                spans.append(span)
+            newest = [saved["newest"] for saved in state["rings"]]
+            loaded = Loaded(rings, state["about"], spans, newest, [lo for lo, _ in spans])
+            self._restore(loaded)
+        except UNREADABLE as error:
+            if isinstance(error, BadCheckpoint):
+                raise
+            raise BadCheckpoint(f"this is no state of a ReplayMemory: {error!r}") from error
+        self._files = MemoryFiles()
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Save everything in a directory, which is made if it is missing. Rows that it has already are
+        not written again, so saving often costs little. Collectors may go on writing meanwhile.
+
+        After a crash at any moment the directory has the complete old or new memory. Only one process
+        may save in a directory at a time.
+
+        Raises:
+            NothingToSample: no collector has written to the memory yet.
+            FileError: a file cannot be written. The directory has what it had.
+        """
+        self._files.save(Path(directory), self._rings, self.lock, self._snapshot)
+
+    def load(self, directory: str | os.PathLike[str]) -> None:
+        """Load what ``save`` has saved; see ``load_state_dict``.
+
+        A collector that writes to the memory then continues its episodes if their newest observations
+        are those of its environments; otherwise, its rows begin new episodes.
+
+        Raises:
+            BadCheckpoint: a file is missing or damaged, or the memory was for other environments or
+                options. This memory is unchanged.
+        """
+        files = MemoryFiles()
+        self._restore(files.load(Path(directory), self._made_for))
+        self._files = files
+
+    def _snapshot(self) -> Snapshot:
+        if not self._rings:
+            raise NothingToSample(
+                "ReplayMemory: there is nothing to save before a collector has written to it"
+            )
+        newest = []
+        for number, ring in enumerate(self._rings):
+            mine = ring.newest()
+            if self._priorities:
+                places = ring.places_of(np.arange(ring.lo * ring.B, ring.hi * ring.B))
+                mine["powers"] = torch.from_numpy(self._priorities[number].of(places).copy())
+                largest = [self._priorities[number].largest]
+                mine["largest"] = torch.tensor(largest, dtype=torch.float64)
+            newest.append(mine)
+        ring = self._rings[0]
+        about = {
+            "columns": [_described(column) for column in ring.columns],
+            "observed": [list(key) for key in ring.observed],
+            "sizes": [ring.B for ring in self._rings],
+            "margin": ring.margin,
+            "alpha": self._alpha,
+            "generator": json.dumps(self._rng.bit_generator.state),
+        }
+        return Snapshot(about, [(ring.lo, ring.hi) for ring in self._rings], newest)
+
+    def _made_for(self, about: Mapping[str, Any]) -> list[Ring]:
+        """Return empty rings for saved rows.
+
+        Raises:
+            BadCheckpoint: they are of a memory for other environments or options.
+        """
+        try:
+            columns = [_column(described) for described in about["columns"]]
+            observed = [tuple(key) for key in about["observed"]]
+            if (about["alpha"] is None) != (self._alpha is None):
+                raise BadOption(
+                    f"it has alpha={about['alpha']}, and this one alpha={self._alpha}: make the memory"
+                    " with priorities or without, as it was"
+                )
+            stored = self._checked(columns, observed)
+            if len(stored) < len(columns):
+                more = {dotted(column.key) for column in columns} - {
+                    dotted(column.key) for column in stored
+                }
+                raise BadOption(f"it has {sorted(more)}, too: name them in keep")
+            sizes = list(about["sizes"])
+            device = None
+            if self._rings:
+                self._check_same(stored, sizes)
+                device = self._rings[0].device
+            rows = self._rows_of(sizes)
+        except BadOption as error:
+            raise BadCheckpoint(
+                f"the saved ReplayMemory does not fit to this one: {error}"
+            ) from error
+        return [Ring(stored, observed, size, rows, about["margin"], device) for size in sizes]
+
+    def _restore(self, loaded: Loaded) -> None:
+        """Replace the rings and all that belongs to them."""
+        for ring, (lo, hi), newest in zip(loaded.rings, loaded.spans, loaded.newest, strict=True):
+            ring.restore(lo, hi, newest)
+        with self.lock:
+            self._rng.bit_generator.state = json.loads(loaded.about["generator"])
+            self._use(loaded.rings)
+            for number, priorities in enumerate(self._priorities):
+                ring = loaded.rings[number]
+                newest = loaded.newest[number]
+                first = ring.lo - loaded.powers_from[number]
+                powers = newest["powers"].numpy()[first * ring.B :]
+                places = ring.places_of(np.arange(ring.lo * ring.B, ring.hi * ring.B))
+                priorities.restore(float(newest["largest"][0]), places, powers)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -623,6 +768,17 @@ class ReplayMemory:
                 )
         return [column for column in columns if column.is_tensor and _is_stored(column, needed)]
 
+    def _rows_of(self, sizes: Sequence[int]) -> int:
+        """Return the number of rows of each ring."""
+        total = sum(sizes)
+        if self.capacity < total:
+            raise BadOption(
+                f"ReplayMemory(capacity={self.capacity}) is smaller than one row of"
+                f" {total} environments: a capacity of at least {total} is necessary, and of some"
+                " thousand rows is usual"
+            )
+        return self.capacity // total
+
     def _check_same(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
         """Raise ``BadOption`` if rows with these columns do not fit to those that are stored."""
         ring = self._rings[0]
@@ -638,6 +794,24 @@ class ReplayMemory:
             f"this ReplayMemory has transitions of {here} environments, and the collector has"
             f" {list(sizes)}; columns that differ: {differing}. Use a memory of its own"
         )
+
+
+def _described(column: Column) -> list[Any]:
+    """Return a column as JSON has it."""
+    shape = list(column.shape)
+    return [list(column.key), shape, column.dtype.str, column.carry, column.trailing, column.hidden]
+
+
+def _column(described: Sequence[Any]) -> Column:
+    key, shape, dtype, carry, trailing, hidden = described
+    return Column(
+        tuple(key),
+        tuple(shape),
+        np.dtype(dtype),
+        carry=carry,
+        trailing=trailing,
+        hidden=hidden,
+    )
 
 
 class _InSequence:

@@ -253,6 +253,127 @@ class Ring:
                 self.masked[begin:end] = False
         self.lo = lo
 
+    # --- saving -----------------------------------------------------------------------------------
+
+    @property
+    def reach(self) -> int:
+        """Number of rows before a row that are necessary to read it."""
+        return 0
+
+    @property
+    def kept(self) -> int:
+        """The first row that is there: readable, or necessary for a readable one."""
+        return max(0, self.lo - self.reach)
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of a row."""
+        return sum([t[0].nbytes for t in self.tensors.values()]) + 10 * self.B
+
+    def rows(self, first: int, end: int) -> dict[str, torch.Tensor]:
+        """Return copies of the rows from ``first`` to ``end``, in host memory: of all columns, and of
+        what is kept aside.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for i, column in enumerate(self.columns):
+            found[f"column.{i}"] = self._copied(self.tensors[column.key], first, end)
+        found["episodes"] = self._copied(torch.from_numpy(self.episodes), first, end)
+        found["begins"] = self._copied(torch.from_numpy(self.begins), first, end)
+        if self.masked is not None:
+            found["masked"] = self._copied(torch.from_numpy(self.masked), first, end)
+        cells = np.arange(first * self.B, end * self.B)
+        index, leaves = self._asides.of_cells(self.places_of(cells))
+        found["aside"] = torch.from_numpy(index)
+        for i, key in enumerate(self.observed):
+            found[f"aside.{i}"] = leaves[key].cpu()
+        return found
+
+    def put_rows(self, first: int, rows: Mapping[str, torch.Tensor], lo: int, hi: int) -> None:
+        """Put rows from ``rows()`` where they belong in a ring in which the rows from ``lo`` to
+        ``hi`` will be readable; those that it has no room for are left out.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        n = len(rows["episodes"])
+        lo = max(lo, hi - self.capacity)
+        skipped = min(n, max(0, lo - self.reach - first))
+        for i, column in enumerate(self.columns):
+            self._put(self.tensors[column.key], first, rows[f"column.{i}"], skipped)
+        self._put(torch.from_numpy(self.episodes), first, rows["episodes"], skipped)
+        self._put(torch.from_numpy(self.begins), first, rows["begins"], skipped)
+        if "masked" in rows:
+            if self.masked is None:
+                self.masked = np.zeros((self.places, self.B), bool)
+            self._put(torch.from_numpy(self.masked), first, rows["masked"], skipped)
+        index = rows["aside"].numpy()
+        chosen = np.flatnonzero(index >= (lo - first) * self.B)
+        if len(index) and not 0 <= index.min() <= index.max() < n * self.B:
+            raise ValueError("what is kept aside is of no row")
+        self._asides.keep(
+            self.places_of(first * self.B + index[chosen]),
+            {key: rows[f"aside.{i}"][chosen] for i, key in enumerate(self.observed)},
+        )
+
+    def newest(self) -> dict[str, torch.Tensor]:
+        """Return copies of what the next row continues, in host memory."""
+        place = (self.hi - 1) % self.places + 1 if self.hi else 0
+        found = {
+            f"last.{i}": self.tensors[column.key][place].cpu().clone()
+            for i, column in enumerate(self.columns)
+            if column.carry
+        }
+        found["episode"] = torch.from_numpy(self._episode.copy())
+        found["fresh"] = torch.from_numpy(self._fresh.copy())
+        return found
+
+    def restore(self, lo: int, hi: int, newest: Mapping[str, torch.Tensor]) -> None:
+        """Make the rows from ``lo`` to ``hi`` readable, which ``put_rows`` has put, and continue from
+        ``newest()``.
+        """
+        self.lo = max(lo, hi - self.capacity)
+        self.hi = hi
+        place = (hi - 1) % self.places + 1 if hi else 0
+        seam = hi // self.places * self.places  # the newest row at place 0
+        for i, column in enumerate(self.columns):
+            if not column.carry:
+                continue
+            there = self.tensors[column.key]
+            there[place] = newest[f"last.{i}"].to(there.device)
+            if self.lo < seam < hi:  # what follows the row before it
+                there[self.places] = there[0]
+        self._episode[...] = newest["episode"].numpy()
+        self._fresh[...] = newest["fresh"].numpy()
+        self.num_masked = 0
+        if self.masked is not None:
+            cells = self.places_of(np.arange(self.lo * self.B, self.hi * self.B))
+            self.num_masked = int(self.masked.reshape(-1)[cells].sum())
+
+    def _parts(self, first: int, end: int) -> list[slice]:
+        """Return the places of rows: one part, or two around the seam."""
+        if end <= first:
+            return [slice(0, 0)]
+        begin = first % self.places
+        stop = begin + end - first
+        if stop <= self.places:
+            return [slice(begin, stop)]
+        return [slice(begin, self.places), slice(0, stop - self.places)]
+
+    def _copied(self, rows: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        return torch.cat([rows[part].cpu() for part in self._parts(first, end)])
+
+    def _put(self, there: torch.Tensor, first: int, rows: torch.Tensor, skipped: int) -> None:
+        if rows.shape[1:] != there.shape[1:] or rows.dtype != there.dtype:
+            raise ValueError(
+                f"rows of shape {list(rows.shape[1:])} and {rows.dtype}, and the memory has"
+                f" {list(there.shape[1:])} and {there.dtype}"
+            )
+        begin = skipped
+        for part in self._parts(first + skipped, first + len(rows)):
+            end = begin + part.stop - part.start
+            there[part] = rows[begin:end].to(there.device)
+            begin = end
+
     # --- reading ----------------------------------------------------------------------------------
 
     def places_of(self, cells: Array) -> Array:

@@ -67,23 +67,33 @@ class BatchView:
     ) -> None:
         self.layout = layout
         self.device = device
-        dims = [layout.lanes] * stacked + list(layout.lead)
+        dims = list(layout.lead)
+        if stacked:
+            dims.insert(0, layout.lanes)
         time_first = order == "time_major"
-        self.batch_size = torch.Size([layout.T, *dims] if time_first else [*dims, layout.T])
         self.time_dim = 0 if time_first else len(dims)
         self.names: list[str | None] = [None] * len(dims)
         self.names.insert(self.time_dim, "time")
+        dims.insert(self.time_dim, layout.T)
+        self.batch_size = torch.Size(dims)
         self._stacked = stacked
         self._time_first = time_first
         shown = [column for column in layout.columns if hidden or not column.hidden]
         self._leaves = [self._leaf(layout, column) for column in shown if column.is_tensor]
         self._objects = [column for column in shown if not column.is_tensor]
-        inner = {c.key[:-1]: c.shape[: c.inner] for c in layout.tensor_columns if c.inner}
+        inner: dict[Key, tuple[int, ...]] = {}
+        for column in layout.tensor_columns:
+            if column.inner:
+                inner[column.key[:-1]] = column.shape[: column.inner]
         keys = [(*leaf.path, leaf.name) for leaf in self._leaves]
         keys += [column.key for column in self._objects if not column.ragged]
-        paths = dict.fromkeys(key[:depth] for key in keys for depth in range(1, len(key)))
-        deepest_first = sorted(paths, key=len, reverse=True)
-        self._nodes = [self._node(path, inner.get(path, ())) for path in (*deepest_first, ())]
+        paths: dict[Key, None] = {}  # in order
+        for key in keys:
+            for depth in range(1, len(key)):
+                paths[key[:depth]] = None
+        self._nodes = []
+        for path in (*sorted(paths, key=len, reverse=True), ()):  # the deepest first
+            self._nodes.append(self._node(path, inner.get(path, ())))
         self._leaves = self._ordered(())
 
     def tensordict(
@@ -101,7 +111,9 @@ class BatchView:
         if torch.is_inference_mode_enabled():  # tensors made in it would remain inference tensors
             with torch.inference_mode(False):
                 return self.tensordict(memory, slot)
-        entries: dict[Key, dict[str, Any]] = {node.path: {} for node in self._nodes}
+        entries: dict[Key, dict[str, Any]] = {}
+        for node in self._nodes:
+            entries[node.path] = {}
         if isinstance(memory, torch.Tensor):
             memory = self._tensors(memory)
         for leaf, tensor in zip(self._leaves, memory, strict=True):
@@ -179,7 +191,9 @@ class BatchView:
         item = column.dtype.itemsize
         row = item * math.prod(column.shape)
         size = list(column.shape)
-        stride = [item * math.prod(column.shape[i + 1 :]) for i in range(len(column.shape))]
+        stride = []
+        for dim in range(len(column.shape)):
+            stride.append(item * math.prod(column.shape[dim + 1 :]))
         if column.trailing:
             size.append(1)
             stride.append(item)
@@ -190,13 +204,15 @@ class BatchView:
             lead.append((n, row * math.prod(layout.lead[dim + 1 :])))
         time = (layout.T, layout.B * row)
         lead.insert(0 if self._time_first else len(lead), time)
+        sizes = [n for n, _ in lead]
+        steps = [step for _, step in lead]
         return _Leaf(
-            column.key[:-1],
-            column.key[-1],
-            column.dtype,
-            layout.offsets[column.key],
-            (*(n for n, _ in lead), *size),
-            (*(step for _, step in lead), *stride),
+            path=column.key[:-1],
+            name=column.key[-1],
+            dtype=column.dtype,
+            offset=layout.offsets[column.key],
+            size=(*sizes, *size),
+            stride=(*steps, *stride),
         )
 
     def _non_tensor(self, column: Column, slot: Slot) -> Any:
@@ -206,7 +222,9 @@ class BatchView:
         from muster.memory.cells import stacked_objects
 
         stack = stacked_objects(self._cells(column, slot))
-        return stack if self.device is None else stack.to(self.device)
+        if self.device is None:
+            return stack
+        return stack.to(self.device)
 
     def _cells(self, column: Column, slot: Slot) -> Array:
         """Return copies of the objects of a column, in the shape of the batch.
@@ -215,7 +233,10 @@ class BatchView:
         """
         T = self.layout.T
         dims = self.layout.lead
-        rows = [lane.arrays[column.key][:T].reshape(T, *dims) for lane in slot.lanes]
+        rows = []
+        for lane in slot.lanes:
+            cells = lane.arrays[column.key][:T]
+            rows.append(cells.reshape(T, *dims))
         stack = np.stack(rows, axis=1)  # [T, W, ...]
         if not self._stacked:
             stack = stack[:, 0]
@@ -253,14 +274,16 @@ def _add_ragged(
 def _filled(cells: Array) -> Array:
     """Fill cells without a step with zeros, in the shape of the first other cell."""
     present = [cell for cell in cells.flat if cell is not None]
-    some = present[0] if present else None
+    if not present:
+        return cells
     for index in np.ndindex(cells.shape):
-        if cells[index] is None and some is not None:
-            cells[index] = torch.zeros_like(some)
+        if cells[index] is None:
+            cells[index] = torch.zeros_like(present[0])
     return cells
 
 
 def _parts(cells: Array, dim: int) -> list[Array]:
     """Unbind an array of objects along ``dim``, without NumPy's conversion of the objects."""
     moved = np.moveaxis(cells, dim, 0)
-    return [moved[i : i + 1].reshape(moved.shape[1:]) for i in range(len(moved))]
+    shape = moved.shape[1:]
+    return [moved[i : i + 1].reshape(shape) for i in range(len(moved))]

@@ -411,7 +411,7 @@ class _Handler(BaseHTTPRequestHandler):
                 urlsplit(f"//{self.headers.get('Host', '')}").hostname or "",
             )
         except ValueError:  # for example "//["
-            self._reply(400, b"This is no address of a page.\n")
+            self._reply(400, b"There is no page at this address.\n")
             return None
         if self.server.local and not is_loopback(host):
             # a page elsewhere that found this port

@@ -144,8 +144,10 @@ class PerAgent(nn.Module):
             rows = torch.isin(agent, numbers).nonzero()[:, 0]
             if not len(rows):
                 continue
-            action, extras = self._call(name, {key: value[rows] for key, value in leaves.items()})
-            for key, value in {**self._extras, **extras, "action": action}.items():
+            of_agent = {key: value[rows] for key, value in leaves.items()}
+            action, extras = self._call(name, of_agent)
+            returned = {**self._extras, **extras, "action": action}
+            for key, value in returned.items():
                 if key not in extras and key != "action":  # unknown
                     value = value.expand(len(rows), *value.shape)
                 if key not in outputs:
@@ -164,17 +166,18 @@ class PerAgent(nn.Module):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         policy = self._policy(name)
         check_unchanged: Callable[[], None] | None = None
-        if policy is not None and all(value.device.type == "cpu" for value in leaves.values()):
+        on_cpu = all(value.device.type == "cpu" for value in leaves.values())
+        if policy is not None and on_cpu:
             # Changes would be harmless here. But the same policy may not make them elsewhere.
             keyed: dict[Key, Any] = {(key,): value for key, value in leaves.items()}
             given, check_unchanged = unchanged_inputs(keyed, f"of {name!r}")
             leaves = {key: value for (key,), value in given.items()}
-        obs = next(iter(leaves.values())) if len(leaves) == 1 else leaves
+        first = next(iter(leaves.values()))
+        obs = first if len(leaves) == 1 else leaves
         out: Any
         if policy is None:
             out = self._draw(leaves)
         elif isinstance(policy, Head) and self._deterministic:
-            action = policy.mode(obs)
             action = policy.mode(obs)
             log_prob = {}
             if policy.has_log_prob:
@@ -190,7 +193,7 @@ class PerAgent(nn.Module):
             raise BadPolicyOutput(
                 f"the policy of {name!r} returned {type(out).__name__}, expected (action, extras)"
             )
-        rows = len(next(iter(leaves.values())))
+        rows = len(first)
         returned = {**extras, "action": action}
         tensors = {key: torch.as_tensor(value) for key, value in returned.items()}
         for key, value in tensors.items():
@@ -206,9 +209,12 @@ class PerAgent(nn.Module):
         assert self._random is not None  # bound
         shape = (len(like), len(self._random.drawn))
         uniform = torch.rand(shape, dtype=torch.float64, device=like.device)
-        everything = uniform.new_ones((len(like), sum(self._random.nvec)))
-        allowed = everything if self._mask is None else leaves[self._mask.key[0]]
-        return self._random.draw_on_device(allowed, uniform).reshape(-1, *self._shape)
+        if self._mask is None:
+            allowed = uniform.new_ones((len(like), sum(self._random.nvec)))
+        else:
+            allowed = leaves[self._mask.key[0]]
+        drawn = self._random.draw_on_device(allowed, uniform)
+        return drawn.reshape(-1, *self._shape)
 
     def _find_extras(self, leaves: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Call each policy once, and return the value of each extra where it is unknown."""
@@ -221,10 +227,13 @@ class PerAgent(nn.Module):
         return found
 
     def _check(self, leaves: dict[str, Any]) -> None:
-        if self._mask is None or self._mask.key[0] not in leaves:
+        if self._mask is None:
             return
-        rows = leaves[self._mask.key[0]]
-        blank = not (rows != 0).flatten(1).any(-1).all()
+        rows = leaves.get(self._mask.key[0])
+        if rows is None:
+            return
+        legal = (rows != 0).flatten(1).any(-1)
+        blank = not legal.all()
         if blank or len(self._mask.drawn) > 1:
             refused = self._mask.refused(rows.cpu().numpy())
             if refused is not None:
@@ -235,5 +244,7 @@ def heads_of(policy: Any) -> list[Head]:
     """Return the heads that a collector fits to the action space: the policy itself, or those of
     agents.
     """
-    candidates = policy.children() if isinstance(policy, PerAgent) else [policy]
+    candidates = [policy]
+    if isinstance(policy, PerAgent):
+        candidates = list(policy.children())
     return [each for each in candidates if isinstance(each, Head)]

@@ -174,7 +174,6 @@ def _collect(
     watches.append(_Watch(module, type(module), None, tuple(tensors), config, planned))
     leaves.append(module)
     return True
-    return True
 
 
 def _is_sequential(module: nn.Module) -> bool:

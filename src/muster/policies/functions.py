@@ -18,14 +18,24 @@ import numpy as np
 import torch
 
 from muster.errors import BadOption, BadPolicyOutput
-from muster.keys import ACTION, OBSERVATION, POLICY_VERSION, RESERVED, STATE, Key, dotted, nested
+from muster.keys import (
+    ACTION,
+    IS_INIT,
+    OBSERVATION,
+    POLICY_VERSION,
+    RESERVED,
+    STATE,
+    Key,
+    dotted,
+    nested,
+)
 from muster.memory.objects import copied_cells
 from muster.memory.slots import Lane, as_tensor
 from muster.memory.specs import Column
 from muster.policies.checks import PolicySetting, action_problem, called_first, column_of
 from muster.policies.executor import Program, plan
 from muster.policies.inputs import InputRows, unchanged_inputs
-from muster.policies.states import StateDims, state_dims
+from muster.policies.states import StateDims, initial_of, said_dim, state_dims
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
 from muster.utils.attributes import name_of
@@ -76,12 +86,23 @@ class FunctionPolicy:
         self._program: Program | None = None
         self._state_shape: Any = None  # the state's nesting, with keys in place of tensors
         self._state_dims: StateDims = {}  # dimensions of environments that are not the first one
+        self._initial = initial_of(fn) if self.takes_state else None
+
+    @property
+    def sets_initial_state(self) -> bool:
+        """Whether it writes the state with which episodes start."""
+        return self._initial is not None
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         obs = {key: obs[key] for key in self._obs_specs}
         given, check_unchanged = unchanged_inputs(obs, self.name)
+        begun = self._begun()
+        start = {
+            key: value.movedim(0, said_dim(self.fn, key, self.name)) if self._lead else value
+            for key, value in begun.items()
+        }
         action, extras, state = called_first(
-            lambda: self._call(given, None), obs, self._lead, self.name
+            lambda: self._call(given, start or None), obs, self._lead, self.name
         )
         check_unchanged()
         tensors = {key: self._tensor(key, value) for key, value in state.items()}
@@ -93,12 +114,17 @@ class FunctionPolicy:
             action={key: self._action(key, action[key]) for key in self._action_specs},
             extras={key: self._tensor(key, value) for key, value in extras.items()},
             state={key: each.movedim(dims.get(key, 0), 0) for key, each in tensors.items()},
+            begun=begun,
         )
+        if begun:
+            self._check_begun(begun, outputs.state)
         self._columns = []
         for key, value in outputs.extras.items():
             self._columns.append(column_of(key, value, self._lead, self.name))
         for key, value in outputs.state.items():
             self._columns.append(column_of(key, value, self._lead, self.name, carry=True))
+        if begun:
+            self._columns.append(Column(IS_INIT, (), np.dtype(bool), carry=True, trailing=True))
         if self._plain:
             self._plan(obs[OBSERVATION])
         return outputs
@@ -132,23 +158,41 @@ class FunctionPolicy:
             return _make_numpy_act(self._program, lane)
         if self._plain:
             return self._make_plain_act(lane)
-        specs = self._obs_specs.items()
-        inputs = InputRows(lane, [key for key, spec in specs if spec.is_tensor], self.name)
-        rows = {
-            key: inputs.rows(key) if spec.is_tensor else lane.np_rows(key) for key, spec in specs
-        }
+        tensor_keys = [key for key, spec in self._obs_specs.items() if spec.is_tensor]
+        inputs = InputRows(lane, tensor_keys, self.name)
+        rows: dict[Key, Any] = {}
+        for key, spec in self._obs_specs.items():
+            rows[key] = inputs.rows(key) if spec.is_tensor else lane.np_rows(key)
         action_rows = {key: lane.rows(key) for key in self._action_specs}
         extra_rows = []
         state_rows = []
+        begins = lane.rows(IS_INIT) if self._initial is not None else []
         for column in self._columns:
             key = column.key
+            if key == IS_INIT:
+                continue
             if column.carry:
-                state_rows.append((key, lane.rows(key), self._state_dims.get(key, 0)))
+                dim = self._state_dims.get(key, 0)
+                state_rows.append((key, lane.rows(key), dim))
             else:
                 extra_rows.append((key, lane.rows(key)))
-        keys = {column.key for column in self._columns}
+        keys = {column.key for column in self._columns} - {IS_INIT}
+        on_host = not self._on_device
+
+        def begin_episodes(t: int) -> None:
+            begin = begins[t]
+            if on_host and not begin.any():
+                return
+            leaves, _ = self._initial_leaves()
+            for key, row, _ in state_rows:
+                old = row[t]
+                new = leaves[key].to(old.device, old.dtype).expand(old.shape)
+                where = begin.reshape(*self._lead, *(1,) * (old.ndim - len(self._lead)))
+                old.copy_(torch.where(where, new, old))
 
         def act(t: int) -> None:
+            if begins:
+                begin_episodes(t)
             state: Leaves = {  # clones, since fn may change them; contiguous, for cuDNN
                 key: _as_returned(row[t], dim).clone(memory_format=torch.contiguous_format)
                 for key, row, dim in state_rows
@@ -164,8 +208,9 @@ class FunctionPolicy:
             for key, row, dim in state_rows:
                 self._store(key, _as_returned(row[t + 1], dim), new_state[key])
 
-        # a copy is moved to a device
-        return act if self._device is not None else inputs.watched(act)
+        if self._device is not None:  # a copy is moved to it
+            return act
+        return inputs.watched(act)
 
     def _make_plain_act(self, lane: Lane) -> Act:
         """The fastest ``act``, for one tensor as input, and one action and perhaps extras as
@@ -181,7 +226,8 @@ class FunctionPolicy:
         for column in self._columns:
             key = column.key
             extra = lane.rows(key)
-            extra_rows.append((key, key[-1], extra, extra[0].shape, lane.tensors[key].dtype))
+            stored = lane.tensors[key]
+            extra_rows.append((key, key[-1], extra, extra[0].shape, stored.dtype))
         keys = {c.key for c in self._columns}
         several = bool(self._columns)
         shape = action_rows[0].shape
@@ -218,8 +264,41 @@ class FunctionPolicy:
                 action = check(ACTION, action)
             action_rows[t].copy_(action)
 
-        # a program writes into no input
-        return act if self._program is not None else inputs.watched(act)
+        if self._program is not None:  # it writes into no input
+            return act
+        return inputs.watched(act)
+
+    def _initial_leaves(self) -> tuple[Leaves, Any]:
+        """Return the state with which an environment starts an episode, and its nesting."""
+        assert self._initial is not None
+        leaves: Leaves = {}
+        shape = _take_apart(self._initial(), STATE, leaves)
+        return {key: self._tensor(key, value) for key, value in leaves.items()}, shape
+
+    def _begun(self) -> Leaves:
+        """Return the state with which all environments start an episode, ``[*lead, *shape]``;
+        empty: zeros.
+        """
+        if self._initial is None:
+            return {}
+        leaves, self._state_shape = self._initial_leaves()
+        return {key: value.expand(*self._lead, *value.shape) for key, value in leaves.items()}
+
+    def _check_begun(self, begun: Leaves, state: Leaves) -> None:
+        """Raise ``BadPolicyOutput`` unless the first state is like the one that it returned."""
+        for key in begun.keys() | state.keys():
+            kinds = [
+                None if each is None else (tuple(each.shape), each.is_floating_point())
+                for each in (begun.get(key), state.get(key))
+            ]
+            if kinds[0] != kinds[1]:
+                shapes = [None if kind is None else kind[0] for kind in kinds]
+                raise BadPolicyOutput(
+                    f"policy {self.name}: initial_state has {dotted(key)} with shape {shapes[0]}"
+                    f" for all environments, and the policy returned shape {shapes[1]} (None: it"
+                    " has none). Let initial_state return a state as the policy does, without the"
+                    " dimension of environments"
+                )
 
     def _call(
         self,
@@ -309,13 +388,12 @@ class FunctionPolicy:
         """Return the state after a call of ``fn``, a copy of the policy, for one environment more
         than there are.
         """
-        more = {}
+        more: Leaves = {}
         for key, value in obs.items():
-            more[key] = (
-                torch.cat([value, value[:1]])
-                if torch.is_tensor(value)
-                else np.append(value, value[:1])
-            )
+            if torch.is_tensor(value):
+                more[key] = torch.cat([value, value[:1]])
+            else:
+                more[key] = np.append(value, value[:1])
         own = self.fn
         shape = self._state_shape
         self.fn = fn
@@ -353,8 +431,10 @@ class FunctionPolicy:
                 f"policy {self.name} returned {dotted(key)} as {_kind(value)}, expected a tensor,"
                 " array or number"
             ) from error
-        plain = not isinstance(value, (np.ndarray, np.generic)) and tensor.dtype is torch.float64
-        return tensor.to(torch.get_default_dtype()) if plain else tensor
+        of_numpy = isinstance(value, (np.ndarray, np.generic))
+        if not of_numpy and tensor.dtype is torch.float64:
+            return tensor.to(torch.get_default_dtype())
+        return tensor
 
     def _version(self, value: Any) -> torch.Tensor:
         version = value.detach() if torch.is_tensor(value) else np.asarray(value)
@@ -392,15 +472,18 @@ def takes_state(fn: Callable[..., Any]) -> bool:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return False
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) >= 2 and positional[1].name in STATE_NAMES
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    return len(names) >= 2 and names[1] in STATE_NAMES
 
 
 def _as_returned(row: torch.Tensor, dim: int) -> torch.Tensor:
     """Return a view of a row of states, ``[B, *shape]``, in which ``dim`` is the dimension of
     environments.
     """
-    return row.movedim(0, dim) if dim else row
+    if not dim:
+        return row
+    return row.movedim(0, dim)
 
 
 def _take_apart(state: Any, key: Key, out: Leaves) -> Any:
@@ -408,9 +491,14 @@ def _take_apart(state: Any, key: Key, out: Leaves) -> Any:
     tensors.
     """
     if isinstance(state, Mapping):
-        return {name: _take_apart(value, (*key, str(name)), out) for name, value in state.items()}
+        named = {}
+        for name, value in state.items():
+            named[name] = _take_apart(value, (*key, str(name)), out)
+        return named
     if isinstance(state, (tuple, list)):
-        parts = [_take_apart(value, (*key, str(i)), out) for i, value in enumerate(state)]
+        parts = []
+        for i, value in enumerate(state):
+            parts.append(_take_apart(value, (*key, str(i)), out))
         return type(state)(parts)
     out[key] = state
     return _Place(key)

@@ -76,15 +76,17 @@ class HeadPolicy:
         action = np.zeros((1, B, *self._spec.shape), self._spec.dtype)
         masked = None
         if self._mask is not None:
-            legal = obs[self._mask.key].numpy().reshape(1, B, -1)
-            masked = (self._mask, legal)
+            legal = obs[self._mask.key].numpy()
+            masked = (self._mask, legal.reshape(1, B, -1))
         rows = ActionRows(self.head.name, action, None, masked)
         emit = self._emitter(rows, 0, rng)
         emit(0, _host(out).reshape(B, -1))
-        chosen = torch.from_numpy(rows.action[0].reshape((*lead, *self._spec.shape)))
+        chosen = torch.from_numpy(rows.action[0])
+        chosen = chosen.reshape((*lead, *self._spec.shape))
         extras = {}
         if self.head.has_log_prob:
-            extras[LOG_PROB] = torch.from_numpy(rows.log_prob_array[0].reshape(lead))
+            log_prob = torch.from_numpy(rows.log_prob_array[0])
+            extras[LOG_PROB] = log_prob.reshape(lead)
         return Outputs({self._action_key: chosen}, extras)
 
     @property
@@ -159,8 +161,11 @@ class HeadPolicy:
         if self._mask is not None:
             flat = self.head.restrict(flat, obs[self._mask.key])
         action, log_prob = self.head.draw(flat, deterministic=self._deterministic)
-        action = action.reshape((*lead, *self._spec.shape)).to(torch_dtype(self._spec.dtype))
-        extras = {} if log_prob is None else {LOG_PROB: log_prob.reshape(lead)}
+        action = action.reshape((*lead, *self._spec.shape))
+        action = action.to(torch_dtype(self._spec.dtype))
+        extras = {}
+        if log_prob is not None:
+            extras[LOG_PROB] = log_prob.reshape(lead)
         return Outputs({self._action_key: action}, extras)
 
     def _emitter_of(self, lane: Lane, rows: ActionRows, rng: GroupRng) -> Emit:
@@ -197,9 +202,12 @@ class HeadPolicy:
         tensors = [inputs.rows(key) for key in self._obs_keys]
         first = lane.arrays[self._obs_keys[0]]
         arrays = list(first if self._batched else first[:, 0])
-        masked = None if self._mask is None else (self._mask, lane.arrays[self._mask.key])
+        masked = None
+        if self._mask is not None:
+            masked = (self._mask, lane.arrays[self._mask.key])
         actions = lane.arrays[self._action_key]
-        rows = ActionRows(self.head.name, actions, lane.arrays.get(LOG_PROB), masked)
+        log_probs = lane.arrays.get(LOG_PROB)
+        rows = ActionRows(self.head.name, actions, log_probs, masked)
         return inputs, tensors, arrays, rows
 
     def _input(self, leaves: Sequence[torch.Tensor]) -> Any:
@@ -211,7 +219,9 @@ class HeadPolicy:
 
     def _check(self, out: Any, lead: tuple[int, ...]) -> None:
         if not isinstance(out, torch.Tensor) or not out.is_floating_point():
-            got = f"{out.dtype} tensor" if isinstance(out, torch.Tensor) else type(out).__name__
+            got = type(out).__name__
+            if isinstance(out, torch.Tensor):
+                got = f"{out.dtype} tensor"
             raise BadPolicyOutput(
                 f"{self.head.name}: the network returned a {got}, expected one tensor of floats."
             )
@@ -247,7 +257,9 @@ def _act_numpy(
             x = step(x)
         emit(t, x[None])
 
-    return act if batched else act_unbatched
+    if batched:
+        return act
+    return act_unbatched
 
 
 def _act_module(

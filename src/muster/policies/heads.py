@@ -387,7 +387,9 @@ class Categoricals(D.Distribution):
         super().__init__(logits.shape[:-1], torch.Size(shape), validate_args=False)
 
     def sample(self, sample_shape: Any = ()) -> torch.Tensor:
-        return self._action([part.sample(torch.Size(sample_shape)) for part in self.parts])  # type: ignore[no-untyped-call]
+        size = torch.Size(sample_shape)
+        choices = [part.sample(size) for part in self.parts]  # type: ignore[no-untyped-call]
+        return self._action(choices)
 
     @property
     def mode(self) -> torch.Tensor:

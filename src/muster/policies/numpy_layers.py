@@ -32,7 +32,6 @@ def numpy_steps(
             continue
         if kind is nn.Flatten and x.shape == y.shape:
             continue
-            continue
         if kind is nn.Flatten:
             steps.append(operator.methodcaller("reshape", tuple(y.shape)))
             continue
@@ -83,7 +82,8 @@ def _two_sided(y: Array, of_negative: Call) -> Call:
 
     def apply(x: Array) -> Array:
         of_negative(np.minimum(x, zero, out=part))
-        return np.add(np.maximum(x, zero, out=x), part, out=x)
+        positive = np.maximum(x, zero, out=x)
+        return np.add(positive, part, out=x)
 
     return apply
 
@@ -98,8 +98,10 @@ def _sigmoid(layer: Any, y: Array) -> Call:
     half = np.full_like(y, 0.5)  # computed by tanh, which cannot overflow
 
     def apply(x: Array) -> Array:
-        np.tanh(np.multiply(x, half, x), x)
-        return np.add(np.multiply(x, half, x), half, x)
+        np.multiply(x, half, x)
+        np.tanh(x, x)
+        np.multiply(x, half, x)
+        return np.add(x, half, x)
 
     return apply
 
@@ -115,7 +117,8 @@ def _softplus(layer: Any, y: Array) -> Call:
 
     def apply(x: Any) -> Any:
         np.multiply(x, beta, x)
-        return np.divide(np.logaddexp(x, zero, x), beta, x)
+        np.logaddexp(x, zero, x)
+        return np.divide(x, beta, x)
 
     return apply
 
@@ -138,8 +141,8 @@ def _layer_norm(layer: Any, y: Array) -> Call | None:
     # a product, because reductions are slower
     width = y.shape[-1]
     average = np.full((width, 1), 1 / width, np.float32)
-    weight = None if layer.weight is None else layer.weight.detach().numpy()
-    bias = None if layer.bias is None else layer.bias.detach().numpy()
+    weight = _array(layer.weight)
+    bias = _array(layer.bias)
     eps = layer.eps
     square = np.empty_like(y)
 
@@ -149,9 +152,18 @@ def _layer_norm(layer: Any, y: Array) -> Call | None:
         np.divide(x, np.sqrt(variance + eps), x)
         if weight is not None:
             np.multiply(x, weight, x)
-        return x if bias is None else np.add(x, bias, x)
+        if bias is None:
+            return x
+        return np.add(x, bias, x)
 
     return apply
+
+
+def _array(parameter: torch.Tensor | None) -> Array | None:
+    if parameter is None:
+        return None
+    array: Array = parameter.detach().numpy()
+    return array
 
 
 def _running_norm(layer: RunningNorm, y: Array) -> Call:
@@ -163,7 +175,8 @@ def _running_norm(layer: RunningNorm, y: Array) -> Call:
     def apply(x: Array) -> Array:
         np.subtract(x, shift, x)
         np.multiply(x, scale, x)
-        return np.minimum(np.maximum(x, least, out=x), most, out=x)
+        bounded = np.maximum(x, least, out=x)
+        return np.minimum(bounded, most, out=x)
 
     return apply
 

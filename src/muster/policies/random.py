@@ -95,16 +95,24 @@ class RandomPolicy:
         for place, mask in enumerate(self._masks):
             action = drawn[mask.action]
             lead = len(self._shape)
-            rows = obs[mask.key].reshape(-1, *obs[mask.key].shape[lead:])
-            uniform = rng.stream(FIRST_MASKED + place).random((len(rows), len(mask.drawn)))
+            legal = obs[mask.key]
+            rows = legal.reshape(-1, *legal.shape[lead:])
+            stream = rng.stream(FIRST_MASKED + place)
+            uniform = stream.random((len(rows), len(mask.drawn)))
             if torch.is_tensor(action):
-                chosen = mask.draw_on_device(rows, torch.from_numpy(uniform).to(rows.device))
-                drawn[mask.action] = chosen.to(action.dtype).reshape(action.shape)
+                numbers = torch.from_numpy(uniform).to(rows.device)
+                chosen = mask.draw_on_device(rows, numbers).to(action.dtype)
+                drawn[mask.action] = chosen.reshape(action.shape)
             else:
-                chosen = mask.draw(rows.numpy(), uniform)
-                drawn[mask.action] = chosen.astype(action.dtype).reshape(np.shape(action))
-        tensors = {key: as_tensor(a) for key, a in drawn.items() if a.dtype != OBJECT}
-        objects = {key: a for key, a in drawn.items() if a.dtype == OBJECT}
+                values = mask.draw(rows.numpy(), uniform).astype(action.dtype)
+                drawn[mask.action] = values.reshape(np.shape(action))
+        tensors: dict[Key, torch.Tensor] = {}
+        objects: dict[Key, Array] = {}
+        for key, value in drawn.items():
+            if value.dtype == OBJECT:
+                objects[key] = value
+            else:
+                tensors[key] = as_tensor(value)
         return Outputs(tensors, objects=objects)
 
     def columns(self) -> Sequence[Column]:
@@ -114,10 +122,10 @@ class RandomPolicy:
         """Fill all remaining rows; the returned ``act`` only draws actions with a mask."""
         begin = lane.acts_from
         until = lane.acts_until
-        draws = [
-            self._masked(mask, lane, rng.stream(FIRST_MASKED + place))
-            for place, mask in enumerate(self._masks)
-        ]
+        draws = []
+        for place, mask in enumerate(self._masks):
+            stream = rng.stream(FIRST_MASKED + place)
+            draws.append(self._masked(mask, lane, stream))
         if begin < until:
             for key, drawn in self._sample(rng, (until - begin, lane.B)).items():
                 lane.data[key][begin:until] = drawn

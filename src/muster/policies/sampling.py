@@ -133,7 +133,8 @@ class ActionMask:
         none.
         """
         flat = rows.reshape(len(rows), -1) != 0
-        parts = np.split(flat, np.cumsum(self.drawn)[:-1], 1)
+        ends = np.cumsum(self.drawn)[:-1]
+        parts = np.split(flat, ends, 1)
         allows = np.logical_and.reduce([part.any(1) for part in parts])
         bad = np.flatnonzero(~allows).tolist()
         if not bad:
@@ -162,7 +163,7 @@ def check_masks(spec: EnvSpec) -> None:
         problem = _mask_or_problem(spec, action, key)
         if isinstance(problem, str):
             raise UnsupportedSpace(
-                f"{spec.name}: {problem}. Change the mask, or rename the key if it is no mask of"
+                f"{spec.name}: {problem}. Change the mask, or rename the key if it is not a mask of"
                 " allowed actions."
             )
 
@@ -266,7 +267,8 @@ class ActionRows:
         if self._masked is not None:
             mask, rows = self._masked
             masked = mask, rows[begin:end]
-        return ActionRows(self.name, self.action[begin:end], self.log_prob_array[begin:end], masked)
+        log_prob = self.log_prob_array[begin:end]
+        return ActionRows(self.name, self.action[begin:end], log_prob, masked)
 
     @property
     def joint_mask(self) -> ActionMask | None:
@@ -290,7 +292,13 @@ class ActionRows:
         assert self._masked is not None
         mask, rows = self._masked
         numbers = np.zeros((self.T, self.B, mask.agents), np.int64)
-        of_numbers = replace(mask, nvec=mask.drawn, low=(0,) * mask.agents, joint=False, agents=1)
+        of_numbers = replace(
+            mask,
+            nvec=mask.drawn,
+            low=(0,) * mask.agents,
+            joint=False,
+            agents=1,
+        )
         return ActionRows(self.name, numbers, self.log_prob_array, (of_numbers, rows))
 
     def not_finite(self, t: int, params: Array) -> BadPolicyOutput | BadEnvOutput:
@@ -511,14 +519,19 @@ def gaussian_by_state(
     unit, base = _normal(rows, first, n, rng)
     if squash is not None:
         middle, half = squash
-        base = base - (2 * n * math.log(2) + np.log(half).sum())
+        of_squash = 2 * n * math.log(2) + np.log(half).sum()
+        base = base - of_squash
         low = middle - half
         high = middle + half
         minus_two = np.full((B, n), -2, np.float32)
     noise = list(unit)
     constant = list(base.astype(np.float32))
-    least, most = (np.full((B, n), bound, np.float32) for bound in log_std_bounds)
-    log_std, u, part = (np.empty((B, n), np.float32) for _ in range(3))
+    lowest_log_std, highest_log_std = log_std_bounds
+    least = np.full((B, n), lowest_log_std, np.float32)
+    most = np.full((B, n), highest_log_std, np.float32)
+    log_std = np.empty((B, n), np.float32)
+    u = np.empty((B, n), np.float32)
+    part = np.empty((B, n), np.float32)
     ones = np.ones(n, np.float32)
     twos = np.full(n, 2, np.float32)
     ones_all = np.ones(2 * B * n, np.float32)

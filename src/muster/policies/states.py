@@ -24,40 +24,76 @@ from muster.utils.integers import integer
 P = TypeVar("P")
 StateDims = dict[Key, int]
 BATCH_DIM = "state_batch_dim"
+INITIAL_STATE = "state_at_start"
 
 
-def recurrent(policy: P, *, batch_dim: Any) -> P:
-    """Say which dimension of a policy's recurrent state counts environments.
+def recurrent(policy: P, *, batch_dim: Any = None, initial_state: Any = None) -> P:
+    """Say which dimension of a policy's recurrent state counts environments, or with which state
+    episodes begin.
 
-    It is only necessary where the sizes do not tell: if a policy is a function (or a module that
+    The dimension is only necessary where the sizes do not tell: if a policy is a function (or a module that
     cannot be copied), and the first two of at least three dimensions have as many entries as there
     are environments; or if it is a later one.
 
     ::
 
         Collector(env, policies.recurrent(act, batch_dim=1), num_envs=2, ...)  # state of nn.GRU: [layers, B, hidden]
+        Collector(env, policies.recurrent(module, initial_state="h0"), num_envs=2, ...)  # module.h0: a parameter
 
     Args:
         policy: a module, or a function ``f(obs, state)``.
         batch_dim: the dimension, from 0; of all tensors of the state, or a tuple, list or dict of
             dimensions like the state. Without ``num_envs`` there is no such dimension, and it is
-            not used.
+            not used. None: the sizes tell it; with ``initial_state`` it is the first one.
+        initial_state: the state with which an environment starts an episode, in place of zeros: the
+            name of a module's attribute (a parameter, or a method without arguments), or, for a
+            function, a function without arguments. It is a state as the policy returns it, without
+            the dimension of environments. It is read whenever an episode starts, so a parameter
+            can be learned. Batches then have ``is_init``, which is True at the first step of an
+            episode.
 
     Returns:
-        ``policy``, which gets the attribute ``state_batch_dim``.
+        ``policy``, which gets attributes that say so.
 
     Raises:
-        BadOption: a dimension is no integer of at least 0, or the policy takes no attributes.
+        BadOption: a dimension is no integer of at least 0, there is no such attribute, or the
+            policy takes no attributes.
     """
+    if batch_dim is None and initial_state is None:
+        raise BadOption(
+            "policies.recurrent(batch_dim=None): expected an integer of at least 0, or initial_state"
+        )
+    if initial_state is not None:
+        _check_initial(policy, initial_state)
+        batch_dim = 0 if batch_dim is None else batch_dim
     _check(batch_dim)
     try:
         setattr(policy, BATCH_DIM, batch_dim)
+        setattr(policy, INITIAL_STATE, initial_state)
     except AttributeError:
         raise BadOption(
             f"policies.recurrent: {type(policy).__name__} takes no attributes. Give the module"
             " itself, or a function that calls it"
         ) from None
     return policy
+
+
+def initial_of(policy: Any) -> Callable[[], Any] | None:
+    """Return the function that returns the state with which an episode starts; None: zeros."""
+    given = getattr(policy, INITIAL_STATE, None)
+    if given is None or callable(given):
+        return given
+
+    def read() -> Any:
+        found = getattr(policy, given)
+        return found() if callable(found) else found
+
+    return read
+
+
+def said_dim(policy: Any, key: Key, name: str) -> int:
+    """Return the dimension of environments that ``recurrent`` has said for a part of the state."""
+    return _entry_of(getattr(policy, BATCH_DIM), key, name)
 
 
 def state_dims(
@@ -143,13 +179,33 @@ def begins_with_environments(
     return grown is not None and grown.shape[0] == lead[0] + 1
 
 
-def _said_dim(
-    said: Any,
-    key: Key,
-    value: torch.Tensor,
-    B: int,
-    name: str,
-) -> int:
+def _check_initial(policy: Any, given: Any) -> None:
+    is_module = isinstance(policy, torch.nn.Module)
+    kind = type(policy).__name__
+    if is_module and not isinstance(given, str):
+        raise BadOption(
+            f"policies.recurrent: initial_state of the module {kind} is the name of its attribute,"
+            f" which copies of it have, too; got {given!r}"
+        )
+    if is_module and not hasattr(policy, given):
+        raise BadOption(f"policies.recurrent: initial_state={given!r}, and {kind} has none")
+    if not is_module and not callable(given):
+        raise BadOption(
+            f"policies.recurrent: initial_state={given!r}: expected a function without arguments"
+        )
+
+
+def _said_dim(said: Any, key: Key, value: torch.Tensor, B: int, name: str) -> int:
+    dim = _entry_of(said, key, name)
+    if tuple(value.shape[dim : dim + 1]) != (B,):
+        raise BadPolicyOutput(
+            f"policy {name} returned {dotted(key)} with shape {tuple(value.shape)}, expected {B}"
+            f" entries, one per environment, in dimension {dim}: that is its batch_dim"
+        )
+    return dim
+
+
+def _entry_of(said: Any, key: Key, name: str) -> int:
     dim = said
     for part in key[len(STATE) :]:
         try:
@@ -165,11 +221,6 @@ def _said_dim(
         raise BadOption(
             f"policies.recurrent: batch_dim={said!r} has {dim!r} for {dotted(key)}, expected an"
             " integer"
-        )
-    if tuple(value.shape[dim : dim + 1]) != (B,):
-        raise BadPolicyOutput(
-            f"policy {name} returned {dotted(key)} with shape {tuple(value.shape)}, expected {B}"
-            f" entries, one per environment, in dimension {dim}: that is its batch_dim"
         )
     return dim
 

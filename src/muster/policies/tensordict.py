@@ -64,9 +64,10 @@ class TensorDictPolicy:
         self._lead = setting.batch_shape
         self._obs_keys = list(obs_specs)
         self._object_keys = [key for key, spec in obs_specs.items() if not spec.is_tensor]
-        self._inner = {
-            key[:-1]: spec.shape[: spec.inner] for key, spec in obs_specs.items() if spec.inner
-        }
+        self._inner: dict[Key, tuple[int, ...]] = {}
+        for key, spec in obs_specs.items():
+            if spec.inner:
+                self._inner[key[:-1]] = spec.shape[: spec.inner]
         self._device = setting.device
         self._home = setting.device or setting.rows_device
         try:
@@ -92,7 +93,8 @@ class TensorDictPolicy:
         inputs: dict[Key, Any] = {}
         for key in self._obs_keys:
             if key in self._object_keys:
-                inputs[key] = copied_cells(np.reshape(obs[key], self._lead))
+                cells = np.reshape(obs[key], self._lead)
+                inputs[key] = copied_cells(cells)
             else:
                 inputs[key] = self._move(given[key])
         if self._wants_init:
@@ -130,7 +132,10 @@ class TensorDictPolicy:
         read: InputRows
         read, inputs, outputs = lane.cache[self]
         if self._program is not None and not self._program.current():
-            self._replan({key: rows[lane.done_steps].clone() for key, rows in inputs.items()})
+            newest = {}
+            for key, rows in inputs.items():
+                newest[key] = rows[lane.done_steps].clone()
+            self._replan(newest)
         if self._program is not None:
             return self._act_program(inputs, outputs)
         objects = {key: lane.arrays[key] for key in self._object_outputs}

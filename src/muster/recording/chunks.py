@@ -163,7 +163,8 @@ def _parse(
     names = tuple(about["names"])
     if not batches or not batch_size or not all(batch_size):
         raise ValueError("batches without frames")
-    if sorted(order) != list(range(len(batch_size))) or len(names) != len(batch_size):
+    dims = len(batch_size)
+    if sorted(order) != list(range(dims)) or len(names) != dims:
         raise ValueError("order, names and batch_size disagree")
     known = [name for name in names if name is not None]
     texts = all(isinstance(name, str) for name in known)
@@ -203,7 +204,7 @@ def _parse(
 
 def _size(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no size")
+        raise ValueError(f"{value!r} is not a size")
     return value
 
 

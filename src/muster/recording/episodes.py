@@ -99,7 +99,9 @@ def find_episodes(batches: Iterable[tuple[Mapping[Key, Array], bool]]) -> tuple[
         gaps += not follows
         ids = rows[TRAJ_IDS]
         is_init = rows.get(IS_INIT)
-        pieces = cut(ids, np.ones(ids.shape, bool), np.zeros(ids.shape, bool))
+        all_usable = np.ones(ids.shape, bool)
+        none_ended = np.zeros(ids.shape, bool)
+        pieces = cut(ids, all_usable, none_ended)
         for first, length in zip(pieces.first.tolist(), pieces.length.tolist(), strict=True):
             env, start = divmod(first, ids.shape[1])
             stop = start + length
@@ -122,13 +124,16 @@ def find_episodes(batches: Iterable[tuple[Mapping[Key, Array], bool]]) -> tuple[
             )
             done = bool(rows[next_of(DONE)][last])
             parts.setdefault(part.traj_id, []).append((part, done, gaps))
-    episodes = map(_joined, parts.values())
-    return tuple(sorted(episodes, key=lambda episode: (*episode.start, episode.env)))
+    episodes = [_joined(of_episode) for of_episode in parts.values()]
+    episodes.sort(key=lambda episode: (*episode.start, episode.env))
+    return tuple(episodes)
 
 
 def _joined(parts: Sequence[tuple[Episode, bool, int]]) -> Episode:
     """Join the parts of an episode, of which ``complete`` says whether it is the beginning."""
-    whole = all(done or gaps == later for (_, done, gaps), (_, _, later) in pairwise(parts))
+    whole = True
+    for (_, ended, gaps), (_, _, later_gaps) in pairwise(parts):
+        whole = whole and (ended or gaps == later_gaps)
     first, _, _ = parts[0]
     last, done, _ = parts[-1]
     return replace(
@@ -153,11 +158,15 @@ def cut_out(episode: Episode, batch: Callable[[int], TensorDict]) -> TensorDict:
             index = [int(n) for n in np.unravel_index(piece.env, outer)]
         index.insert(time, slice(piece.start, piece.stop))
         pieces.append(rows[tuple(index)])
-    found: TensorDict = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    found: TensorDict = pieces[0]
+    if len(pieces) > 1:
+        found = torch.cat(pieces)
     found.names = ["time"]
     return found
 
 
 def time_dim(names: Sequence[str | None]) -> int:
     """Return the dimension of time of batches whose dimensions have these names."""
-    return names.index("time") if "time" in names else len(names) - 1
+    if "time" not in names:
+        return len(names) - 1
+    return names.index("time")

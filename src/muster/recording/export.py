@@ -21,6 +21,7 @@ from muster.keys import (
     NEXT_OBS_VALID,
     RESERVED,
     REWARD,
+    SEED,
     STEP_COUNT,
     Key,
     dotted,
@@ -141,6 +142,14 @@ def observation_keys(
             " have other names."
         )
     return found
+
+
+def seed_of(data: TensorDict) -> int | None:
+    """Return the seed with which an episode was reset; None: it is not known, or there was none."""
+    if SEED not in data.keys(True):
+        return None
+    seed = int(data.get(SEED)[0])
+    return seed if seed >= 0 else None
 
 
 def column_of(data: TensorDict, key: Key) -> Array | list[str]:

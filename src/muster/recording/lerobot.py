@@ -22,6 +22,7 @@ from muster.keys import (
     INFO,
     OBSERVATION,
     REWARD,
+    SEED,
     TERMINATED,
     TRUNCATED,
     Key,
@@ -38,6 +39,7 @@ from muster.recording.export import (
     column_of,
     new_path,
     observation_keys,
+    seed_of,
     write_tables,
 )
 from muster.utils.attributes import optional
@@ -85,6 +87,7 @@ def write_lerobot(
 
     def table(number: int) -> Any:
         data = episodes[number]
+        seeds[number] = seed_of(data)
         length = len(data)
         frame = np.arange(length)
         values: dict[str, Any] = {name: column_of(data, key) for name, key in columns.items()}
@@ -106,6 +109,7 @@ def write_lerobot(
             stats[camera].add(rows.reshape(-1, 3) / 255)
             yield from rows
 
+    seeds: dict[int, int | None] = {}
     rows: list[dict[str, Any]] = []
     try:
         with file_errors(root, "written"):
@@ -119,6 +123,9 @@ def write_lerobot(
                     make_folder(path.parent)
                     write_mp4(path, pictures(camera, file), fps)
                 rows += _rows(file, episodes.lengths, place, fps, task, cameras)
+            if SEED in recording.keys:
+                for row in rows:
+                    row["seed"] = seeds[row["episode_index"]]
             by_column = {name: [row[name] for row in rows] for name in rows[0]}
             info = _info(first, columns, cameras, episodes, fps)
             _write_meta(root, info, by_column, task, stats)

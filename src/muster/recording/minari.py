@@ -32,7 +32,14 @@ from muster.keys import (
 )
 from muster.memory.specs import Array
 from muster.recording.episodes import Episode, Piece, Recorded
-from muster.recording.export import CompleteEpisodes, Export, array_of, column_of, observation_keys
+from muster.recording.export import (
+    CompleteEpisodes,
+    Export,
+    array_of,
+    column_of,
+    observation_keys,
+    seed_of,
+)
 from muster.utils.attributes import optional
 from muster.utils.texts import counted
 
@@ -58,7 +65,10 @@ def write_minari(
         from minari.storage.datasets_root_dir import get_dataset_path
     observed = observation_keys(recording, keys)
     actions = [key for key in recording.keys if key[0] == "action"]
-    infos = [key for key in recording.keys if key[0] == INFO and next_of(key) in recording.keys]
+    infos = []
+    for key in recording.keys:
+        if key[0] == INFO and next_of(key) in recording.keys:
+            infos.append(key)
     episodes = CompleteEpisodes(recording, with_last=True)
 
     def actions_of(data: TensorDict) -> Any:
@@ -67,6 +77,7 @@ def write_minari(
     def buffer(data: TensorDict) -> Any:
         observations = {key: _with_last(data, key) for key in observed}
         return EpisodeBuffer(
+            seed=seed_of(data),
             observations=_as_space(observations, OBSERVATION),
             actions=actions_of(data),
             rewards=array_of(data, REWARD),
@@ -85,7 +96,7 @@ def write_minari(
         observation_space = observation_space or _space_of([buffer(episodes[0]).observations])
     if not DATASET_ID.fullmatch(dataset_id):
         raise BadOption(
-            f"{dataset_id!r} is no id of a Minari dataset: expected NAME-vN or NAMESPACE/NAME-vN,"
+            f"{dataset_id!r} is not an id of a Minari dataset: expected NAME-vN or NAMESPACE/NAME-vN,"
             " with letters, digits, _ and -, such as cartpole/ppo-v0."
         )
     path = get_dataset_path(dataset_id)
@@ -230,7 +241,7 @@ def _tensor(rows: Any) -> torch.Tensor:
         return torch.from_numpy(np.array(rows))
     except TypeError as error:
         raise BadRecording(
-            f"the dataset has {np.asarray(rows).dtype} values, which are no tensors"
+            f"the dataset has {np.asarray(rows).dtype} values, which are not tensors"
         ) from error
 
 

@@ -358,7 +358,7 @@ class Recording:
             empty = [dotted(key) for key in NEEDED if key not in columns]
             if empty:
                 raise BadRecording(
-                    f"{self.directory} has no table of episodes: {empty} are no columns of numbers."
+                    f"{self.directory} has no table of episodes: {empty} are not columns of numbers."
                 )
             for place in range(chunk.batches):
                 number = chunk.first_batch + place

@@ -79,7 +79,7 @@ def generator_of(
     """
     name = state["bit_generator"]
     if name not in GENERATORS:
-        raise ValueError(f"{name!r} is no bit generator of NumPy")
+        raise ValueError(f"{name!r} is not a bit generator of NumPy")
     seed = np.random.SeedSequence(**seeds) if seeds else 0
     bits = getattr(np.random, name)(seed)
     set_state(bits, state)

@@ -87,7 +87,8 @@ def load(path: str | Path) -> Any:
         raise BadCheckpoint(f"{path} cannot be read: {error.strerror}.") from error
     except Damaged as error:
         raise BadCheckpoint(
-            f"{path} is no checkpoint of Muster's, or damaged: {error}. Restore it from a copy."
+            f"{path} is not a Muster checkpoint (or it is damaged): {error}. Restore it from a"
+            " copy."
         ) from error
     except (
         LookupError,

@@ -361,7 +361,7 @@ def _check(state: Any, path: str | Path) -> None:
     """Raise ``BadCrashReport`` unless this is the content of a crash report."""
     if not isinstance(state, dict) or state.pop("format", None) != FORMAT:
         raise BadCrashReport(
-            f"{path} is no crash report of format {FORMAT}, which this version of Muster reads."
+            f"{path} is not a crash report of format {FORMAT}, which this version of Muster reads."
         )
     # the first files of this format had no ids
     state.setdefault("spec", {})

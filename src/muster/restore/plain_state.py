@@ -33,8 +33,11 @@ OWNERS = ("ndarray", "PyCapsule", "memoryview")
 def _space_generator() -> str | None:
     """The attribute in which Gymnasium's spaces store their generator; None if it is not found."""
     drawn: Space[Any] = Discrete(2, seed=0)
-    found = [name for name, value in vars(drawn).items() if value is drawn.np_random]
-    return found[0] if len(found) == 1 else None
+    generator = drawn.np_random
+    found = [name for name, value in vars(drawn).items() if value is generator]
+    if len(found) != 1:
+        return None
+    return found[0]
 
 
 SPACE_GENERATOR = _space_generator()
@@ -89,8 +92,11 @@ class Encoder:
         if isinstance(value, np.generic) and value.dtype.kind in "biufc":
             return ["scalar", np.array(value)]
         if attribute and isinstance(value, Space) and SPACE_GENERATOR is not None:
-            generators = [vars(space).get(SPACE_GENERATOR) for space in _tree(value)]
-            return ["space", _facts(value), [self._item(each) for each in generators]]
+            generators = []
+            for space in _tree(value):
+                generator = vars(space).get(SPACE_GENERATOR)
+                generators.append(self._item(generator))
+            return ["space", _facts(value), generators]
         # else no object is one
         of_torch = (torch.device, torch.dtype) if "torch" in sys.modules else ()
         if attribute and isinstance(value, (type, Enum, np.dtype, *of_torch)):
@@ -100,18 +106,23 @@ class Encoder:
         if kind is list:
             return ["list", [self._item(item) for item in value]]
         if kind is dict:
-            return ["dict", [[self._item(key), self._item(v)] for key, v in value.items()]]
+            entries = []
+            for key, item in value.items():
+                entries.append([self._item(key), self._item(item)])
+            return ["dict", entries]
         if kind is deque:
             return ["deque", value.maxlen, [self._item(item) for item in value]]
         if kind is np.ndarray:
             return ["array", self._copy(value)]
         if kind is np.random.Generator:
             bits = value.bit_generator
+            name = type(bits).__name__
             seeds = getattr(bits, "seed_seq", None)  # the state of ``spawn``
-            if type(bits).__name__ in GENERATORS and type(seeds) is np.random.SeedSequence:
-                return ["generator", type(bits).__name__, bits.state, seeds.state]
+            if name in GENERATORS and type(seeds) is np.random.SeedSequence:
+                return ["generator", name, bits.state, seeds.state]
         if of_torch and kind is torch.Generator:
-            return ["torch generator", str(value.device), value.get_state().numpy().copy()]
+            state = value.get_state().numpy().copy()
+            return ["torch generator", str(value.device), state]
         if of_torch and kind is torch.Tensor:
             return ["tensor", str(value.device), self._copy_of_tensor(value)]
         raise NotPlain
@@ -127,12 +138,15 @@ class Encoder:
         owner = array
         while type(owner) is np.ndarray and owner.base is not None:
             owner = owner.base
-        plain = array.dtype.kind in "biufc" and array.dtype.isnative and array.flags.c_contiguous
+        if array.dtype.kind not in "biufc" or not array.dtype.isnative:
+            raise NotPlain
+        if not array.flags.c_contiguous:
+            raise NotPlain
         copied_before = id(owner) in self._owners
-        own = type(owner).__name__ in OWNERS and not copied_before
-        of_tensor = type(owner).__name__ == "Tensor"
-        comparable = self._compares and (of_tensor or copied_before)
-        if not plain or not (own or comparable):
+        kind = type(owner).__name__
+        own = kind in OWNERS and not copied_before
+        comparable = self._compares and (kind == "Tensor" or copied_before)
+        if not own and not comparable:
             raise NotPlain
         self._owners[id(owner)] = owner
         return array.copy()
@@ -150,8 +164,9 @@ class Encoder:
         storage = tensor.untyped_storage()
         place = storage.data_ptr()
         # not resizable: the memory of an array
-        own = storage.resizable() and not (place and place in self._owners)
-        if not (own or self._compares):
+        copied_before = bool(place) and place in self._owners
+        own = storage.resizable() and not copied_before
+        if not own and not self._compares:
             raise NotPlain
         self._owners[place] = tensor
         try:
@@ -187,7 +202,9 @@ class Decoder:
                 return made
             case ["dict", items]:
                 made = self._keep({})
-                made.update((self.decode(key), self.decode(value)) for key, value in items)
+                for key, value in items:
+                    decoded_key = self.decode(key)
+                    made[decoded_key] = self.decode(value)
                 return made
             case ["deque", maxlen, items]:
                 made = self._keep(deque(maxlen=maxlen))
@@ -198,7 +215,8 @@ class Decoder:
             case ["array", array]:
                 return self._keep(array.copy())
             case ["tensor", device, array]:
-                return self._keep(torch.from_numpy(array).clone().to(device))
+                tensor = torch.from_numpy(array).clone()
+                return self._keep(tensor.to(device))
             case ["torch generator", device, state]:
                 made = self._keep(torch.Generator(device))
                 made.set_state(torch.from_numpy(state.copy()))
@@ -224,8 +242,9 @@ class Decoder:
 
 
 def _of_facts(live: Any, facts: str) -> Any:
-    if _facts(live) != facts:
-        raise Mismatch(f"is {_facts(live)}, and was {facts}")
+    now = _facts(live)
+    if now != facts:
+        raise Mismatch(f"is {now}, and was {facts}")
     return live
 
 
@@ -241,7 +260,8 @@ def same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return bool(a == b or (a != a and b != b))
+    both_nan = a != a and b != b
+    return bool(a == b or both_nan)
 
 
 def _tree(space: Space[Any]) -> Iterator[Any]:
@@ -263,7 +283,7 @@ def _facts(value: Any) -> str:
         return f"{type(value).__qualname__} {value!r}"
     crc = 0  # of the bounds, of which ``repr`` shows only the extremes
     for space in _tree(value):
-        arrays = {k: v for k, v in vars(space).items() if isinstance(v, np.ndarray)}
-        for name in sorted(arrays):
-            crc = zlib.crc32(arrays[name].tobytes(), crc)
+        for _, bound in sorted(vars(space).items()):
+            if isinstance(bound, np.ndarray):
+                crc = zlib.crc32(bound.tobytes(), crc)
     return f"{value!r} (crc32 {crc:08x})"

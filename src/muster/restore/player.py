@@ -4,7 +4,6 @@ videos.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -41,13 +40,8 @@ class Player:
         writing = capability(self.batch, WritesNext)
         if writing is not None and crash_report.max_frames_per_traj is not None:
             writing.limit_episodes(crash_report.max_frames_per_traj)
-        layout = Layout(
-            1,
-            spec.num_envs,
-            lane_columns(spec, (), RolloutOptions()),
-            1,
-            spec.batch_shape,
-        )
+        columns = lane_columns(spec, (), RolloutOptions())
+        layout = Layout(1, spec.num_envs, columns, 1, spec.batch_shape)
         self._lane = Slot(layout, spec.device or "heap").lanes[0]
         try:
             self._check()
@@ -80,15 +74,19 @@ class Player:
 
     def observation(self) -> dict[Any, Array]:
         """The newest observation, ``[B, *shape]`` per leaf."""
-        return {key: _host(self._lane.data[key][0]) for key in self.batch.spec.observation_specs}
+        newest = {}
+        for key in self.batch.spec.observation_specs:
+            newest[key] = _host(self._lane.data[key][0])
+        return newest
 
     def outcome(self) -> tuple[Array, Array, Array]:
         """Reward, terminated and truncated of the newest step, ``[B]`` each."""
         arrays = self._lane.arrays
-        keys = (self.batch.spec.reward_key, next_of(("terminated",)), next_of(("truncated",)))
-        self._lane.pull(keys)
-        reward, terminated, truncated = (arrays[key][0] for key in keys)
-        return reward, terminated, truncated
+        reward = self.batch.spec.reward_key
+        terminated = next_of(("terminated",))
+        truncated = next_of(("truncated",))
+        self._lane.pull((reward, terminated, truncated))
+        return arrays[reward][0], arrays[terminated][0], arrays[truncated][0]
 
     def action(self, row: int) -> Any:
         leaves = {key: array[row] for key, array in self.crash_report.actions.items()}
@@ -96,21 +94,24 @@ class Player:
         if not self.crash_report.alone or codec is None:
             return leaves
         value = codec.build([leaves[key][0] for key in codec.specs])
-        plain_number = codec.single and not codec.specs[next(iter(leaves))].shape
-        return value.item() if plain_number else value
+        if not codec.single:
+            return value
+        spec = codec.specs[next(iter(leaves))]
+        return value if spec.shape else value.item()
 
     def verdict(self) -> str:
         expected = self.crash_report.observation
         if not expected:
             return ""
         got = self.observation()
-        shared = [key for key in expected if key in got]
-        if all(same_bits(_as_stored(got[key], expected[key]), expected[key]) for key in shared):
-            return "The observation before the failure is bit for bit the recorded one."
-        return (
-            "The observation before the failure is NOT the recorded one: this environment is not"
-            f" determined by its seed and actions alone. {self.crash_report.caveat}"
-        ).rstrip()
+        for key, recorded in expected.items():
+            if key in got and not same_bits(_as_stored(got[key], recorded), recorded):
+                return (
+                    "The observation before the failure is NOT the recorded one: this environment"
+                    " is not determined by its seed and actions alone."
+                    f" {self.crash_report.caveat}"
+                ).rstrip()
+        return "The observation before the failure is bit for bit the recorded one."
 
     def close(self) -> None:
         self.batch.close()
@@ -137,29 +138,36 @@ class Player:
     def _reset(self, n: int) -> None:
         resets = self.crash_report.resets
         call = resets[n, 0]
-        rows = list(itertools.takewhile(lambda i: resets[i, 0] == call, range(n, len(resets))))
-        which = [int(resets[i, 2]) for i in rows]
-        special = [self.crash_report.special.get(i, Special(None, None, None)) for i in rows]
+        which: list[int] = []
+        special: list[Special] = []
+        for row in range(n, len(resets)):
+            if resets[row, 0] != call:
+                break
+            which.append(int(resets[row, 2]))
+            special.append(self.crash_report.special.get(row, Special(None, None, None)))
         for i, entry in zip(which, special, strict=True):
-            state = entry.state
-            if state is not None:
-                try:
-                    env: Any = self.batch.objects()[i]
-                    env.unwrapped.np_random = generator_of(state)
-                except (LookupError, TypeError, ValueError) as error:
-                    raise BadCrashReport(
-                        f"the random state in the crash report is damaged: {error}"
-                    ) from error
+            if entry.state is not None:
+                self._set_random_state(i, entry.state)
         seeds = [entry.seed for entry in special if entry.seed is not None]
         pass_options(self.batch, special[0].options)
         given = seeds if len(seeds) == len(which) else None
         self.batch.reset(self._lane.data, 0, which, given)
 
+    def _set_random_state(self, i: int, state: Any) -> None:
+        try:
+            env: Any = self.batch.objects()[i]
+            env.unwrapped.np_random = generator_of(state)
+        except (LookupError, TypeError, ValueError) as error:
+            raise BadCrashReport(
+                f"the random state in the crash report is damaged: {error}"
+            ) from error
+
     def _step(self, row: int) -> None:
         data = self._lane.data
         for flag in FLAGS:  # environments set flags, and never clear them
             for key in (flag, next_of(flag)):
-                data[key][...] = self._lane.arrays[key][...] = False
+                data[key][...] = False
+                self._lane.arrays[key][...] = False
         for key, array in self.crash_report.actions.items():
             action = array[row]
             if torch.is_tensor(data[key]):
@@ -181,9 +189,12 @@ def same_bits(a: Array, b: Array) -> bool:
 
 def _as_stored(value: Array, recorded: Array) -> Array:
     """A floating observation in the dtype in which the collector stored it (``obs_dtype``)."""
-    floats = value.dtype.kind == "f" and recorded.dtype.kind == "f"
-    return value.astype(recorded.dtype) if floats else value
+    if value.dtype.kind == "f" and recorded.dtype.kind == "f":
+        return value.astype(recorded.dtype)
+    return value
 
 
 def _host(value: Any) -> Any:
-    return value.cpu().numpy() if hasattr(value, "cpu") else value
+    if hasattr(value, "cpu"):
+        return value.cpu().numpy()
+    return value

@@ -85,6 +85,7 @@ def keep(outputs: Outputs) -> Outputs:
         extras={key: value.clone() for key, value in outputs.extras.items()},
         state={key: value.clone() for key, value in outputs.state.items()},
         objects=outputs.objects,
+        begun={key: value.clone() for key, value in outputs.begun.items()},
     )
 
 
@@ -95,6 +96,9 @@ def store_outputs(outputs: Outputs, lane: Lane, t: int = 0) -> None:
         row.copy_(value.reshape(row.shape))
     for key, array in outputs.objects.items():
         lane.arrays[key][t] = array.reshape(-1)
+    for key, value in outputs.begun.items():
+        row = lane.tensors[key][t]
+        row.copy_(value.reshape(row.shape))
     for key, value in outputs.state.items():
         row = lane.tensors[key][t + 1]
         row.copy_(value.reshape(row.shape))

@@ -16,6 +16,7 @@ from muster.keys import (
     NEXT_OBS_VALID,
     POLICY_VERSION,
     RESUMED,
+    SEED,
     STEP_COUNT,
     TEAM_REWARD,
     TRAJ_DONE,
@@ -101,6 +102,8 @@ def lane_columns(
     if options.track_policy_version and POLICY_VERSION not in by_policy:
         dtype = OBJECT if text else INTEGER
         columns.append(Column(POLICY_VERSION, (), dtype, host=True))
+    if options.track_seeds:
+        columns.append(Column(SEED, (), INTEGER, host=True))
     if resumed:
         columns.append(Column(RESUMED, (), FLAG, host=True))
     own = [column for column in policy if column.key not in env_spec.observation_specs]

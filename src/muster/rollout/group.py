@@ -181,7 +181,7 @@ class Group:
         self.first_call: FirstCall | None = None
         self.contexts = Contexts(rng, options)
         self.can = Abilities(env, options)
-        self.seeding = EpisodeSeeding(options.episode_seeds, env.spec, self.clock)
+        self.seeding = EpisodeSeeding(options, env.spec, self.clock, tells=not self.can.write_next)
 
     @property
     def B(self) -> int:  # noqa: N802 (the field's name)
@@ -300,6 +300,7 @@ class Group:
                 raise
             raise raised from error
         progress.begin(phase)
+        self.seeding.note(which, seeds)
         return time.perf_counter_ns() - began
 
     # --- first calls ------------------------------------------------------------------------------

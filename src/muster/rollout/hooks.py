@@ -18,6 +18,7 @@ from muster.keys import (
     NEXT_OBS_VALID,
     POLICY_VERSION,
     RESUMED,
+    SEED,
     STEP_COUNT,
     TERMINATED,
     TRAJ_DONE,
@@ -42,7 +43,16 @@ Result = TypeVar("Result")
 
 # written at the end of a rollout
 LATER = {DONE, next_of(DONE), TRAJ_IDS, STEP_COUNT, next_of(STEP_COUNT), VALID}
-FIXED = {*FLAGS, *map(next_of, FLAGS), TRAJ_DONE, IS_INIT, NEXT_OBS_VALID, POLICY_VERSION, RESUMED}
+FIXED = {
+    *FLAGS,
+    *map(next_of, FLAGS),
+    TRAJ_DONE,
+    IS_INIT,
+    NEXT_OBS_VALID,
+    POLICY_VERSION,
+    RESUMED,
+    SEED,
+}
 
 
 class StepView:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from itertools import groupby
 from typing import Any
 
-from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, TRAJ_IDS, VALID, Key, next_of
+from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, SEED, TRAJ_IDS, VALID, Key, next_of
 from muster.memory.slots import Lane
 from muster.protocols import EnvBatch
 from muster.rollout.abilities import writes_next
@@ -80,6 +80,7 @@ class LaneViews:
         self.version = arrays.get(POLICY_VERSION)
         self.valid = arrays.get(VALID)
         self.resumed = arrays.get(RESUMED)
+        self.seed = arrays.get(SEED)
 
 
 def _fill_of(rows: Any) -> Callable[[Any], Any]:

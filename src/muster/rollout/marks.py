@@ -19,6 +19,7 @@ from muster.keys import (
     FLAGS,
     INFO,
     NEXT_OBS_VALID,
+    SEED,
     TERMINATED,
     TRAJ_DONE,
     TRAJ_IDS,
@@ -230,7 +231,7 @@ def blank(lane: Lane, valid: Array, *, repeat_flags: bool) -> None:
         source = lane.arrays if column.host else lane.data
         data = source[column.key][: lane.T]
         value: Any = 0 if column.is_tensor else None
-        if column.key == TRAJ_IDS:
+        if column.key in (TRAJ_IDS, SEED):
             value = -1
         where: Any = cells
         if not isinstance(data, np.ndarray):

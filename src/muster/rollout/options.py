@@ -64,15 +64,16 @@ class RolloutOptions(Checked):
         max_frames_per_traj: truncate episodes after this number of steps, and add ``step_count``.
             None, 0 or negative: no limit.
         reset_at_each_iter: reset all environments before every batch.
-        reset_when_done: False: after the end of an episode the environment's other rows of the
-            batch are blank, with repeated flags, id -1 and ``collector/valid`` False; the next
-            batch starts with a new episode. Meanwhile single environments pause (workers reset them
-            while you train). Environments that can only be stepped together are stepped on, and
-            ``stats().discarded["after_done"]`` counts these steps.
+        reset_when_done: False: do not start a new episode within the batch; the remaining rows are
+            padding (``collector/valid`` False, ``traj_ids`` -1, repeated flags). The next batch
+            starts with a new episode. Single environments are not stepped in the padding (workers
+            reset them while you train). Environments that can only be stepped together are stepped,
+            and ``stats().discarded["after_done"]`` counts these steps.
         set_truncated: mark the last step of every batch as truncated, unless the episode ended
             there, in all flags ``truncated`` of the environment, including nested ones (of agents).
         interruptor: an object whose method ``collection_stopped()`` is called after every step;
-            True ends the batch. Its other rows are blank, with id -1 and ``collector/valid`` False.
+            True ends the batch. The remaining rows are padding (``collector/valid`` False,
+            ``traj_ids`` -1).
         compact_obs: omit ``next`` observations; ``Collector.final_observations`` returns those that
             no row contains.
         on_step: function called with a ``muster.rollout.hooks.StepView`` after every time step of a
@@ -100,6 +101,9 @@ class RolloutOptions(Checked):
             start of an agent's episode. Modules and heads then get a dict of all observations.
         track_traj_ids: False: batches have no ``collector/traj_ids``. Episodes, their records and
             ``split_trajs`` are the same.
+        track_seeds: add ``collector/seed``, the seed with which the environment was reset at the
+            start of the row's episode; -1: without a seed. Exports of recordings have the seeds of
+            episodes then. Only for environments that Muster resets.
         episode_seeds: seeds chosen by hand, such as ``range(10)`` for scenarios 0 to 9: every
             episode is reset with a seed from this list. Episode k of environment i (both from 0)
             has entry ``i + k * (number of environments)``; the list starts over at its end. The
@@ -122,4 +126,5 @@ class RolloutOptions(Checked):
     traj_done_key: Annotated[str, _entry_of_info] | None = None
     prev_action_reward: bool = False
     track_traj_ids: bool = True
+    track_seeds: bool = False
     episode_seeds: Annotated[Sequence[int], list_of_seeds] | None = None

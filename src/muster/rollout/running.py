@@ -159,6 +159,8 @@ class Rollout:
             self.reports.progress.count(waits=self.ends.leaves_out)
         if views.version is not None:
             self._stamp(views.version, 0, call)
+        if views.seed is not None:
+            views.seed[...] = group.seeding.current
         if call is not None:
             store_outputs(call.outputs, lane)  # also the version, if the policy tells it itself
         if request.stays_open:
@@ -383,6 +385,8 @@ class Rollout:
             seeds = seeding.seeds_of(which, seeds, self._ended_before(row))
         took_ns = self.group.reset_envs(self.lane.data, row, which, seeds, self.reports)
         self.tally.add_reset(took_ns)
+        if self.views.seed is not None:
+            self.views.seed[row:, which] = seeding.current[which]
         self._restart_states(row, which)
         if self._limit is not None:
             self._limit.restart(which, row)

@@ -12,6 +12,7 @@ from muster.episodes.clock import AgentClock, TrajectoryClock
 from muster.errors import BadCheckpoint, UnsupportedEnv
 from muster.memory.specs import Array
 from muster.rng import entries
+from muster.rollout.options import RolloutOptions
 
 
 class EpisodeSeeding:
@@ -21,19 +22,33 @@ class EpisodeSeeding:
     the same seed wherever the group runs, and after a restart of its worker.
 
     Args:
-        chosen: the list; None: episodes have no seeds besides those of ``set_seed``.
+        options: with the list (``episode_seeds``); without it, episodes have no seeds besides those
+            of ``set_seed``.
         spec: of the group's env batch.
         clock: of the group.
+        tells: environments are reset by their group only.
+
+    Attributes:
+        current: seeds of the current episodes, ``[B]`` int64; -1: none.
 
     Raises:
-        UnsupportedEnv: the environments cannot be reset with a seed one by one.
+        UnsupportedEnv: the environments cannot be reset with a seed one by one, or
+            ``track_seeds`` cannot know the resets.
     """
 
     def __init__(
-        self, chosen: Sequence[int] | None, spec: EnvSpec, clock: TrajectoryClock | AgentClock
+        self,
+        options: RolloutOptions,
+        spec: EnvSpec,
+        clock: TrajectoryClock | AgentClock,
+        *,
+        tells: bool,
     ) -> None:
+        chosen = options.episode_seeds
         self._chosen = chosen
         self._clock = clock
+        self._tracks = options.track_seeds
+        self.current = np.full(spec.num_envs, -1, np.int64)
         # number of the episode that has the list's first seeds
         self._first = np.zeros(spec.num_envs, np.int64)
         # environments whose next episode has the list's first seeds
@@ -43,6 +58,11 @@ class EpisodeSeeding:
                 f"episode_seeds: {spec.name} cannot be reset with a seed for each episode of each"
                 " environment. Leave the option out, or give an id or a function that makes one"
                 " environment"
+            )
+        if self._tracks and (not tells or spec.agents or spec.ready is not None):
+            raise UnsupportedEnv(
+                f"track_seeds: {spec.name} resets its environments itself, so the seeds of their"
+                " episodes are not known. Leave the option out"
             )
 
     @property
@@ -74,15 +94,25 @@ class EpisodeSeeding:
         places = self._clock.env_ids + self._clock.total_envs * number
         return entries(self._chosen, places[list(which)].tolist())
 
+    def note(self, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        """Note that environments were reset, with these seeds or without."""
+        if self._tracks:
+            self.current[list(which)] = -1 if seeds is None else seeds
+
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all variables."""
-        return {"first": self._first.copy(), "restarts": self._restarts.copy()}
+        return {
+            "first": self._first.copy(),
+            "restarts": self._restarts.copy(),
+            "current": self.current.copy(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore ``state_dict()``; None: a state of before there were seeds of episodes."""
         if state is None:
             self._first[...] = 0
             self._restarts[...] = False
+            self.current[...] = -1
             return
         first = np.asarray(state["first"])
         restarts = np.asarray(state["restarts"])
@@ -92,3 +122,4 @@ class EpisodeSeeding:
             )
         self._first[...] = first
         self._restarts[...] = restarts
+        self.current[...] = state.get("current", -1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,8 +50,12 @@ def pinned(
     if isinstance(cpu_affinity, str):
         if len(workers) > len(allowed):
             return [(allowed[n % len(allowed)],) for n in range(len(workers))]
-        ends = [n * len(allowed) // len(workers) for n in range(len(workers) + 1)]
-        return [tuple(allowed[begin:end]) for begin, end in itertools.pairwise(ends)]
+        shares = []
+        for n in range(len(workers)):
+            begin = n * len(allowed) // len(workers)
+            end = (n + 1) * len(allowed) // len(workers)
+            shares.append(tuple(allowed[begin:end]))
+        return shares
     found = [tuple(cpu_affinity[number]) for number in workers]
     for number, cpus in zip(workers, found, strict=True):
         if missing := set(cpus) - set(allowed):
@@ -68,7 +71,10 @@ def _quota(folder: Path) -> float:
     text = read(folder / "cpu.max").split()  # version 2: "200000 100000", or "max 100000"
     if not text:
         text = [read(folder / "cpu.cfs_quota_us"), read(folder / "cpu.cfs_period_us")]
-    quota, period = [int(number) if number.isdigit() else 0 for number in (*text, "", "")[:2]]
+    if len(text) < 2 or not text[0].isdigit() or not text[1].isdigit():
+        return 0.0
+    quota = int(text[0])
+    period = int(text[1])
     return quota / period if quota and period else 0.0
 
 
@@ -83,9 +89,9 @@ def _cpu_cgroups(root: Path) -> list[Path]:
             continue
         top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
         inner = top / path.lstrip("/")
-        found += [
-            folder for folder in (inner, *inner.parents) if folder == top or top in folder.parents
-        ]
+        for folder in (inner, *inner.parents):
+            if folder == top or top in folder.parents:
+                found.append(folder)
     return found
 
 

@@ -55,7 +55,7 @@ def transport_for(given: Any) -> Transport:
             f" weight_sync_schemes out here, or give {' or '.join(local)}"
         )
     raise BadOption(
-        f"{given!r} is no way to send weights to workers on this machine: expected"
+        f"{given!r} is not a way to send weights to workers on this machine: expected"
         f" muster.weights.SharedMemory() or NoSync(), or one of {', '.join([*_TRANSPORTS, *local])}"
         " (Muster's or TorchRL's)"
     )

@@ -71,7 +71,9 @@ def _named_in_dict(given: Mapping[Any, Any]) -> Weights:
         if torch.is_tensor(value):
             found = {name: _detached(value)}
         elif isinstance(value, (Mapping, torch.nn.Module)) or _is_tensordict(value):
-            found = {f"{name}.{inner}": tensor for inner, tensor in named_weights(value).items()}
+            found = {}
+            for inner, tensor in named_weights(value).items():
+                found[f"{name}.{inner}"] = tensor
         else:
             raise BadWeights(
                 f"cannot take weights from {type(given).__name__}: its entry {key!r} is"
@@ -86,7 +88,9 @@ def _named_in_dict(given: Mapping[Any, Any]) -> Weights:
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if torch.nn.parameter.is_lazy(tensor) else tensor.detach()
+    if torch.nn.parameter.is_lazy(tensor):
+        return tensor
+    return tensor.detach()
 
 
 def _is_tensordict(thing: Any) -> bool:
@@ -151,7 +155,8 @@ def with_unregistered(module: torch.nn.Module) -> torch.nn.Module:
     modules, parameters = _reached(functions)
     own = {id(part) for part in module.modules()}
     own |= {id(tensor) for tensor in tensors_in(module)}
-    modules = [other for other in modules if id(other) not in own and tensors_in(other)]
+    others = [other for other in modules if id(other) not in own]
+    modules = [other for other in others if tensors_in(other)]
     parameters = [parameter for parameter in parameters if id(parameter) not in own]
     if not modules and not parameters:
         return module
@@ -211,7 +216,8 @@ def _skeleton(module: torch.nn.Module) -> torch.nn.Module:
             copied = copies.setdefault(id(parameter), copied)
             plain.register_parameter(name, copied)
         for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
-            copied = copies.setdefault(id(buffer), buffer.detach().to("cpu", copy=True))
+            data = buffer.detach().to("cpu", copy=True)
+            copied = copies.setdefault(id(buffer), data)
             plain.register_buffer(name, copied, persistent=name in saved)
     return root
 
@@ -291,7 +297,8 @@ def _functions_of(module: torch.nn.Module) -> Iterator[Any]:
 def _functions_in(value: Any, depth: int) -> Iterator[Any]:
     if isinstance(value, (list, tuple, dict)):
         if depth and len(value) <= MAX_ITEMS:
-            for item in value.values() if isinstance(value, dict) else value:
+            items = value.values() if isinstance(value, dict) else value
+            for item in items:
                 yield from _functions_in(item, depth - 1)
         return
     if not callable(value) or isinstance(value, (type, torch.nn.Module)):
@@ -363,8 +370,9 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def _sum(tensor: torch.Tensor) -> complex:
     if tensor.dtype not in (torch.float32, torch.float64) or not _is_large(tensor):
         return complex(tensor.sum().item())
+    numbers = tensor.detach().view(-1).numpy()
     with np.errstate(all="ignore"):
-        return complex(np.add.reduce(tensor.detach().view(-1).numpy()))
+        return complex(np.add.reduce(numbers))
 
 
 def copy_tensor(into: torch.Tensor, source: torch.Tensor) -> None:
@@ -382,7 +390,9 @@ def copy_tensor(into: torch.Tensor, source: torch.Tensor) -> None:
 
 def _is_large(tensor: torch.Tensor) -> bool:
     """Enough for torch to use threads; and it is an array of the same memory."""
-    if tensor.numel() <= TORCH_GRAIN or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if tensor.numel() <= TORCH_GRAIN:
+        return False
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return False
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return False
@@ -399,7 +409,9 @@ def _bytes(tensor: torch.Tensor) -> Array:
 def _uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     """``torch.compile`` wraps a module and prefixes its names."""
     inner = getattr(module, "_orig_mod", module)
-    return inner if isinstance(inner, torch.nn.Module) else module
+    if not isinstance(inner, torch.nn.Module):
+        return module
+    return inner
 
 
 def _held(thing: Any) -> Iterator[Any]:

@@ -150,7 +150,7 @@ class PolicyModules:
                     return PolicyPart(acting, users.get_submodule(path), path)
         if self.in_workers:
             raise BadWeights(
-                f"the model {type(model).__name__} is no part of the policy that workers have"
+                f"the model {type(model).__name__} is not a part of the policy that workers have"
             )
         return PolicyPart(model, model, "")
 

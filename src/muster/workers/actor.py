@@ -230,6 +230,11 @@ class Actor:
         alone = self._policies.get(rollout.lane.layout.lead) if rollout.act is not None else None
         return f"server: {(alone or self.any_policy()).path}"
 
+    @property
+    def _sets_initial_state(self) -> bool:
+        """Whether the policy writes the state with which episodes start."""
+        return bool(getattr(self.any_policy(), "sets_initial_state", False))
+
     def any_policy(self) -> Policy:
         return next(reversed(self._policies.values()))
 
@@ -374,6 +379,8 @@ class Actor:
                 into.append((there, here))
             if column.key in written:
                 (later if column.carry else out).append((there, here))
+                if column.carry and self._sets_initial_state:
+                    out.append((there, here))
         return parts
 
     def _buffer(self, B: int, T: int, like: Layout) -> Lane:

@@ -421,9 +421,7 @@ def _why_it_died(name: str, exitcode: int | None, oom_kills: int) -> str:
         return "Muster did not send that signal."
     if exitcode is None:
         return "Another part of this program reaped the process, so its exit code is unknown."
-    message = (
-        "No end was requested: code in the worker called os._exit, or native code ended the process"
-    )
+    message = "The process ended by itself (os._exit, or a crash in native code)"
     if exitcode == 1:  # as Python does
         message += (
             ", or the worker could not go on (closed descriptors, for example): see standard error"

@@ -103,7 +103,12 @@ def _call_state(call: FirstCall) -> dict[str, Any]:
     """Return the outputs of a policy call that was already made for the next row, as plain data."""
     outputs = call.outputs
     objects = {key: array.tolist() for key, array in outputs.objects.items()}
-    tensors = {"action": outputs.action, "extras": outputs.extras, "state": outputs.state}
+    tensors = {
+        "action": outputs.action,
+        "extras": outputs.extras,
+        "state": outputs.state,
+        "begun": outputs.begun,
+    }
     return {name: {k: v.cpu() for k, v in part.items()} for name, part in tensors.items()} | {
         "objects": objects,
         "version": call.version,
@@ -112,7 +117,8 @@ def _call_state(call: FirstCall) -> dict[str, Any]:
 
 def _outputs(state: dict[str, Any]) -> Outputs:
     objects = {key: _leaf(values) for key, values in state["objects"].items()}
-    return Outputs(state["action"], state["extras"], state["state"], objects)
+    begun = state.get("begun", {})  # earlier states have none
+    return Outputs(state["action"], state["extras"], state["state"], objects, begun)
 
 
 def _plain(row: Any) -> Any:

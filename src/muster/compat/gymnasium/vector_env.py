@@ -27,7 +27,7 @@ DIRECTLY = ("reset", "step", "close", "_setattr", "_check_spaces")
 ABSENT = {
     "envs": "the environments live in the workers. Use call(), get_attr() or set_attr()",
     "processes": (
-        "a worker is no multiprocessing.Process, and has several environments. Its errors name"
+        "a worker is not a multiprocessing.Process, and has several environments. Its errors name"
         " its pid"
     ),
     "parent_pipes": (

@@ -266,7 +266,7 @@ def _gymnasium(env: EnvBatch, device: torch.device) -> Side:
     (leaf,) = spec.observation_specs.values()
     if not leaf.is_tensor:
         raise UnsupportedEnv(
-            f"{spec.name} observes what is no array, and a prt_rl policy gets a tensor"
+            f"{spec.name}: observations must be arrays for a prt_rl policy, got {leaf}"
         )
 
     env.store_as(replace(spec, batch_shape=(spec.num_envs,)))

@@ -244,7 +244,7 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
     def _warn(self, n_step: int | None, n_episode: int | None) -> None:
         if n_step and n_step % self.env_num:
             warnings.warn(
-                f"n_step={n_step} is no multiple of {self.env_num}, the number of environments: all"
+                f"n_step={n_step} is not a multiple of {self.env_num}, the number of environments: all"
                 " of them make the last step, and more steps are collected",
                 stacklevel=5,
             )

@@ -237,7 +237,8 @@ function howEnded(run) {
   if (/^KeyboardInterrupt\b/.test(error)) return ["stopped", "ended by Ctrl-C"];
   if (error) return ["failed", `crashed: ${error.split(":")[0].slice(0, 60)}`];
   if (run.end.signal || run.end.code !== undefined) return howExited(run.end);
-  return ["ended", "ended"];
+  const frames = newestOf(run).frames, total = run.about.total_frames; // after a break, or `muster collect` after a signal
+  return ["ended", total > 0 && frames < total ? `ended after ${short(frames)} of ${short(total)} frames` : "ended"];
 }
 
 function stateOf(run) { // a kind, which has a colour, and a text
@@ -270,7 +271,7 @@ function alarms(run) { // by the name of a number: why it is red
   const [, means, low, high] = runningMeans(run, "return");
   if (means.length > 1 && newest.totals.episodes >= 2 * WINDOW) {
     const best = low.indexOf(Math.max(...low)), last = means.length - 1;
-    if (high[last] < low[best]) found.set("return", `falling: the mean was ${short(means[best])}`);
+    if (high[last] < low[best]) found.set("return", `fallen from ${short(means[best])}`);
   }
   const mean = newestMean(run, "return", newest.return_mean);
   if (limit("return") !== null && mean !== null && mean < limit("return")) found.set("return", `below ${short(limit("return"))}`);
@@ -307,7 +308,8 @@ function chart(id, curves, label, text, isTime) {
   if (known && known.shape === shape) { known.plot.setData(data); return; }
   if (known) known.plot.destroy();
   const axis = (shown) => ({ stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 },
-    ticks: { stroke: colour("--line"), width: 1 }, font: "11px system-ui", values: shown, size: 48 });
+    ticks: { stroke: colour("--line"), width: 1 }, font: "11px system-ui", values: shown,
+    size: (_, texts) => 17 + 6.5 * Math.max(4, ...(texts ?? []).map((given) => given.length)) });
   const ticks = (_, found) => found.map(short);
   const seconds = (_, found) => found.map((s) => clock(s)), steps = isTime ? { incrs: SECONDS } : {};
   const line = (run) => ({ stroke: colour(OF_RUNS[run.number % OF_RUNS.length]), width: 2, spanGaps: true,
