@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from muster import Collector, load_state, save_state
+from muster import Collector, ReplayMemory, load_state, save_state
 from muster.errors import BadOption
 from muster.testing import CountingEnv
 from tests.fakes.buffers import Adds, Extends
@@ -101,6 +101,17 @@ def test_progress_of_steps_that_are_added_one_by_one():
         buffer.room = None
         c.next()
         assert progress(c) == (6, 5, 0, 6)
+
+
+def test_progress_of_rows_in_a_replay_memory():
+    memory = ReplayMemory(100)
+    with Collector(counting(3), None, frames_per_batch=4, replay_buffer=memory) as c:
+        c.next()
+        assert progress(c) == (4, 3, 0, 4)
+        assert len(memory) == 4
+    told = {"replay_buffer": ReplayMemory(100), "replay_write_mode": "trajectory"}
+    with pytest.raises(BadOption, match="leave replay_write_mode='trajectory' out"):
+        Collector(counting(3), None, frames_per_batch=4, **told)
 
 
 def test_batches_that_the_user_gets_are_not_written():

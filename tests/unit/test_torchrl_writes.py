@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("torchrl")
 
+import torchrl
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import AsyncEnvPool, SerialEnv
 from torchrl.testing.mocking_classes import CountingEnv
@@ -135,6 +136,15 @@ def test_help_shows_the_argument(name: str) -> None:
 def test_what_contradicts_it_is_refused(name: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(BadOption, match=said):
         getattr(ours, name)([partial(ended_after, 5)], one, frames_per_batch=4, **options)
+
+
+def test_a_backend_of_a_context_that_no_collector_has_is_said_to_be_of_the_context() -> None:
+    with torchrl.service_backend("thread"):
+        with pytest.raises(ValueError, match="enclosing torchrl.service_backend context") as caught:
+            ours.Collector(ended_after(5), one, frames_per_batch=4)
+        assert "backend='thread'" in str(caught.value)
+    with pytest.raises(ValueError, match=r"backend='thread'.*'submitit'\]\.$"):
+        ours.Collector(ended_after(5), one, backend="thread", frames_per_batch=4)
 
 
 # --- AsyncEnvPool ---------------------------------------------------------------------------------

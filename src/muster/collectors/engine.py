@@ -539,7 +539,7 @@ class Engine:
             inference=server.stats() if (server := self.source.pool.server) is not None else None,
             engine=self.source.pool.engine,
             completed=window.frames,
-            written=0 if self.pipeline.sink is None else terms.delivered,
+            written=0 if self.options.replay_buffer is None else terms.delivered,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -318,14 +318,17 @@ def made_elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         raise TypeError("num_collectors must be a positive integer.")
     if count is not None and count < 1:
         raise ValueError("num_collectors must be a positive integer.")
+    given_by = ""
     if backend is not None:
         backend = normalize_service_backend(backend)
+    elif (backend := _get_service_backend()) is not None:
+        given_by = " An enclosing torchrl.service_backend context has chosen it: give backend=."
     else:
-        backend = _get_service_backend() or ("direct" if count is None else "process")
+        backend = "direct" if count is None else "process"
     if backend not in _DISPATCH._BACKENDS:
         known = sorted(_DISPATCH._BACKENDS)
         raise ValueError(
-            f"Collector does not support backend={backend!r}. Expected one of {known}."
+            f"Collector does not support backend={backend!r}. Expected one of {known}.{given_by}"
         )
     sync, extra = given.get("sync"), given.get("backend_options") or {}
     if backend == "direct":
