@@ -160,7 +160,9 @@ class JaxEnvs:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore the result of ``get_state``."""
-        self._obs = self.state = self._keys = None
+        self._obs = None
+        self.state = None
+        self._keys = None
         if not state["leaves"]:
             return
         leaves = [jax.device_put(leaf, self._home) for leaf in state["leaves"]]
@@ -205,7 +207,11 @@ def _compiled(reset: Reset, step: Advance) -> tuple[Any, Any, Any]:
         reward = jnp.asarray(reward, jnp.float32)
         return now, (obs, reward, terminated, truncated)
 
-    return tuple(jax.jit(jax.vmap(function)) for function in (begin, begin_some, advance))
+    return (
+        jax.jit(jax.vmap(begin)),
+        jax.jit(jax.vmap(begin_some)),
+        jax.jit(jax.vmap(advance)),
+    )
 
 
 def _select(where: Any, new: Any, old: Any) -> Any:
@@ -225,7 +231,9 @@ RESETTING = ("first_obs", "first_pipeline_state", "first_data", "first_state")
 
 
 def _has(obj: Any, *names: str) -> bool:
-    return not isinstance(obj, type) and all(hasattr(obj, name) for name in names)
+    if isinstance(obj, type):
+        return False
+    return all(hasattr(obj, name) for name in names)
 
 
 def _is_gymnax(obj: Any) -> bool:
@@ -278,7 +286,8 @@ def _brax(env: Any) -> tuple[Reset, Advance, spaces.Space[Any]]:
         truncated = done & jnp.asarray(flag, bool)
         return state.obs, state, state.reward, done & ~truncated, truncated
 
-    return reset, step, spaces.Box(-1.0, 1.0, (int(env.action_size),))
+    size = int(env.action_size)
+    return reset, step, spaces.Box(-1.0, 1.0, (size,))
 
 
 def _action_space(space: Any) -> spaces.Space[Any]:
@@ -296,7 +305,8 @@ def _space_of(obs: Any) -> spaces.Space[Any]:
     gymnax's own spaces.
     """
     if isinstance(obs, Mapping):
-        return spaces.Dict({str(key): _space_of(part) for key, part in obs.items()})
+        parts = {str(key): _space_of(part) for key, part in obs.items()}
+        return spaces.Dict(parts)
     dtype = getattr(obs, "dtype", None)
     if dtype is None or np.dtype(dtype).kind not in "biuf":
         raise UnsupportedSpace(

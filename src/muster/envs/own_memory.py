@@ -38,4 +38,7 @@ class OwnMemory(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 def with_own_memory(batch: Any) -> None:
     """Wrap the environments of ``batch``, the attribute ``envs``, unless they are wrapped already."""
-    batch.envs = [env if isinstance(env, OwnMemory) else OwnMemory(env) for env in batch.envs]
+    wrapped = []
+    for env in batch.envs:
+        wrapped.append(env if isinstance(env, OwnMemory) else OwnMemory(env))
+    batch.envs = wrapped

@@ -163,7 +163,8 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         columns = zip(*map(codec.flatten, first), strict=True)
         obs = codec.build([np.stack(column) for column in columns])
         for wrapper in reversed(wrappers):
-            obs = RESET_ROWS[_name(type(wrapper))](wrapper, obs, rows)
+            reset_rows = RESET_ROWS[_name(type(wrapper))]
+            obs = reset_rows(wrapper, obs, rows)
         codec = observation_codec(self.single_observation_space)
         leaves = []
         for leaf in codec.flatten(obs):
@@ -176,7 +177,9 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
 def _name(cls: type) -> str:
     """Return ``module.Class`` for a class of SB3's package; empty for other classes."""
     name = f"{cls.__module__}.{cls.__qualname__}"
-    return name[len(PACKAGE) :] if name.startswith(PACKAGE) else ""
+    if not name.startswith(PACKAGE):
+        return ""
+    return name[len(PACKAGE) :]
 
 
 def _derives(obj: Any, name: str) -> bool:
@@ -199,12 +202,12 @@ def _observation_space(env: Any) -> Any:
             clip = float(layer.clip_obs)
             if not isinstance(space, spaces.Dict):
                 return spaces.Box(-clip, clip, space.shape, np.float32)
-            boxes = {
-                key: spaces.Box(-clip, clip, space[key].shape, np.float32)
-                for key in layer.norm_obs_keys
-            }
-            return spaces.Dict({**space.spaces, **boxes})
-        if RESET_ROWS.get(_name(type(layer))) not in (_keep, _recount):
+            parts = dict(space.spaces)
+            for key in layer.norm_obs_keys:
+                parts[key] = spaces.Box(-clip, clip, space[key].shape, np.float32)
+            return spaces.Dict(parts)
+        reset_rows = RESET_ROWS.get(_name(type(layer)))
+        if reset_rows not in (_keep, _recount):
             break
     return env.observation_space
 

@@ -115,9 +115,9 @@ class TorchEnvs(
         observed = self.observations.specs
         checks.check_arrays(name, observed, self.actions.specs)
         self.casts: Casts = Casts(name)
-        self._expected = [
-            (key, (B, *spec.shape), torch_dtype(spec.dtype)) for key, spec in observed.items()
-        ]
+        self._expected: list[tuple[Key, tuple[int, ...], torch.dtype]] = []
+        for key, spec in observed.items():
+            self._expected.append((key, (B, *spec.shape), torch_dtype(spec.dtype)))
         self._self_resetting = _mode(env, name) is AutoresetMode.SAME_STEP
         self._how = _partial_reset(env)
         exact = bool(getattr(base, "muster_exact", False))
@@ -168,11 +168,13 @@ class TorchEnvs(
         """
         rows = []
         for _ in range(math.prod(shape[:-1])):
-            self._generator.manual_seed(int(rng.stream(0).integers(2**63)))
+            seed = int(rng.stream(0).integers(2**63))
+            self._generator.manual_seed(seed)
             rows.append([draw(self._generator) for draw in self._draws])
         drawn: dict[Key, Any] = {}
         for key, steps in zip(self.spec.action_specs, zip(*rows, strict=True), strict=True):
-            leaf = torch.stack(steps).reshape(*shape, *steps[0].shape[1:])
+            leaf = torch.stack(steps)
+            leaf = leaf.reshape(*shape, *steps[0].shape[1:])
             drawn[key] = leaf if self.spec.device else leaf.numpy()
         return drawn
 
@@ -439,7 +441,8 @@ class TorchEnvs(
         mask: torch.Tensor,
     ) -> None:
         for old, new in zip(before, after, strict=True):
-            same = (old.to(self._on) == new.to(old.dtype)) | (new != new)
+            equal = old.to(self._on) == new.to(old.dtype)
+            same = equal | (new != new)
             if not (same | _like(mask, new)).all():
                 raise UnsupportedEnv(
                     f"{self.spec.name} ignores options={{'reset_mask': mask}}: a reset of"
@@ -566,7 +569,8 @@ def _first_allowed(
     if is_joint_mask(nvec, shape):
         chosen = list(torch.unravel_index(legal.byte().argmax(1), nvec))
     else:
-        chosen = [part.byte().argmax(1) for part in torch.split(legal, list(nvec), 1)]
+        parts = torch.split(legal, list(nvec), 1)
+        chosen = [part.byte().argmax(1) for part in parts]
     choices = [choice + first for choice, first in zip(chosen, low, strict=True)]
     return torch.stack(choices, 1)
 
@@ -585,8 +589,10 @@ def _single_space(env: Any, name: str, B: int) -> spaces.Space[Any]:
 
 def _unbatched(space: Any, B: int) -> spaces.Space[Any]:
     if isinstance(space, spaces.Dict):
-        return spaces.Dict({key: _unbatched(part, B) for key, part in space.spaces.items()})
-    if not isinstance(space, (spaces.Box, spaces.MultiDiscrete)) or space.shape[:1] != (B,):
+        parts = {key: _unbatched(part, B) for key, part in space.spaces.items()}
+        return spaces.Dict(parts)
+    known = isinstance(space, (spaces.Box, spaces.MultiDiscrete))
+    if not known or space.shape[:1] != (B,):
         raise UnsupportedSpace(
             f"{space} is not a space of {B} environments: give the environment"
             " single_observation_space and single_action_space"
@@ -594,5 +600,6 @@ def _unbatched(space: Any, B: int) -> spaces.Space[Any]:
     if isinstance(space, spaces.Box):
         return spaces.Box(space.low[0], space.high[0], dtype=space.dtype.type)
     if space.nvec.ndim == 1:
-        return spaces.Discrete(int(space.nvec[0]), start=int(space.start[0]))
+        n = int(space.nvec[0])
+        return spaces.Discrete(n, start=int(space.start[0]))
     return spaces.MultiDiscrete(space.nvec[0], start=space.start[0])

@@ -115,8 +115,10 @@ class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWith
         if _is_stateful(self.envs[0]):
             return self._sample_stateful(shape)
         if self._draw is not None:
-            draws = enumerate(self._draw.items())
-            return {key: draw(rng.stream(i), shape) for i, (key, draw) in draws}
+            drawn = {}
+            for i, (key, draw) in enumerate(self._draw.items()):
+                drawn[key] = draw(rng.stream(i), shape)
+            return drawn
         rows = int(np.prod(shape, dtype=int)) // self.spec.num_envs
         out = self._no_actions((rows, self.spec.num_envs))
         with torch.random.fork_rng(devices=[]):
@@ -125,7 +127,7 @@ class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWith
                     seed = int(rng.stream(0).integers(1 << 62))
                     torch.default_generator.manual_seed(seed)
                     self._put(out, t, one, one.env.full_action_spec.rand())
-        return {key: array.reshape((*shape, *array.shape[2:])) for key, array in out.items()}
+        return _with_lead(out, shape)
 
     def reset(
         self,
@@ -195,13 +197,13 @@ class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWith
                 self._put(out, 0, one, one.rand_action())
         else:
             self._chooses = True
-        return {key: array.reshape((*shape, *array.shape[2:])) for key, array in out.items()}
+        return _with_lead(out, shape)
 
     def _no_actions(self, lead: tuple[int, ...]) -> dict[Key, Array]:
-        return {
-            key: np.zeros((*lead, *spec.shape), spec.dtype)
-            for key, spec in self.spec.action_specs.items()
-        }
+        actions = {}
+        for key, spec in self.spec.action_specs.items():
+            actions[key] = np.zeros((*lead, *spec.shape), spec.dtype)
+        return actions
 
     def _put(
         self,
@@ -213,10 +215,19 @@ class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWith
         for key, spec in self.spec.action_specs.items():
             row = out[key][t, one.columns]
             if spec.is_tensor:
-                row[...] = td.get(key).cpu().numpy().reshape(row.shape)
+                value = td.get(key).cpu().numpy()
+                row[...] = value.reshape(row.shape)
             else:
                 cells = take(td, key, one.specs.lead)
                 row[...] = None if cells is None else cells.reshape(-1)
+
+
+def _with_lead(actions: dict[Key, Array], shape: tuple[int, ...]) -> dict[Key, Array]:
+    """Return actions, ``[rows, B, ...]``, with these first dimensions."""
+    shaped = {}
+    for key, array in actions.items():
+        shaped[key] = array.reshape((*shape, *array.shape[2:]))
+    return shaped
 
 
 def _is_bookkeeping(key: Key, specs: Declared) -> bool:
@@ -246,7 +257,9 @@ def _check(envs: Sequence[EnvBase], name: str) -> None:
 
 def _ones_of(envs: Sequence[EnvBase], name: str) -> list[OneEnv]:
     parts = plain_parts(envs[0]) or envs
-    names = [f"{name}[{i}]" for i in range(len(parts))] if len(parts) > 1 else [name]
+    names = [name]
+    if len(parts) > 1:
+        names = [f"{name}[{i}]" for i in range(len(parts))]
     specs = declared(parts[0])
     plain = all(is_plain_gym(env, specs) for env in parts)
     ones: list[OneEnv] = []
@@ -267,7 +280,9 @@ def _is_stateful(env: EnvBase) -> bool:
 
 def _samples_allowed(env: EnvBase) -> bool:
     """Return whether random actions are TorchRL's, by masks or in another way of the environment."""
-    return _is_stateful(env) or any(isinstance(part, ActionMask) for part in _transforms(env))
+    if _is_stateful(env):
+        return True
+    return any(isinstance(part, ActionMask) for part in _transforms(env))
 
 
 def _transforms(env: EnvBase) -> Iterator[Any]:

@@ -72,13 +72,15 @@ class OneEnv:
         for key, spec in specs.observations.items():
             if spec.is_tensor:
                 rows = self._rows(lane.tensors[key])
-                plain.append((_name(key), rows, 1, key in carried, torch_dtype(spec.dtype)))
+                dtype = torch_dtype(spec.dtype)
+                plain.append((_name(key), rows, 1, key in carried, dtype))
             else:
                 objects.append((key, self._rows(lane.arrays[key]), 1))
         for key, spec in specs.steps.items():
             if spec.is_tensor:
                 rows = self._rows(lane.tensors[next_of(key)])
-                plain.append((_name(key), rows, 0, False, torch_dtype(spec.dtype)))
+                dtype = torch_dtype(spec.dtype)
+                plain.append((_name(key), rows, 0, False, dtype))
             else:
                 objects.append((key, self._rows(lane.arrays[next_of(key)]), 0))
         team = lane.arrays[specs.reward_key][:, self.columns]
@@ -86,7 +88,8 @@ class OneEnv:
             rewards = lane.tensors[REWARD]
             rows = [row.unsqueeze(-1) for row in self._rows(rewards)]
             plain.append(("reward", rows, 0, False, rewards.dtype))
-        flags = [_name(key) for key in dict.fromkeys((*specs.ends, *specs.flags))]
+        flag_keys = dict.fromkeys((*specs.ends, *specs.flags))
+        flags = [_name(key) for key in flag_keys]
 
         def advance(t: int) -> list[int] | None:
             self.executed = False

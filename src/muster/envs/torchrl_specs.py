@@ -76,14 +76,11 @@ class Declared:
         return self._signature() == other._signature()
 
     def _signature(self) -> tuple[Any, ...]:
-        every = [
-            *self.observations.items(),
-            *self.actions.items(),
-            *self.done.items(),
-            *self.rewards.items(),
-        ]
-        bounds = [(_raw(spec.low), _raw(spec.high)) for _, spec in every]
-        leaves = [(key, str(spec), spec.ragged) for key, spec in every], bounds
+        leaves = []
+        for specs in (self.observations, self.actions, self.done, self.rewards):
+            for key, spec in specs.items():
+                bounds = (_raw(spec.low), _raw(spec.high))
+                leaves.append((key, str(spec), spec.ragged, bounds))
         return self.lead, self.flags, self.ends, self.reward_key, leaves
 
 
@@ -121,26 +118,31 @@ def declared(env: EnvBase) -> Declared:
         reward_key, reward = next(iter(rewards.items()))
     at_root = len(rewards) <= 1 and next_of(reward_key) == REWARD
     plain = at_root and reward.shape == (1,) and reward.dtype.kind == "f"
-    steps = {} if plain else {key: s for key, s in rewards.items() if key not in observations}
+    steps: Specs = {}
+    if not plain:
+        steps = {key: spec for key, spec in rewards.items() if key not in observations}
+    actions = specs(env.full_action_spec)
     return Declared(
-        lead,
-        observations,
-        specs(env.full_action_spec),
-        steps,
-        flags,
-        _ends(done),
-        frozenset(state),
-        frozenset(state.keys() - returned.keys()),
-        done,
-        rewards,
-        REWARD if plain else TEAM_REWARD,
-        reward.dtype if plain else np.dtype(np.float32),
-        {key: node for key, node in nodes.items() if node != Nesting()},
+        lead=lead,
+        observations=observations,
+        actions=actions,
+        steps=steps,
+        flags=flags,
+        ends=_ends(done),
+        state=frozenset(state),
+        state_only=frozenset(state.keys() - returned.keys()),
+        done=done,
+        rewards=rewards,
+        reward_key=REWARD if plain else TEAM_REWARD,
+        reward_dtype=reward.dtype if plain else np.dtype(np.float32),
+        nodes={key: node for key, node in nodes.items() if node != Nesting()},
     )
 
 
 def _raw(bound: Array | None) -> bytes | None:
-    return None if bound is None else bound.tobytes()
+    if bound is None:
+        return None
+    return bound.tobytes()
 
 
 def _ends(done: Specs) -> tuple[Key, ...]:
@@ -168,8 +170,9 @@ def _leaves(
         kind = getattr(composite, "data_cls", None)
         nodes[path] = Nesting(tuple(composite.shape[dims:]), kind)
     if isinstance(composite, StackedComposite):
-        parts = composite._specs
-        names = dict.fromkeys(name for part in parts for name in list(part.keys()))
+        names: dict[Any, None] = {}  # in order
+        for part in composite._specs:
+            names |= dict.fromkeys(part.keys())
     else:
         names = dict.fromkeys(composite.keys())
     shared = set(composite.keys())
@@ -186,7 +189,9 @@ def _array_spec(spec: TensorSpec | None, dims: int) -> ArraySpec:
     if isinstance(spec, NonTensor):
         return ArraySpec((), OBJECT)
     ragged = ArraySpec((), OBJECT, ragged=True)
-    if spec is None or spec.dtype is None or any(n < 0 for n in spec.shape):
+    if spec is None or spec.dtype is None:
+        return ragged
+    if any(n < 0 for n in spec.shape):
         return ragged
     try:
         dtype = numpy_dtype(spec.dtype)
@@ -218,7 +223,9 @@ def _bounds(spec: TensorSpec, dims: int) -> tuple[Any, Any]:
         return 0, nvec.amax(0).numpy() - 1
     if isinstance(spec, Categorical):
         n = spec.space.n
-        return (0, n - 1) if n > 0 else (None, None)
+        if n <= 0:
+            return None, None
+        return 0, n - 1
     if isinstance(spec, Bounded):
         low = spec.space.low.cpu()
         high = spec.space.high.cpu()
@@ -240,7 +247,9 @@ def drawers(composite: Composite, dims: int) -> dict[Key, Draw] | None:
     """
     found = {}
     for key, spec in _leaves(composite, dims, {}):
-        draw = None if spec is None else _drawer(spec, _array_spec(spec, dims), dims)
+        if spec is None:
+            return None
+        draw = _drawer(spec, _array_spec(spec, dims), dims)
         if draw is None:
             return None
         found[key] = draw
@@ -277,16 +286,22 @@ def _drawer(spec: TensorSpec, row: ArraySpec, dims: int) -> Draw | None:
             return np.concatenate(hot, -1)
 
         return several
-    alike = kind in (Categorical, Binary) or (isinstance(spec, Unbounded) and dtype.kind == "f")
+    unbounded_floats = isinstance(spec, Unbounded) and dtype.kind == "f"
+    alike = kind in (Categorical, Binary) or unbounded_floats
     if kind is MultiCategorical:
         alike = spec.nvec.ndim == 1 or _alike(spec.nvec, dims)
     elif isinstance(spec, Bounded):
         alike = _alike(spec.space.low, dims) and _alike(spec.space.high, dims)
     elif isinstance(spec, Unbounded):
-        row = replace(row, low=np.full(shape, -np.inf), high=np.full(shape, np.inf))
-    return partial(draw, row) if alike and row.low is not None else None
+        low = np.full(shape, -np.inf)
+        high = np.full(shape, np.inf)
+        row = replace(row, low=low, high=high)
+    if not alike or row.low is None:
+        return None
+    return partial(draw, row)
 
 
 def _alike(bound: torch.Tensor, dims: int) -> bool:
     rows = bound.flatten(0, dims - 1) if dims else bound.unsqueeze(0)
-    return bool((rows == rows[0]).all())
+    as_first = rows == rows[0]
+    return bool(as_first.all())

@@ -53,28 +53,36 @@ class LaneViews:
         self.next_rows: list[tuple[Any, Any]] = []
         self.copied_every = NEVER
         if not (writes_next(env) or options.compact_obs):
-            self.next_rows = [(data[next_of(key)], data[key][1:]) for key in of_env]
+            for key in of_env:
+                self.next_rows.append((data[next_of(key)], data[key][1:]))
             row_bytes = sum(carry[key].nbytes for key in of_env)
             self.copied_every = max(1, CACHE_BYTES // max(row_bytes, 1))
         carried = [column for column in columns if column.carry]
+        self.carried: list[tuple[Key, Any, Any, Any]] = []
+        self.states: list[tuple[Any, bool]] = []
         for column in carried:
             carry.of(column)  # allocates it
-        rows_of = [(column.key, data[column.key]) for column in carried]
-        last = lane.T
-        self.carried = [(key, rows, rows[:1], rows[last:]) for key, rows in rows_of]
-        self.states = [(rows, key == IS_INIT) for key, rows in rows_of if key not in of_env]
+            key = column.key
+            rows = data[key]
+            self.carried.append((key, rows, rows[:1], rows[lane.T :]))
+            if key not in of_env:
+                self.states.append((rows, key == IS_INIT))
         self.is_fine = quick_check(lane, env.spec, options.validate)
         self.row_is_fine = quick_row_check(lane, env.spec, options.validate)
         values = marks_of(lane)
         self.marks: list[tuple[Any, Any]] = []
-        for part in (data, arrays) if lane.mirrored else (arrays,):
-            self.marks += [(part[key], value) for key, value in values.items() if key in part]
+        parts = (data, arrays) if lane.mirrored else (arrays,)
+        for part in parts:
+            for key, value in values.items():
+                if key in part:
+                    self.marks.append((part[key], value))
         if lane.mirrored:
             self.fills = [(_fill_of(rows), value) for rows, value in self.marks]
         else:
             self.fills = _fills(lane, values)
-        host = [column.key for column in lane.layout.tensor_columns if column.host]
-        self.mirrored = host if lane.mirrored else []
+        self.mirrored: list[Key] = []
+        if lane.mirrored:
+            self.mirrored = [column.key for column in lane.layout.tensor_columns if column.host]
         keys = (env.spec.reward_key, DONE, TERMINATED, TRUNCATED, TRAJ_IDS)
         self.flags = [arrays[key] for key in keys]
         self.version = arrays.get(POLICY_VERSION)
@@ -104,7 +112,8 @@ def _fills(
         if value is None:
             continue
         keys = [column.key for column in columns]
+        last = keys[-1]
         first = offsets[keys[0]]
-        end = offsets[keys[-1]] + lane.arrays[keys[-1]].nbytes
+        end = offsets[last] + lane.arrays[last].nbytes
         fills.append((block[first:end].fill, value))
     return fills

@@ -128,9 +128,10 @@ class NextObservations:
             for place, i in enumerate(final.envs):
                 cells[final.t, i] = (final.leaves, place)
         found = [cells[cell] for cell in zip(t.tolist(), env.tolist(), strict=True)]
-        return info_records(
-            {key[1:]: [leaves[key][place] for leaves, place in found] for key in keys}, len(t)
-        )
+        by_field = {}
+        for key in keys:
+            by_field[key[1:]] = [leaves[key][place] for leaves, place in found]
+        return info_records(by_field, len(t))
 
     def take_back(self, begin: int) -> None:
         """Discard the rows from ``begin`` on, which are not complete."""
@@ -170,7 +171,10 @@ def mark_end(
         limited: ``max_frames_per_traj`` is set, so the root can be truncated, too.
     """
     nested = nested_truncations(env_spec.observation_specs)
-    pairs = [(next_of(key), next_of((*key[:-1], "done"))) for key in nested]
+    pairs = []
+    for key in nested:
+        done_key = (*key[:-1], "done")
+        pairs.append((next_of(key), next_of(done_key)))
     if TRUNCATED in env_spec.flags or limited or not nested:
         pairs.append((next_of(TRUNCATED), next_of(DONE)))
     for truncated, done in pairs:
