@@ -126,9 +126,9 @@ class RandomPolicy:
         for place, mask in enumerate(self._masks):
             stream = rng.stream(FIRST_MASKED + place)
             draws.append(self._masked(mask, lane, stream))
-        if begin < until:
-            for key, drawn in self._sample(rng, (until - begin, lane.B)).items():
-                lane.data[key][begin:until] = drawn
+        # also without a row: environments that choose actions themselves notice the rollout
+        for key, drawn in self._sample(rng, (max(0, until - begin), lane.B)).items():
+            lane.data[key][begin:until] = drawn
         for column in self._columns:
             rows = lane.data[column.key]
             begin = lane.done_steps
