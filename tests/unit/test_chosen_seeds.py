@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from muster import Collector, Evaluator, MultiSyncCollector
-from muster.errors import BadOption, EnvError, UnsupportedEnv
+from muster.errors import BadOption, EnvError, UnsupportedEnv, WorkerDied
+from muster.restore.crash_report import CrashReport
 from muster.testing import TorchCartPole
 from tests.fakes.seeded import SeededEnv
 from tests.tools import recorded
@@ -104,6 +106,25 @@ def test_a_restarted_worker_continues_in_the_list() -> None:
         for _ in range(4):
             assert_chosen(c.next())
         assert c.stats().restarts
+
+
+class Dying(SeededEnv):
+    """Ends its process in the first step of the episode with seed 11."""
+
+    def step(self, action: Any) -> Any:
+        if self.shown == 11:
+            os._exit(3)
+        return super().step(action)
+
+
+def test_a_crash_report_of_the_first_rollout_has_the_chosen_seed(tmp_path: Any) -> None:
+    options: dict[str, Any] = {"num_envs": 3, "frames_per_batch": 30, "crash_dir": tmp_path}
+    collector = MultiSyncCollector([Dying], None, episode_seeds=[8, 3, 11], **options)
+    with collector as c, pytest.raises(WorkerDied) as raised:
+        c.next()
+    assert raised.value.crash_report is not None
+    report = CrashReport.load(raised.value.crash_report, trust=True)
+    assert report.special[0].seed == 11
 
 
 def test_an_interrupted_collection_continues_in_the_list(tmp_path: Any) -> None:
