@@ -11,6 +11,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "interruptor",
         "seed",
         "episode_seeds",
+        "track_seeds",
     ),
     "Environments": (
         "create_env_fn",

@@ -413,7 +413,7 @@ def test_a_function_is_noted():
     with make(counting(5), policy) as first, make(counting(5), policy) as second:
         report = second.load_state_dict(first.state_dict())
         assert (report.exact, report.not_restored) == (False, {})
-        assert "no module" in str(report)
+        assert "not a module" in str(report)
 
 
 class TwoActions(CountingEnv):

@@ -5,6 +5,8 @@ paths, hooks, weight updaters and numbers.
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -216,36 +218,51 @@ def test_a_class_of_updaters_is_called(opened: Any) -> None:
     assert opened.weight_updater.pushed == [[1]]
 
 
+# In a process of its own: references of torch RPC name the first agent that a process has had.
+REFERENCES = """
+import sys
+import warnings
+
+import torch
+from torch.distributed import rpc
+
+import muster.compat.torchrl.collectors.distributed as ours
+
+
 class Receiver:
-    """Stands in the process of an RPC worker."""
+    def __init__(self):
+        self.got = []
 
-    def __init__(self) -> None:
-        self.got: list[Any] = []
-
-    def update_policy_weights_(self, weights: Any) -> None:
-        if weights is None:
-            raise ValueError("no weights")
+    def update_policy_weights_(self, weights):
+        assert weights is not None
         self.got.append(weights)
+
+
+options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{sys.argv[1]}")
+rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+receivers = [Receiver(), Receiver()]
+references = [rpc.RRef(receiver) for receiver in receivers]
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    updater = ours.RPCWeightUpdater([], Receiver, references, {"a": torch.ones(1)}, 2)
+assert any("RPCWeightUpdater" in str(warning.message) for warning in caught)
+updater.push_weights()
+updater.push_weights({"a": torch.zeros(1)}, worker_ids=1)
+got = [[float(weights["a"]) for weights in receiver.got] for receiver in receivers]
+assert got == [[1.0], [1.0, 0.0]], got
+updater.policy_weights = torch.nn.Linear(1, 1)
+updater.push_weights(worker_ids=[0])
+assert sorted(receivers[0].got[-1].keys()) == ["bias", "weight"]
+del references, updater
+rpc.shutdown(graceful=False)
+"""
 
 
 @pytest.mark.skipif(not rpc.is_available(), reason="this PyTorch has no RPC")
 def test_a_weight_updater_for_references(tmp_path: Any) -> None:
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path / 'store'}")
-    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-    try:
-        receivers = [Receiver(), Receiver()]
-        references = [rpc.RRef(receiver) for receiver in receivers]
-        with pytest.warns(DeprecationWarning, match="RPCWeightUpdater"):
-            updater = ours.RPCWeightUpdater([], Receiver, references, {"a": torch.ones(1)}, 2)
-        updater.push_weights()
-        updater.push_weights({"a": torch.zeros(1)}, worker_ids=1)
-        got = [[float(weights["a"]) for weights in receiver.got] for receiver in receivers]
-        assert got == [[1.0], [1.0, 0.0]]
-        updater.policy_weights = torch.nn.Linear(1, 1)
-        updater.push_weights(worker_ids=[0])
-        assert sorted(receivers[0].got[-1].keys()) == ["bias", "weight"]
-    finally:
-        rpc.shutdown(graceful=False)
+    command = [sys.executable, "-c", REFERENCES, str(tmp_path / "store")]
+    done = subprocess.run(command, timeout=100, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # --- the collectors of nodes ----------------------------------------------------------------------

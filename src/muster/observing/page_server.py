@@ -495,7 +495,8 @@ class _Handler(BaseHTTPRequestHandler):
                     state = server.process_state(number)  # before the file, too
                     self._send_new(number, reader)
                     if state != known[number]:
-                        self._send("process", {"run": number, **state._asdict()})
+                        shown = {"state": state.state, "signal": state.signal, "code": state.code}
+                        self._send("process", {"run": number, **shown})
                     known[number] = state
                 self._send("clock", time.time())  # also detects a viewer that has left
                 server.ending.wait(_POLL_S)

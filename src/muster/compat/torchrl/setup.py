@@ -38,14 +38,16 @@ class Foreign:
 
 
 def signature_of(cls: type) -> inspect.Signature:
-    """Return the signature of a class of TorchRL's, with ``replay_write_mode`` of TorchRL 0.15."""
+    """Return the signature of a class of TorchRL's, with ``replay_write_mode`` of TorchRL 0.15; where
+    there is ``**kwargs``, it is one of these.
+    """
     found = inspect.signature(cls.__init__)  # type: ignore[misc]
-    if WRITE_MODE in found.parameters:
+    parameters = list(found.parameters.values())
+    takes_any = parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+    if takes_any or WRITE_MODE in found.parameters:
         return found
-    *others, last = found.parameters.values()
     added = inspect.Parameter(WRITE_MODE, inspect.Parameter.KEYWORD_ONLY, default=None)
-    ends = last.kind is inspect.Parameter.VAR_KEYWORD
-    return found.replace(parameters=[*others, added, last] if ends else [*others, last, added])
+    return found.replace(parameters=[*parameters, added])
 
 
 def written_as_asked(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
