@@ -14,7 +14,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
-from muster import Collector
+from muster import Collector, ReplayMemory
 from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv
 from muster.testing import ChainEnv, FaultyEnv, SpaceEnv
 from tests.tools import (
@@ -514,3 +514,26 @@ def test_final_observations_of_the_wrong_shape():
         ):
             collector.rollout()
         assert_accounted(collector)
+
+
+class Truncating(ThirdParty):
+    """Its episodes are cut, and nobody knows the observations after them."""
+
+    def __init__(self) -> None:
+        super().__init__(AutoresetMode.SAME_STEP, tells_final=False)
+
+    def step(self, actions: Any) -> Any:
+        obs, reward, done, cut, info = super().step(actions)
+        return obs, reward, cut, done, info
+
+
+@pytest.mark.parametrize("rows", [1, 3, 12])
+def test_a_memory_has_no_transition_to_an_unknown_observation(rows):
+    memory = ReplayMemory(1000)
+    with Collector(Truncating, None, frames_per_batch=2 * rows, replay_buffer=memory) as collector:
+        for _ in range(12 // rows):
+            collector.next()
+    batch = memory[:]
+    steps = batch["next", "observation"][:, 1] - batch["observation"][:, 1]
+    assert (steps == 1).all()
+    assert len(memory) == 24 - 6 - 4  # of 2 and of 3 steps, each without the last one

@@ -105,30 +105,20 @@ class MemoryWriter:
         lanes = [lane for _, slot in filled.slots for lane in slot.lanes]
         for lane, result in list(zip(lanes, filled.results, strict=True))[self._written :]:
             if not result.dropped and result.rows:
-                with self._memory.lock:  # nothing is sampled between breaking off and writing
-                    self._write_lane(lane, result)
+                self.write_lane(lane, 0, result)
             self._written += 1
         self._under_way = None
 
-    def add_row(self, lane: Lane, t: int, result: RolloutResult) -> None:
-        """Write row ``t`` of a lane, which a rollout that stays open has made last."""
-        with self._memory.lock:  # see ``write``
+    def write_lane(self, lane: Lane, first: int, result: RolloutResult) -> None:
+        """Write the rows of a result, which begin with row ``first`` of its lane."""
+        with self._memory.lock:  # nothing is sampled between breaking off and writing
             ring = self._memory.rings[result.group]
-            known = self._known_of(ring, lane, t, result.group)
-            valid = _valid(lane, result) if NEXT_OBS_VALID in lane.data else None
-            if valid is None and ring.takes_rows:
-                self._write_row(lane, t, result, known)
+            known = self._known_of(ring, lane, first, result.group)
+            valid = _valid(lane, first, result)
+            if result.rows == 1 and valid is None and not lane.mirrored and ring.takes_rows:
+                self._write_row(lane, first, result, known)
             else:
-                self._write_rows(lane, t, result, known, valid)
-
-    def _write_lane(self, lane: Lane, result: RolloutResult) -> None:
-        ring = self._memory.rings[result.group]
-        known = self._known_of(ring, lane, 0, result.group)
-        valid = _valid(lane, result)
-        if result.rows == 1 and valid is None and not lane.mirrored and ring.takes_rows:
-            self._write_row(lane, 0, result, known)
-        else:
-            self._write_rows(lane, 0, result, known, valid)
+                self._write_rows(lane, first, result, known, valid)
 
     def _known_of(self, ring: Ring, lane: Lane, t: int, group: int) -> _Known:
         """Return what was written last of a group, before row ``t`` of a lane is written."""
@@ -270,19 +260,21 @@ class _Copies:
         self.ids = lane.arrays[TRAJ_IDS]
 
 
-def _valid(lane: Lane, result: RolloutResult) -> Array | None:
-    """Return which cells are transitions with a known next observation, ``[rows, B]``; None: all."""
-    rows = result.rows
+def _valid(lane: Lane, first: int, result: RolloutResult) -> Array | None:
+    """Return which cells of rows from ``first`` on are transitions with a known next observation,
+    ``[rows, B]``; None: all.
+    """
+    rows = slice(first, first + result.rows)
     valid: Array | None = None
-    if result.frames < rows * lane.B:
-        valid = lane.arrays[TRAJ_IDS][:rows] >= 0  # the others are blank
+    if result.frames < result.rows * lane.B:
+        valid = lane.arrays[TRAJ_IDS][rows] >= 0  # the others are blank
         if VALID in lane.arrays:
-            valid &= lane.arrays[VALID][:rows]
+            valid &= lane.arrays[VALID][rows]
         elif valid.sum() > result.frames:  # those beyond the limit of the batch come last
             valid &= np.cumsum(valid).reshape(valid.shape) <= result.frames
     if NEXT_OBS_VALID in lane.data:
-        known = as_tensor(lane.data[NEXT_OBS_VALID][:rows]).cpu().numpy()
-        known = known | lane.arrays[next_of(TERMINATED)][:rows]
+        known = as_tensor(lane.data[NEXT_OBS_VALID][rows]).cpu().numpy()
+        known = known | lane.arrays[next_of(TERMINATED)][rows]
         valid = known if valid is None else valid & known
     return valid
 
