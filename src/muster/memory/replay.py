@@ -685,7 +685,7 @@ class ReplayMemory:
     ) -> TensorDict:
         places = ring.places_of(cells)
         index = _on(ring, places)
-        entries = self._entries(ring, cells, places, index)
+        entries = self._entries(ring, cells, index)
         if n_step == 1:
             self._add_next(entries, ring, places, index)
             return _tensordict(entries, [len(cells)])
@@ -717,7 +717,7 @@ class ReplayMemory:
         every = (cells[:, None] + np.arange(length) * ring.B).reshape(-1)
         places = ring.places_of(every)
         index = _on(ring, places)
-        entries = self._entries(ring, every, places, index)
+        entries = self._entries(ring, every, index)
         self._add_next(entries, ring, places, index)
         begins = ring.begins.reshape(-1)[places]
         entries[IS_INIT] = _on(ring, begins).unsqueeze(-1)
@@ -726,9 +726,7 @@ class ReplayMemory:
         }
         return _tensordict(shaped, [len(cells), length])
 
-    def _entries(
-        self, ring: Ring, cells: Array, places: Array, index: torch.Tensor
-    ) -> dict[Key, torch.Tensor]:
+    def _entries(self, ring: Ring, cells: Array, index: torch.Tensor) -> dict[Key, torch.Tensor]:
         """Return the columns of transitions, without next observations."""
         entries: dict[Key, torch.Tensor] = {}
         for key in self._shown:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from muster.keys import Key
-from muster.memory.asides import Asides
+from muster.memory.asides import Asides, gathered
 from muster.memory.frames import Frames
 from muster.memory.slots import as_tensor, torch_dtype
 from muster.memory.specs import Array, Column
@@ -91,7 +91,7 @@ class Ring:
         # the same with all cells in one dimension, and the last dimension of flags and rewards
         self._cells = {
             c.key: there.reshape(-1, *there.shape[2:], *[1] * c.trailing)
-            for c, there in ((c, self._data[c.key]) for c in columns)
+            for c, there in ((c, self.tensors[c.key]) for c in columns)
         }
         self._frames: Frames | None = None
         if self._stacked:
@@ -133,6 +133,11 @@ class Ring:
         rows = min(self.hi + 1, self.places + 1)
         size = self._asides.nbytes + sum(t[:rows].nbytes for t in self.tensors.values())
         return size if self._frames is None else size + self._frames.wholes.nbytes
+
+    @property
+    def _next_place(self) -> int:
+        """Where that is which follows the newest row."""
+        return (self.hi - 1) % self.places + 1 if self.hi else 0
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -184,15 +189,15 @@ class Ring:
             self._episode += ended[-1]
             t, env = np.nonzero(done)
             self._asides.keep((first + t) * self.B + env, finals or {})
+        if self.masked is not None:
+            self.masked[first : first + n] = False
         if valid is not None and not valid.all():
             # what follows a gap does not continue what was before it
             gaps = np.cumsum(~valid, axis=0)
             episodes += gaps
             self._episode += gaps[-1]
-        self._mask(first, n, valid)
-        self.hi += n
-        if self.hi - self.capacity > self.lo:
-            self._drop(self.hi - self.capacity)
+            self._mask(first, ~valid)
+        self._advance(n)
 
     def add_row(self, done: Array | None = None, finals: Mapping[Key, Any] | None = None) -> None:
         """Make the row after the newest readable, which was copied into ``row``; see ``write``.
@@ -211,9 +216,7 @@ class Ring:
             self._asides.keep(place * self.B + np.flatnonzero(done), finals or {})
         if self.masked is not None:
             self.masked[place] = False
-        self.hi += 1
-        if self.hi - self.capacity > self.lo:
-            self._drop(self.hi - self.capacity)
+        self._advance(1)
 
     def destinations(self) -> tuple[list[tuple[Key, Any]], list[tuple[Key, Any]]]:
         """Return the memory of all columns without ``carry``, and of those with, by place; for
@@ -227,13 +230,12 @@ class Ring:
         """The next rows of ``envs`` do not continue their episodes: keep the observations after the
         newest row, before others are written in their place.
         """
-        going_on = [env for env in np.asarray(envs).tolist() if not self._fresh[env]]
-        if not going_on or not self.hi:
+        given = np.asarray(envs, np.int64)
+        index = given[~self._fresh[given]]
+        if not len(index) or not self.hi:
             return
-        place = (self.hi - 1) % self.places
-        index = np.array(going_on)
-        leaves = self._observations((place + 1) * self.B + index)
-        self._asides.keep(place * self.B + index, leaves)
+        following = self._next_place * self.B + index
+        self._asides.keep(following - self.B, self._observations(following))
         self._episode[index] += 1
         self._fresh[index] = True
 
@@ -242,8 +244,7 @@ class Ring:
         the newest row, ``[B]``.
         """
         same = ~self._fresh
-        place = (self.hi - 1) % self.places + 1
-        newest = self._observations(place * self.B + np.arange(self.B))
+        newest = self._observations(self._next_place * self.B + np.arange(self.B))
         for key, here in newest.items():
             given = torch.as_tensor(obs[key], device=here.device).reshape(here.shape)
             equal = (here == given) | ((here != here) & (given != given))  # NaN is equal to NaN
@@ -257,27 +258,26 @@ class Ring:
         self._episode[~self._fresh] += 1
         self._fresh[...] = True
 
-    def _mask(self, first: int, n: int, valid: Array | None) -> None:
+    def _mask(self, first: int, masked: Array) -> None:
         """Note which cells of newly written rows are no transitions."""
-        if self.masked is None and (valid is None or valid.all()):
-            return
         if self.masked is None:
             self.masked = np.zeros((self.places, self.B), bool)
-        self.masked[first : first + n] = False if valid is None else ~valid
-        self.num_masked += int(self.masked[first : first + n].sum())
+        self.masked[first : first + len(masked)] = masked
+        self.num_masked += int(masked.sum())
+
+    def _advance(self, n: int) -> None:
+        """Make the rows that were written readable, and drop those beyond the capacity."""
+        self.hi += n
+        if self.hi - self.capacity > self.lo:
+            self._drop(self.hi - self.capacity)
 
     def _drop(self, lo: int) -> None:
         """Drop the rows before ``lo``."""
-        first = self.lo % self.places
-        n = min(lo - self.lo, self.places)
-        parts = [(first, min(first + n, self.places)), (0, first + n - self.places)]
-        for begin, end in parts:
-            if end <= begin:
-                continue
-            self._asides.drop(begin * self.B, end * self.B)
+        for part in self._parts(self.lo, lo):
+            self._asides.drop(part.start * self.B, part.stop * self.B)
             if self.masked is not None:
-                self.num_masked -= int(self.masked[begin:end].sum())
-                self.masked[begin:end] = False
+                self.num_masked -= int(self.masked[part].sum())
+                self.masked[part] = False
         self.lo = lo
 
     # --- saving -----------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ class Ring:
 
     def newest(self) -> dict[str, torch.Tensor]:
         """Return copies of what the next row continues, in host memory."""
-        place = (self.hi - 1) % self.places + 1 if self.hi else 0
+        place = self._next_place
         cells = place * self.B + np.arange(self.B)
         found = {
             f"last.{i}": self._at(column.key, cells).cpu()
@@ -372,7 +372,7 @@ class Ring:
         """
         self.lo = max(lo, hi - self.capacity)
         self.hi = hi
-        place = (hi - 1) % self.places + 1 if hi else 0
+        place = self._next_place
         seam = hi // self.places * self.places  # the newest row at place 0
         for i, column in enumerate(self.columns):
             if not column.carry:
@@ -443,11 +443,7 @@ class Ring:
         """
         if key in self._stacked and self._frames is not None:
             return self._frames.of(key, places.cpu().numpy())
-        rows = self._cells[key]
-        if self.device is None:  # see ``gathered``
-            return torch.from_numpy(rows.take(places.numpy(), 0))
-        found: torch.Tensor = rows.index_select(0, places)
-        return found
+        return gathered(self._cells[key], places)
 
     def _at(self, key: Key, cells: Array) -> torch.Tensor:
         """Return the rows of a column at places of cells."""
