@@ -19,6 +19,7 @@ from muster.memory.priorities import Priorities
 from muster.memory.replay_files import UNREADABLE, Loaded, MemoryFiles, Snapshot
 from muster.memory.ring import Ring, is_stack
 from muster.memory.specs import Array, Column
+from muster.utils.integers import integer
 from muster.utils.private_names import tensordict_maker
 
 if TYPE_CHECKING:
@@ -82,13 +83,10 @@ class ReplayMemory:
         alpha: float | None = None,
         seed: int | None = None,
     ) -> None:
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-            raise BadOption(f"capacity={capacity!r}: expected a number of transitions, at least 1")
         if alpha is not None and not alpha >= 0:
             raise BadOption(f"alpha={alpha!r}: expected a number of at least 0")
-        _check_count("ReplayMemory", "stack", stack)
-        self.capacity = capacity
-        self._stack = stack
+        self.capacity = integer("capacity", capacity, of="ReplayMemory")
+        self._stack = integer("stack", stack, of="ReplayMemory")
         self._keep = [key if isinstance(key, tuple) else (key,) for key in keep]
         self._device = None if device is None else torch.device(device)
         self._pins = pin_memory
@@ -430,7 +428,7 @@ class ReplayMemory:
 
         With several environments, those of a row follow each other.
         """
-        _check_count("newest", "n", n)
+        n = integer("n", n, of="newest")
         with self.lock:
             if not len(self):
                 raise NothingToSample("ReplayMemory.newest: there are no transitions yet")
@@ -515,10 +513,10 @@ class ReplayMemory:
     def _check_sample(
         self, n: int, n_step: int, sequence: int | None, relabel: Relabel | None
     ) -> None:
-        _check_count("sample", "n", n)
-        _check_count("sample", "n_step", n_step)
+        integer("n", n, of="sample")
+        integer("n_step", n_step, of="sample")
         if sequence is not None:
-            _check_count("sample", "sequence", sequence)
+            integer("sequence", sequence, of="sample")
         if sequence is not None and n_step > 1:
             raise BadOption(
                 f"sample(sequence={sequence}, n_step={n_step}): the steps of a sequence are there"
@@ -947,11 +945,6 @@ def _no_sequence(condition: _InSequence | None) -> NothingToSample:
         " yet. Collect more, shorten the sequences, or allow them to continue in the next episode"
         " (across_episodes=True)"
     )
-
-
-def _check_count(call: str, name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise BadOption(f"{call}({name}={value!r}): expected a number of at least 1")
 
 
 def _numbers(index: Any, size: int) -> Array:
