@@ -10,6 +10,7 @@ import numpy as np
 
 from muster.episodes.agent_returns import with_returns
 from muster.episodes.clock import MANY, AgentClock, TrajectoryClock
+from muster.episodes.record import Episodes
 from muster.errors import BadEnvOutput, BadPolicyOutput
 from muster.keys import AGENT, STEP_COUNT, TRAJ_DONE, next_of
 from muster.memory.slots import Lane
@@ -448,28 +449,44 @@ class Rollout:
     def settle(self) -> RolloutOutcome:
         """Complete the columns of the row that was made last; the rollout stays open."""
         lane = self.lane
-        group = self.group
-        options = group.options
         t = self._settled
         n = lane.done_steps
-        reward, done, terminated, truncated, ids = [rows[t:n] for rows in self.views.flags]
+        flags = [rows[t:n] for rows in self.views.flags]
+        _, done, terminated, truncated, _ = flags
         if 1 in terminated.tobytes() or 1 in truncated.tobytes():
             np.logical_or(terminated, truncated, out=done)
         is_fine = self.views.row_is_fine
         if is_fine is None or not is_fine(t):
             self._check_values(None, t)
-        over = done if options.traj_done_key is None else lane.arrays[TRAJ_DONE][t:n]
-        clock = group.clock
-        clock.fill_ids(ids, over)
-        if options.max_frames_per_traj:
-            counts = lane.arrays[STEP_COUNT][t:n]
-            clock.fill_step_counts(counts, over)
-            np.add(counts, 1, out=lane.arrays[next_of(STEP_COUNT)][t:n])
-        episodes = clock.advance(reward, terminated, truncated, over)
-        if group.env.spec.info_specs and len(episodes):
-            episodes = replace(episodes, info=self.next_obs.infos(lane, over, t))
+        over = done
+        if self.group.options.traj_done_key is not None:
+            over = lane.arrays[TRAJ_DONE][t:n]
+        episodes = self._advance_clock(t, flags, over)
         self._settled = n
         return RolloutOutcome((n - t) * lane.B, n - t, episodes, self.next_obs.take_finals())
+
+    def _advance_clock(self, begin: int, flags: Sequence[Array], over: Array) -> Episodes:
+        """Write the ids and step counts of the complete rows from ``begin`` on, and return the
+        episodes that ended in them.
+
+        Args:
+            flags: the columns of ``LaneViews.flags`` in these rows.
+            over: where episodes end, ``[n, B]``.
+        """
+        lane = self.lane
+        group = self.group
+        reward, _, terminated, truncated, ids = flags
+        clock = group.clock
+        clock.fill_ids(ids, over)
+        if group.options.max_frames_per_traj:
+            rows = slice(begin, lane.done_steps)
+            counts = lane.arrays[STEP_COUNT][rows]
+            clock.fill_step_counts(counts, over)
+            np.add(counts, 1, out=lane.arrays[next_of(STEP_COUNT)][rows])
+        episodes = clock.advance(reward, terminated, truncated, over)
+        if group.env.spec.info_specs and len(episodes):
+            episodes = replace(episodes, info=self.next_obs.infos(lane, over, begin))
+        return episodes
 
     @property
     def stays_open(self) -> bool:
@@ -502,7 +519,7 @@ class Rollout:
         if lane.mirrored:
             lane.pull((group.env.spec.reward_key, TERMINATED, TRUNCATED))
         flags = views.flags if n == lane.T else [rows[:n] for rows in views.flags]
-        reward, done, terminated, truncated, ids = flags
+        _, done, terminated, truncated, _ = flags
         # else it is False already
         if lane.B >= MANY or 1 in terminated.tobytes() or 1 in truncated.tobytes():
             np.logical_or(terminated, truncated, out=done)
@@ -515,14 +532,7 @@ class Rollout:
         clock = group.clock
         if isinstance(clock, AgentClock):
             clock.sort(lane.arrays[AGENT][:n])
-        clock.fill_ids(ids, over)
-        if options.max_frames_per_traj:
-            counts = lane.arrays[STEP_COUNT]
-            clock.fill_step_counts(counts[:n], over)
-            np.add(counts, 1, out=lane.arrays[next_of(STEP_COUNT)])
-        episodes = clock.advance(reward, terminated, truncated, over)
-        if group.env.spec.info_specs and len(episodes):
-            episodes = replace(episodes, info=self.next_obs.infos(lane, over))
+        episodes = self._advance_clock(0, flags, over)
         if group.agent_returns is not None:
             returns = group.agent_returns.advance(lane.arrays, over)
             if returns:
