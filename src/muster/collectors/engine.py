@@ -355,11 +355,12 @@ class Engine:
             **others,
         )
         self.in_batch = not closes
-        memory = self.memory if remembered else None
-        if self.memory is not None and not remembered:
-            self.memory.forget()
-        if memory is not None and not memory.is_open:
-            memory.open(self.layout())
+        memory = self.memory
+        if memory is not None and remembered:
+            self._prepare(memory)
+        elif memory is not None:
+            memory.forget()  # the rows that follow do not continue those that were written
+            memory = None
         filled, batch = self.next_batch.make(
             request, self._discard_unmade, memory=memory, shown=shown
         )
@@ -380,6 +381,11 @@ class Engine:
         return CollectedRollout(
             batch, hidden, frames, self.ended.collected, self.last.env_ids, filled.results
         )
+
+    def _prepare(self, memory: MemoryWriter) -> None:
+        """Open the memory before the first rollout that it gets."""
+        if not memory.is_open:
+            memory.open(self.layout())
 
     def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
         """See ``Collector.set_post_collect_hook``."""
@@ -407,8 +413,8 @@ class Engine:
     def _put_row(self, rows: RowByRow) -> None:
         """Collect a row into the memory, and put its records into the pipeline."""
         checkpoint()
-        if self.memory is not None and not self.memory.is_open:
-            self.memory.open(self.layout())
+        assert self.memory is not None
+        self._prepare(self.memory)
         acting = self._who_acts(0)
         pool = self.source.pool
         version = self.weights.hold()
