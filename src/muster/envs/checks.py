@@ -259,12 +259,7 @@ class Casts:
         """Cast nothing from now on."""
         self.refused = True
 
-    def problem(
-        self,
-        value: Any,
-        spec: ArraySpec,
-        what: str,
-    ) -> str | None:
+    def problem(self, value: Any, spec: ArraySpec, what: str) -> str | None:
         """Describe the problem of the leaf ``what``, as the end of "it is ..."; None if it can be
         assigned to a row.
         """
@@ -276,13 +271,7 @@ class Casts:
         self.note(f"{what} has dtype {np.asarray(value).dtype}, but its space says {spec.dtype}")
         return None
 
-    def check(
-        self,
-        value: Any,
-        spec: ArraySpec,
-        what: str,
-        who: str,
-    ) -> None:
+    def check(self, value: Any, spec: ArraySpec, what: str, who: str) -> None:
         """Raise ``BadEnvOutput`` if the leaf ``what``, returned by ``who``, has a ``problem``."""
         if problem := self.problem(value, spec, what):
             raise BadEnvOutput(f"{who}: {what} is {problem}, but its space says {spec}. {FIX}")
@@ -344,10 +333,7 @@ def _keeps_values(value: Any, spec: ArraySpec) -> bool:
         return bool((array.astype(spec.dtype) == array).all())
 
 
-def values_problem(
-    array: Array,
-    spec: ArraySpec,
-) -> tuple[tuple[int, ...], str] | None:
+def values_problem(array: Array, spec: ArraySpec) -> tuple[tuple[int, ...], str] | None:
     """Return the first index at which ``array`` (``[..., *shape]``) is out of bounds of ``spec``,
     and the reason.
     """
@@ -363,11 +349,7 @@ def values_problem(
     return None
 
 
-def _first(
-    bad: Array,
-    array: Array,
-    why: str,
-) -> tuple[tuple[int, ...], str]:
+def _first(bad: Array, array: Array, why: str) -> tuple[tuple[int, ...], str]:
     place = tuple(int(i) for i in np.argwhere(bad)[0])
     return place, f"{array[place]} is {why}"
 

@@ -138,12 +138,7 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
     def close_extras(self, **kwargs: Any) -> None:
         self.pool.close()
 
-    def _in_order(
-        self,
-        rows: Array,
-        info: Any,
-        *groups: list[Array],
-    ) -> list[list[Array]]:
+    def _in_order(self, rows: Array, info: Any, *groups: list[Array]) -> list[list[Array]]:
         """Sort arrays with rows for ``info["env_id"]`` into the order of ``rows``."""
         ids = np.asarray(info["env_id"])
         if np.array_equal(ids, rows):

@@ -183,11 +183,7 @@ class AsyncPoolEnvs(
 
     late = 0  # a step completes its row
 
-    def sample(
-        self,
-        rng: GroupRng,
-        shape: tuple[int, ...],
-    ) -> dict[Key, Array]:
+    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         return self._actions.sample(rng, shape)
 
     def check_partial_reset(self) -> None:
@@ -498,12 +494,7 @@ class RowsAhead:
         for key in self.states:
             self.flat[key][...] = key == IS_INIT
 
-    def _allocate(
-        self,
-        key: Key,
-        shape: tuple[int, ...],
-        dtype: Any,
-    ) -> None:
+    def _allocate(self, key: Key, shape: tuple[int, ...], dtype: Any) -> None:
         cells = self.size * len(self.steps)
         self.flat[key] = np.zeros((cells, *shape), dtype)
         if key == IS_INIT:
@@ -518,12 +509,7 @@ class ReadyRows:
         stamps: whether the version of the policy is one of them, and the policy does not write it.
     """
 
-    def __init__(
-        self,
-        lane: Lane,
-        count: int,
-        written: Collection[Key],
-    ) -> None:
+    def __init__(self, lane: Lane, count: int, written: Collection[Key]) -> None:
         of_lane = lane.layout.columns
         columns = tuple(c for c in of_lane if c.carry or c.key in written)
         row_bytes = count * sum(math.prod(c.shape) * c.dtype.itemsize for c in columns)
@@ -549,12 +535,7 @@ class ReadyRows:
         self._version = version
         self._row = self._T
 
-    def act(
-        self,
-        rows: RowsAhead,
-        ids: Array,
-        actions: Collection[Key],
-    ) -> list[Array]:
+    def act(self, rows: RowsAhead, ids: Array, actions: Collection[Key]) -> list[Array]:
         """Act for the environments ``ids``, in their current rows.
 
         Return copies of the leaves of the actions.

@@ -90,11 +90,7 @@ def _opened(path: Key, space: Any) -> dict[Key, Any]:
     return leaves
 
 
-def with_infos(
-    env: EnvBatch,
-    info: Any,
-    look: Callable[[], Seen],
-) -> EnvBatch:
+def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
     """Wrap ``env`` so that it also writes its infos; ``look`` returns specs, for infos without a
     space.
 
@@ -134,11 +130,7 @@ def with_infos(
     return _WithInfos(env, telling, fields, watched=() in wanted)
 
 
-def _found_below(
-    path: Key,
-    seen: Seen,
-    who: str,
-) -> dict[Key, ArraySpec]:
+def _found_below(path: Key, seen: Seen, who: str) -> dict[Key, ArraySpec]:
     """Return the specs of the seen fields at or below ``path``, or raise ``BadOption``."""
     known: Seen = {**STATISTICS, **seen} if path else seen
     within = {leaf: spec for leaf, spec in known.items() if leaf[: len(path)] == path}
@@ -229,11 +221,7 @@ def _info_of(env: Any, told: Any, i: int) -> dict[Any, Any]:
     return info
 
 
-def _rows_of(
-    column: Any,
-    mask: Any,
-    num_envs: int,
-) -> tuple[Array, Array | Literal[True]] | str:
+def _rows_of(column: Any, mask: Any, num_envs: int) -> tuple[Array, Array | Literal[True]] | str:
     """Return the values ``[B, ...]`` of a batch's field and the mask of environments that have one
     (True: all).
 
@@ -404,12 +392,7 @@ class _WithInfos(WrappedEnvs, KeepsState):
         if self._keeping is not None:
             self._keeping.restore(rest)
 
-    def _keep_begun(
-        self,
-        arrays: Mapping[Key, Array],
-        row: int,
-        some: Any,
-    ) -> None:
+    def _keep_begun(self, arrays: Mapping[Key, Array], row: int, some: Any) -> None:
         """Keep the infos of resets within a step, which ``row`` has until the step's are written."""
         for key in self.spec.info_specs:
             array = arrays[key]
@@ -423,13 +406,7 @@ class _WithInfos(WrappedEnvs, KeepsState):
             cells.append((each, arrays[values], arrays[flags]))
         return cells
 
-    def _put(
-        self,
-        cells: Cells,
-        row: int,
-        some: Any,
-        told: Any,
-    ) -> None:
+    def _put(self, cells: Cells, row: int, some: Any, told: Any) -> None:
         """Write infos of the environments ``some`` into a row; see ``TellsInfos``."""
         if isinstance(told, Mapping):
             leaves = _leaves(told, many=True)
@@ -448,14 +425,7 @@ class _WithInfos(WrappedEnvs, KeepsState):
                     value = value.get(name) if isinstance(value, dict) else None
                 self._put_one(each, values[row], flags[row], i, value)
 
-    def _put_one(
-        self,
-        each: InfoField,
-        values: Array,
-        flags: Array,
-        i: int,
-        value: Any,
-    ) -> None:
+    def _put_one(self, each: InfoField, values: Array, flags: Array, i: int, value: Any) -> None:
         if value is None:
             values[i] = each.blank
             flags[i] = False
@@ -506,12 +476,7 @@ class _WithInfos(WrappedEnvs, KeepsState):
             _warn_of(self, path, "the first reset and step did not have it")
         self._known.update(leaves)
 
-    def _misfit(
-        self,
-        each: InfoField,
-        value: Any,
-        i: int | None,
-    ) -> EnvError:
+    def _misfit(self, each: InfoField, value: Any, i: int | None) -> EnvError:
         name = _shown(each.path)
         expected = each.spec if each.spec.is_tensor else "text"
         who = self.spec.name if i is None else f"{self.spec.name}[{i}]"

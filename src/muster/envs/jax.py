@@ -77,13 +77,7 @@ class JaxEnvs:
 
     muster_exact = True  # masks are respected, and every last observation is returned
 
-    def __init__(
-        self,
-        env: Any,
-        num_envs: int,
-        params: Any = None,
-        device: Any = None,
-    ) -> None:
+    def __init__(self, env: Any, num_envs: int, params: Any = None, device: Any = None) -> None:
         self.num_envs = num_envs
         self.spec = SimpleNamespace(id=type(env).__name__)
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
@@ -244,10 +238,7 @@ def _is_brax(obj: Any) -> bool:
     return _has(obj, "reset", "step", "observation_size", "action_size")
 
 
-def _gymnax(
-    env: Any,
-    params: Any,
-) -> tuple[Reset, Advance, spaces.Space[Any]]:
+def _gymnax(env: Any, params: Any) -> tuple[Reset, Advance, spaces.Space[Any]]:
     params = env.default_params if params is None else params
     new = hasattr(env, "is_truncated")  # gymnax 1.0: done no longer includes the limit
     limited = hasattr(params, "max_steps_in_episode") and hasattr(env, "is_terminal")

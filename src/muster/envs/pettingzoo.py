@@ -148,11 +148,7 @@ class ParallelEnvs(
 
     # --- EnvBatch ---------------------------------------------------------------------------------
 
-    def sample(
-        self,
-        rng: GroupRng,
-        shape: tuple[int, ...],
-    ) -> dict[Key, Array]:
+    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         return self._actions.sample(rng, shape)
 
     def reset(
@@ -228,12 +224,7 @@ class ParallelEnvs(
 
     # --- rows -------------------------------------------------------------------------------------
 
-    def _action(
-        self,
-        arrays: Mapping[Key, Array],
-        t: int,
-        b: int,
-    ) -> dict[str, Any]:
+    def _action(self, arrays: Mapping[Key, Array], t: int, b: int) -> dict[str, Any]:
         """Return the action of each acting agent: copies, which the environment may keep."""
         actions = {}
         acting = set(self._acting[b])
@@ -244,13 +235,7 @@ class ParallelEnvs(
                     actions[agent] = team.action.build([leaf[i].copy() for leaf in leaves])
         return actions
 
-    def _put_rewards(
-        self,
-        arrays: list[Array],
-        t: int,
-        b: int,
-        reward: Mapping[str, Any],
-    ) -> float:
+    def _put_rewards(self, arrays: list[Array], t: int, b: int, reward: Mapping[str, Any]) -> float:
         total = 0.0
         for team, array in zip(self.teams, arrays, strict=True):
             for i, agent in enumerate(team.agents):
@@ -325,11 +310,7 @@ class ParallelEnvs(
 
     # --- the environment's side -------------------------------------------------------------------
 
-    def _checked(
-        self,
-        got: Any,
-        b: int,
-    ) -> tuple[Any, Any, dict[str, bool], dict[str, bool], Any]:
+    def _checked(self, got: Any, b: int) -> tuple[Any, Any, dict[str, bool], dict[str, bool], Any]:
         five = isinstance(got, tuple) and len(got) == 5
         if not five or not all(isinstance(part, Mapping) for part in got):
             raise BadEnvOutput(
@@ -357,22 +338,12 @@ class ParallelEnvs(
                 )
         return obs, reward, ended, cut, infos
 
-    def _call(
-        self,
-        b: int,
-        method: str,
-        *args: Any,
-        **given: Any,
-    ) -> Any:
+    def _call(self, b: int, method: str, *args: Any, **given: Any) -> Any:
         who = f"{self.spec.name}[{b}]"
         return checks.call(self.envs[b], method, who, *args, index=b, **given)
 
 
-def _flags(
-    flags: Mapping[str, Any],
-    name: str,
-    who: str,
-) -> dict[str, bool]:
+def _flags(flags: Mapping[str, Any], name: str, who: str) -> dict[str, bool]:
     """Return the flag of each agent as a bool, after a check."""
     return {agent: checks.as_flag(flag, f"{name} of {agent}", who) for agent, flag in flags.items()}
 

@@ -55,12 +55,7 @@ class _WithPrevious(WrappedEnvs, RestartsAgents):
         self.inner.reset(arrays, row, which, seeds)
         self.restart_agent(arrays, row, which)
 
-    def restart_agent(
-        self,
-        arrays: Mapping[Key, Any],
-        row: int,
-        which: Sequence[int],
-    ) -> None:
+    def restart_agent(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int]) -> None:
         for key in self.spec.repeats:
             arrays[key][row, which] = 0
 

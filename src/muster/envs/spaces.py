@@ -57,11 +57,7 @@ class SpaceCodec:
         source = iter(leaves)
         return _build(self.space, source)
 
-    def sample(
-        self,
-        rng: GroupRng,
-        shape: tuple[int, ...],
-    ) -> dict[Key, Array]:
+    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         """Draw uniform values (if unbounded: like ``Box.sample``), ``[*shape, *leaf shape]`` per
         leaf.
         """
@@ -70,11 +66,7 @@ class SpaceCodec:
             drawn[key] = _sample(self._spaces[number], spec, rng.stream(number), shape)
         return drawn
 
-    def _open(
-        self,
-        space: spaces.Space[Any],
-        path: Key,
-    ) -> Callable[[Any, Leaves], None]:
+    def _open(self, space: spaces.Space[Any], path: Key) -> Callable[[Any, Leaves], None]:
         if isinstance(space, spaces.Dict):
             parts = {
                 name: self._open(part, (*path, str(name))) for name, part in space.spaces.items()
@@ -113,11 +105,7 @@ def action_codec(space: spaces.Space[Any]) -> SpaceCodec:
     return SpaceCodec(space, ACTION)
 
 
-def action_masks(
-    observed: Specs,
-    actions: Specs,
-    root: Key = (),
-) -> dict[Key, Key]:
+def action_masks(observed: Specs, actions: Specs, root: Key = ()) -> dict[Key, Key]:
     """Return the key of the action mask by key of the action, of the leaves called ``action_mask``
     (below ``root``).
 

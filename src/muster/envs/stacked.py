@@ -88,11 +88,7 @@ class StackedEnvs(
         self.new_infos = [(self._told, ALL)]
         self._steps: list[Callable[[Any], Any]] = []  # functions that step the environments
 
-    def sample(
-        self,
-        rng: GroupRng,
-        shape: tuple[int, ...],
-    ) -> dict[Key, Array]:
+    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         return self.actions.sample(rng, shape)
 
     def reset(
@@ -291,13 +287,7 @@ class StackedEnvs(
         for key, spec in self.spec.observation_specs.items():
             arrays[key][k] = 0 if spec.is_tensor else arrays[key][k - self.spec.num_envs]
 
-    def _write(
-        self,
-        arrays: Arrays,
-        at: tuple[int, ...],
-        obs: Any,
-        method: str,
-    ) -> None:
+    def _write(self, arrays: Arrays, at: tuple[int, ...], obs: Any, method: str) -> None:
         """Write one observation into entry ``at`` of the arrays, checking every leaf."""
         try:
             leaves = [obs] if self.observations.single else self.observations.flatten(obs)
@@ -410,11 +400,7 @@ class _Refused:
         self.error = error
 
 
-def _keeping_info(
-    step: Callable[[Any], Any],
-    i: int,
-    told: list[Any],
-) -> Callable[[Any], Any]:
+def _keeping_info(step: Callable[[Any], Any], i: int, told: list[Any]) -> Callable[[Any], Any]:
     """Return a ``step`` that keeps the info of environment ``i`` in ``told``."""
 
     def keeping(action: Any) -> Any:

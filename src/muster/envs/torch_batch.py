@@ -158,11 +158,7 @@ class TorchEnvs(
             ) from None
         self._limit = steps
 
-    def sample(
-        self,
-        rng: GroupRng,
-        shape: tuple[int, ...],
-    ) -> dict[Key, Any]:
+    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Any]:
         """Draw like ``SpaceCodec.sample``, on the device of the rows. Each row has a seed of its
         own, so the numbers do not depend on the division of steps into batches.
         """
@@ -345,12 +341,7 @@ class TorchEnvs(
                 )
         return leaves
 
-    def _fits(
-        self,
-        got: torch.dtype,
-        dtype: torch.dtype,
-        key: Key,
-    ) -> bool:
+    def _fits(self, got: torch.dtype, dtype: torch.dtype, key: Key) -> bool:
         """Decide like ``Casts.problem``, without the values, which are on the device: accept any
         float for a float.
         """
@@ -434,12 +425,7 @@ class TorchEnvs(
         self.executed_in_row = 0
         return self._reset(given)
 
-    def _check_mask_respected(
-        self,
-        before: Leaves,
-        after: Leaves,
-        mask: torch.Tensor,
-    ) -> None:
+    def _check_mask_respected(self, before: Leaves, after: Leaves, mask: torch.Tensor) -> None:
         for old, new in zip(before, after, strict=True):
             equal = old.to(self._on) == new.to(old.dtype)
             same = equal | (new != new)
@@ -503,11 +489,7 @@ def _like(mask: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     return mask.reshape(-1, *[1] * (leaf.ndim - 1))
 
 
-def _where(
-    mask: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-) -> torch.Tensor:
+def _where(mask: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where(_like(mask, a), a, b)
 
 
@@ -553,11 +535,7 @@ def _drawing(spec: ArraySpec, B: int, on: torch.device) -> Draw:
     return floats
 
 
-def _first_allowed(
-    spec: ArraySpec,
-    mask: torch.Tensor,
-    shape: tuple[int, ...],
-) -> torch.Tensor:
+def _first_allowed(spec: ArraySpec, mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the first allowed choice of each variable, ``[B, variables]``; ``shape``: of the mask
     of an environment.
 

@@ -102,11 +102,7 @@ class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWith
         self._draw = drawers(first.full_action_spec, len(specs.lead))
         self._chooses = False  # in the next rollout, environments choose actions themselves
 
-    def sample(
-        self,
-        rng: GroupRng,
-        shape: tuple[int, ...],
-    ) -> dict[Key, Array]:
+    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         """Draw random actions like ``env.rand_action``.
 
         If that depends on the state (a mask, or the environment's own ``rand_action``), actions for
@@ -205,13 +201,7 @@ class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWith
             actions[key] = np.zeros((*lead, *spec.shape), spec.dtype)
         return actions
 
-    def _put(
-        self,
-        out: dict[Key, Array],
-        t: int,
-        one: OneEnv,
-        td: Any,
-    ) -> None:
+    def _put(self, out: dict[Key, Array], t: int, one: OneEnv, td: Any) -> None:
         for key, spec in self.spec.action_specs.items():
             row = out[key][t, one.columns]
             if spec.is_tensor:

@@ -169,12 +169,7 @@ class OneEnv:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def _step(
-        self,
-        make: Callable[[int], Any],
-        lane: Lane,
-        t: int,
-    ) -> tuple[Any, Any]:
+    def _step(self, make: Callable[[int], Any], lane: Lane, t: int) -> tuple[Any, Any]:
         env = self.env
         with self._explained(f"step (row {t} of the batch)"):
             td = make(t)
@@ -262,14 +257,7 @@ class OneEnv:
                 raise self._misfit(key, value, f"step (row {t} of the batch)")
             row[:] = total if i == 0 else row + total
 
-    def _write_cells(
-        self,
-        key: Key,
-        row: Any,
-        after: Any,
-        td: Any,
-        method: str,
-    ) -> None:
+    def _write_cells(self, key: Key, row: Any, after: Any, td: Any, method: str) -> None:
         cells = self._cells(after, key, method)
         if cells is None and key in self.specs.state_only:
             cells = self._cells(td, key, method)
@@ -312,12 +300,7 @@ class OneEnv:
             raise self._misfit(key, value, method)
         return value  # type: ignore[no-any-return]
 
-    def _misfit(
-        self,
-        key: Key,
-        value: Any,
-        method: str,
-    ) -> BadEnvOutput:
+    def _misfit(self, key: Key, value: Any, method: str) -> BadEnvOutput:
         got = "missing" if value is None else type(value).__name__
         if torch.is_tensor(value):
             got = f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
@@ -329,13 +312,7 @@ class OneEnv:
 
     # --- a reset ----------------------------------------------------------------------------------
 
-    def _reset(
-        self,
-        rows: Any,
-        options: dict[str, Any],
-        *,
-        reseeded: bool,
-    ) -> Any:
+    def _reset(self, rows: Any, options: dict[str, Any], *, reseeded: bool) -> Any:
         env = self.env
         whole = len(rows) == self.count
         td = self.now()

@@ -268,11 +268,7 @@ class TurnEnvs(
 
     # --- EnvBatch ---------------------------------------------------------------------------------
 
-    def sample(
-        self,
-        rng: GroupRng,
-        shape: tuple[int, ...],
-    ) -> dict[Key, Array]:
+    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         return self._actions.sample(rng, shape)
 
     def reset(
@@ -424,13 +420,7 @@ class TurnEnvs(
         game.open.clear()
         game.turns.clear()
 
-    def _leaves(
-        self,
-        b: int,
-        agent: str,
-        obs: Any,
-        info: Any,
-    ) -> Leaves:
+    def _leaves(self, b: int, agent: str, obs: Any, info: Any) -> Leaves:
         """Return the observation of an agent, with its mask and number."""
         who = f"{self.spec.name}[{b}]: {agent}"
         parts, mask = self._spaces.leaves(self.casts, obs, info, who)
@@ -442,12 +432,7 @@ class TurnEnvs(
             leaves[key] = np.array(leaf)
         return leaves
 
-    def _show(
-        self,
-        arrays: Mapping[Key, Array],
-        row: int,
-        b: int,
-    ) -> None:
+    def _show(self, arrays: Mapping[Key, Array], row: int, b: int) -> None:
         for key, leaf in self._games[b].seen.items():
             arrays[key][row, b] = leaf
 
@@ -457,13 +442,7 @@ class TurnEnvs(
             return int(action)
         return np.array(action)
 
-    def _call(
-        self,
-        b: int,
-        method: str,
-        *args: Any,
-        **given: Any,
-    ) -> Any:
+    def _call(self, b: int, method: str, *args: Any, **given: Any) -> Any:
         who = f"{self.spec.name}[{b}]"
         return checks.call(self._games[b].env, method, who, *args, index=b, **given)
 

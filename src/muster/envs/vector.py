@@ -87,11 +87,7 @@ class VectorEnvBatch(
         self.new_infos: list[tuple[Any, Any]] = []
         self._infos_of: Callable[[Any], Any] = getattr(env, "muster_infos", lambda info: info)
 
-    def sample(
-        self,
-        rng: GroupRng,
-        shape: tuple[int, ...],
-    ) -> dict[Key, Array]:
+    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         return self.actions.sample(rng, shape)
 
     def reset(
@@ -240,11 +236,7 @@ class VectorEnvBatch(
         self._check_mask_respected(before, after, [0])
         self._masks = True
 
-    def _masked_reset(
-        self,
-        which: list[int],
-        seeds: Sequence[int] | None,
-    ) -> Any:
+    def _masked_reset(self, which: list[int], seeds: Sequence[int] | None) -> Any:
         given = self.take_options()
         unknown = given.keys() - {"options"}
         if unknown:

@@ -141,13 +141,7 @@ class TrajectoryClock:
         np.copyto(began[1:], rows[1:], where=done[:-1])
         np.subtract(rows, np.maximum.accumulate(began, axis=0), out=counts)
 
-    def advance(
-        self,
-        reward: Array,
-        terminated: Array,
-        truncated: Array,
-        done: Array,
-    ) -> Episodes:
+    def advance(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
         """Advance to the end of the rows (``[T, B]`` each).
 
         Return the episodes that ended, in order.
@@ -237,12 +231,7 @@ class AgentClock:
     in ``info["agent"]``. ``episode`` and ``steps`` are ``[B * agents]``.
     """
 
-    def __init__(
-        self,
-        env_ids: Array,
-        total_envs: int,
-        agents: Sequence[str],
-    ) -> None:
+    def __init__(self, env_ids: Array, total_envs: int, agents: Sequence[str]) -> None:
         self.env_ids = env_ids
         self.total_envs = total_envs
         self.agents = agents
@@ -267,11 +256,7 @@ class AgentClock:
     def begin_at(self, episode: Array) -> None:
         self._clock.begin_at(episode)
 
-    def abandon(
-        self,
-        which: Sequence[int] | Array,
-        agent: int | None = None,
-    ) -> None:
+    def abandon(self, which: Sequence[int] | Array, agent: int | None = None) -> None:
         """Start new trajectories of all agents of the environments ``which``, or of one agent."""
         agents = np.arange(len(self.agents)) if agent is None else np.array([agent])
         first = np.asarray(which, np.int64)[:, None] * len(self.agents)
@@ -297,13 +282,7 @@ class AgentClock:
         """See ``TrajectoryClock``."""
         self._fill(self._clock.fill_step_counts, counts, done)
 
-    def advance(
-        self,
-        reward: Array,
-        terminated: Array,
-        truncated: Array,
-        done: Array,
-    ) -> Episodes:
+    def advance(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
         """See ``TrajectoryClock``."""
         T = len(reward)
         columns = len(self._clock.env_ids)
@@ -322,12 +301,7 @@ class AgentClock:
         infos: Array = np.array([{"agent": name} for name in names], OBJECT)
         return replace(ended, env_id=ended.env_id % self.total_envs, info=infos)
 
-    def _fill(
-        self,
-        fill: Callable[[Array, Array], None],
-        out: Array,
-        done: Array,
-    ) -> None:
+    def _fill(self, fill: Callable[[Array, Array], None], out: Array, done: Array) -> None:
         apart = self._apart(done)
         values = np.empty(apart.shape, np.int64)
         fill(values, apart)

@@ -102,10 +102,7 @@ def gather(parts: Parts) -> tuple[TensorDict, Array]:
     return joined, _row_numbers([moved[span] for _, span in parts])
 
 
-def cut_out(
-    episodes: Sequence[Parts],
-    hidden: Sequence[Key] = (),
-) -> list[TensorDict]:
+def cut_out(episodes: Sequence[Parts], hidden: Sequence[Key] = ()) -> list[TensorDict]:
     """Return the rows of each episode, ``[L]``, without the ``hidden`` columns.
 
     An episode of one part is a view of its chunk, which it keeps alive; others are copied, all

@@ -124,10 +124,7 @@ def join_episodes(parts: Sequence[Episodes]) -> Episodes:
     return Episodes(*map(np.concatenate, columns))
 
 
-def info_records(
-    columns: Mapping[Key, Sequence[Any] | Array],
-    n: int,
-) -> Array:
+def info_records(columns: Mapping[Key, Sequence[Any] | Array], n: int) -> Array:
     """Return the infos of ``n`` steps as dicts, from columns of values and of flags by name, ``[n,
     ...]`` each.
     """

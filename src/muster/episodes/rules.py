@@ -67,13 +67,7 @@ class PerEnv:
 
     biased = False
 
-    def __init__(
-        self,
-        episodes: int,
-        num_envs: int,
-        *,
-        left: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, episodes: int, num_envs: int, *, left: Sequence[int] | None = None) -> None:
         share, more = divmod(episodes, num_envs)
         self._left = [share + (i < more) for i in range(num_envs)]
         if left is not None:
@@ -246,12 +240,7 @@ class FirstDone:
 class AtMost:
     """Wraps a rule so that it is complete after a number of episodes; the first to end count."""
 
-    def __init__(
-        self,
-        rule: DivisibleRule,
-        episodes: int,
-        num_envs: int,
-    ) -> None:
+    def __init__(self, rule: DivisibleRule, episodes: int, num_envs: int) -> None:
         self._rule = rule
         self.biased = rule.biased
         self._first = FirstDone(episodes, num_envs)
@@ -305,11 +294,7 @@ def part_of(rule: DivisibleRule, which: Sequence[int]) -> DivisibleRule:
     return rule.part(which)
 
 
-def make_rule(
-    name: RuleName,
-    episodes: int | None,
-    num_envs: int,
-) -> DivisibleRule:
+def make_rule(name: RuleName, episodes: int | None, num_envs: int) -> DivisibleRule:
     """Make a rule for ``episodes`` (None: all count as they end) of ``num_envs`` environments."""
     check_rule(name)
     if episodes is None or name == "first_done":

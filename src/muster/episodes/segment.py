@@ -88,12 +88,7 @@ def find_pieces(batch: TensorDict, done_key: Key = ENDED) -> Pieces:
     return _cut_by_agent(ids, usable, ended, _host(agent).reshape(ids.shape))
 
 
-def _cut_by_agent(
-    ids: Array,
-    usable: Array,
-    ended: Array,
-    agents: Array,
-) -> Pieces:
+def _cut_by_agent(ids: Array, usable: Array, ended: Array, agents: Array) -> Pieces:
     """Cut rows as ``cut``, those of each agent by themselves; see ``Pieces``."""
     order = np.argsort(agents, axis=1, kind="stable")  # the rows of each agent one after another
 
@@ -167,12 +162,7 @@ def equalize(batches: Sequence[TensorDict]) -> None:
         batch.set(RESUMED, resumed)
 
 
-def padded(
-    batch: TensorDict,
-    rows: Array,
-    length: Array,
-    pad_id: int,
-) -> TensorDict:
+def padded(batch: TensorDict, rows: Array, length: Array, pad_id: int) -> TensorDict:
     """Return rows as ``[len(length), max(length)]``: line ``i`` has the next ``length[i]`` of them,
     then zeros.
 

@@ -157,12 +157,7 @@ def _of_other_columns(allocated: Any, batch: Any) -> str:
     return ""
 
 
-def _of_other_shape(
-    expected: list[Any],
-    shape: list[int],
-    *,
-    is_padded: bool,
-) -> str:
+def _of_other_shape(expected: list[Any], shape: list[int], *, is_padded: bool) -> str:
     remedy = "Use a buffer for each shape, or a ListStorage"
     if is_padded:
         remedy = (

@@ -141,12 +141,7 @@ class CollectStats(CollectStatsBase):
         )
 
 
-def stats_of_call(
-    episodes: Episodes,
-    steps: int,
-    seconds: float,
-    **others: Any,
-) -> CollectStats:
+def stats_of_call(episodes: Episodes, steps: int, seconds: float, **others: Any) -> CollectStats:
     """Return the statistics of a call of ``collect`` that took ``seconds`` and delivered ``steps``.
 
     Args:

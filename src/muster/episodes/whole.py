@@ -195,12 +195,7 @@ class WholeEpisodes:
         self._time[numbers] += T
         self._compact()
 
-    def _add_pieces(
-        self,
-        batch: TensorDict,
-        pieces: Pieces,
-        numbers: Array,
-    ) -> None:
+    def _add_pieces(self, batch: TensorDict, pieces: Pieces, numbers: Array) -> None:
         T = batch.shape[-1]
         chunk = CopiedRows(take(batch, pieces.rows))
         self._make_room(int(pieces.agent.max()) + 1)
@@ -403,11 +398,7 @@ class WholeEpisodes:
             "rows": to_plain(take(*_gathered(episodes))) if self.frames_held else None,
         }
 
-    def load_state_dict(
-        self,
-        state: Mapping[str, Any],
-        place: Place | None = None,
-    ) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], place: Place | None = None) -> None:
         """Restore ``state_dict()``. ``n``, ``layout`` and ``rule`` may be different, but not
         ``num_envs`` (``BadOption``).
 

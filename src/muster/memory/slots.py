@@ -315,13 +315,7 @@ class SlotRing:
             their memory.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        *,
-        limit_bytes: int,
-        memory: Memory = "heap",
-    ) -> None:
+    def __init__(self, layout: Layout, *, limit_bytes: int, memory: Memory = "heap") -> None:
         self.layout = layout
         self.limit_bytes = limit_bytes
         self.memory: Memory = memory

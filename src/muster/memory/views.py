@@ -96,11 +96,7 @@ class BatchView:
             self._nodes.append(self._node(path, inner.get(path, ())))
         self._leaves = self._ordered(())
 
-    def tensordict(
-        self,
-        memory: torch.Tensor | Sequence[torch.Tensor],
-        slot: Slot,
-    ) -> TensorDict:
+    def tensordict(self, memory: torch.Tensor | Sequence[torch.Tensor], slot: Slot) -> TensorDict:
         """Return the batch over ``memory``.
 
         Args:
@@ -245,12 +241,7 @@ class BatchView:
         return copied_cells(stack)
 
 
-def _add_ragged(
-    batch: Any,
-    key: Key,
-    cells: Array,
-    time: int,
-) -> Any:
+def _add_ragged(batch: Any, key: Key, cells: Array, time: int) -> Any:
     """Add a column whose cells differ in shape to the batch, as a lazy stack like TorchRL's.
 
     Cells that are TensorDicts (see ``cells``) become a nested lazy stack. With tensors, the whole

@@ -123,10 +123,7 @@ def _function(policy: Any) -> Any:
     return policy.forward if isinstance(policy, torch.nn.Module) else policy
 
 
-def place(
-    policy: Any,
-    device: torch.device | None,
-) -> tuple[Any, torch.device | None]:
+def place(policy: Any, device: torch.device | None) -> tuple[Any, torch.device | None]:
     """Return the policy on ``device`` (a copy if it was on another one), and the device on which it
     computes.
     """

@@ -79,12 +79,7 @@ class PerAgent(nn.Module):
         # values where a policy does not return them
         self._extras: dict[str, torch.Tensor] | None = None
 
-    def bind(
-        self,
-        env_name: str,
-        agents: Sequence[str],
-        setting: PolicySetting,
-    ) -> None:
+    def bind(self, env_name: str, agents: Sequence[str], setting: PolicySetting) -> None:
         """Assign policies to the agents of the environments; ``BadOption`` if names or policies do
         not fit them.
         """

@@ -57,11 +57,7 @@ class PolicySetting:
         return self.exploration_type != "random"
 
 
-def action_problem(
-    action: torch.Tensor,
-    spec: ArraySpec,
-    lead: tuple[int, ...],
-) -> str | None:
+def action_problem(action: torch.Tensor, spec: ArraySpec, lead: tuple[int, ...]) -> str | None:
     """The end of "returned action ..." if ``action`` is wrong, else None; any width of a kind is
     accepted.
     """

@@ -102,12 +102,7 @@ class Program:
         return True
 
 
-def plan(
-    module: nn.Module,
-    example: torch.Tensor,
-    *,
-    numpy_ok: bool = True,
-) -> Program | None:
+def plan(module: nn.Module, example: torch.Tensor, *, numpy_ok: bool = True) -> Program | None:
     """Plan ``module`` (a layer, or nested ``nn.Sequential``) for inputs like ``example``, and check
     the program on it.
 
@@ -139,11 +134,7 @@ def plan(
         return program if _equal(program(example.clone()), trace[-1]) else None
 
 
-def _collect(
-    module: nn.Module,
-    leaves: list[nn.Module],
-    watches: list[_Watch],
-) -> bool:
+def _collect(module: nn.Module, leaves: list[nn.Module], watches: list[_Watch]) -> bool:
     """Append the layers in the order they run.
 
     False if any module is not a known, unmodified layer.
@@ -258,10 +249,7 @@ def _equal(got: Any, expected: Any) -> bool:
 # --- torch ----------------------------------------------------------------------------------------
 
 
-def _torch_steps(
-    leaves: list[nn.Module],
-    trace: list[Any],
-) -> tuple[Call, ...] | None:
+def _torch_steps(leaves: list[nn.Module], trace: list[Any]) -> tuple[Call, ...] | None:
     steps: list[Call] = []
     # the current value is a buffer of the program, so the next layer may work in place
     owned = False
@@ -314,11 +302,7 @@ def _detached(parameter: torch.Tensor | None) -> torch.Tensor | None:
     return None if parameter is None else parameter.detach()
 
 
-def _torch_linear(
-    layer: nn.Linear,
-    x: torch.Tensor,
-    y: torch.Tensor,
-) -> Call:
+def _torch_linear(layer: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> Call:
     out = torch.empty_like(y)
     weight = layer.weight.detach()
     if layer.bias is None:

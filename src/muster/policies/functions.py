@@ -300,11 +300,7 @@ class FunctionPolicy:
                     " dimension of environments"
                 )
 
-    def _call(
-        self,
-        obs: Leaves,
-        state: Leaves | None,
-    ) -> tuple[Leaves, Leaves, Leaves]:
+    def _call(self, obs: Leaves, state: Leaves | None) -> tuple[Leaves, Leaves, Leaves]:
         """Call the function: action leaves, extras, state leaves.
 
         ``obs`` and ``state`` belong to the call.
@@ -380,11 +376,7 @@ class FunctionPolicy:
             raise BadPolicyOutput(f"policy {self.name} returned {dotted(key)} {problem}")
         return tensor
 
-    def _state_of(
-        self,
-        fn: Callable[..., Any],
-        obs: Mapping[Key, Any],
-    ) -> Leaves:
+    def _state_of(self, fn: Callable[..., Any], obs: Mapping[Key, Any]) -> Leaves:
         """Return the state after a call of ``fn``, a copy of the policy, for one environment more
         than there are.
         """

@@ -179,12 +179,7 @@ class HeadPolicy:
         emit = self._emitter(rows.part(first, until), 0, rng)
         return lambda t, out: emit(t - first, out)
 
-    def _emitter(
-        self,
-        rows: ActionRows,
-        first: int,
-        rng: GroupRng,
-    ) -> Emit:
+    def _emitter(self, rows: ActionRows, first: int, rng: GroupRng) -> Emit:
         noise = None if self._deterministic else rng.numpy
         return self.head.emitter(rows, first, noise)
 

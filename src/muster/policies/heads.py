@@ -71,12 +71,7 @@ class Head(nn.Module):
         action = distribution.sample()
         return action, {"action_log_prob": distribution.log_prob(action)}
 
-    def distribution(
-        self,
-        obs: Any,
-        *,
-        action_mask: torch.Tensor | None = None,
-    ) -> D.Distribution:
+    def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
         """Return the distribution of the environment's actions: ``log_prob`` and ``entropy`` are
         ``[*batch]``.
 
@@ -91,20 +86,11 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
-    def mode(
-        self,
-        obs: Any,
-        *,
-        action_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def mode(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Return the action without randomness."""
         return self.distribution(obs, action_mask=action_mask).mode
 
-    def fit(
-        self,
-        action_specs: Specs,
-        masks: Sequence[ActionMask],
-    ) -> tuple[Key, ArraySpec, int]:
+    def fit(self, action_specs: Specs, masks: Sequence[ActionMask]) -> tuple[Key, ArraySpec, int]:
         """Bind the head to the one action of an environment, and to its mask.
 
         Returns the action's key and spec, and the result of ``bind``.
@@ -127,12 +113,7 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
-    def emitter(
-        self,
-        rows: ActionRows,
-        first: int,
-        rng: np.random.Generator | None,
-    ) -> Emit:
+    def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
         """Return the function that writes the network's output into rows from ``first`` on;
         ``rng=None``: the mode.
         """
@@ -166,12 +147,7 @@ class Head(nn.Module):
         """
         return f"Change the last layer to return {_values(width)}."
 
-    def _refuse(
-        self,
-        spec: ArraySpec,
-        takes: str,
-        instead: str | None = None,
-    ) -> BadOption:
+    def _refuse(self, spec: ArraySpec, takes: str, instead: str | None = None) -> BadOption:
         instead = _suitable(spec) if instead is None else instead
         return BadOption(
             f"{self.name}: for {takes}, but the action space has {spec}. Use {instead}."
@@ -245,11 +221,7 @@ def allowed_only(out: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
     return out.masked_fill(forbidden, torch.finfo(out.dtype).min)
 
 
-def categorical(
-    net: nn.Module,
-    *,
-    nvec: tuple[int, ...] | None = None,
-) -> Categorical:
+def categorical(net: nn.Module, *, nvec: tuple[int, ...] | None = None) -> Categorical:
     """A policy for Discrete, MultiDiscrete and MultiBinary spaces; ``net`` returns logits.
 
     Args:
@@ -265,21 +237,12 @@ class Categorical(Head):
     name = "categorical"
     takes_mask = True
 
-    def __init__(
-        self,
-        net: nn.Module,
-        nvec: tuple[int, ...] | None,
-    ) -> None:
+    def __init__(self, net: nn.Module, nvec: tuple[int, ...] | None) -> None:
         super().__init__(net)
         self.nvec = nvec
         self.low: tuple[int, ...] | None = None
 
-    def distribution(
-        self,
-        obs: Any,
-        *,
-        action_mask: torch.Tensor | None = None,
-    ) -> D.Distribution:
+    def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
         logits, action_mask = self._output_and_mask(obs, action_mask)
         joint = action_mask is not None and self._is_joint(logits, action_mask)
         if action_mask is not None:
@@ -332,12 +295,7 @@ class Categorical(Head):
             space = f"several variables, with {self.nvec} choices"
         return f"one logit per choice, and the action space is {space}"
 
-    def emitter(
-        self,
-        rows: ActionRows,
-        first: int,
-        rng: np.random.Generator | None,
-    ) -> Emit:
+    def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
         assert self.nvec is not None and self.low is not None  # bound
         low = np.array(self.low)
         return sampling.categorical(rows, first, nvec=self.nvec, low=low, rng=rng)
@@ -409,11 +367,7 @@ class Categoricals(D.Distribution):
         return stacked.reshape((*stacked.shape[:-1], *self.event_shape))
 
 
-def joint_logits(
-    logits: torch.Tensor,
-    nvec: tuple[int, ...],
-    agents: int = 1,
-) -> torch.Tensor:
+def joint_logits(logits: torch.Tensor, nvec: tuple[int, ...], agents: int = 1) -> torch.Tensor:
     """Return the logit of each combination of choices, ``[*batch, prod(nvec)]``, from those of the
     variables.
 
@@ -513,13 +467,7 @@ class Gaussian(Head):
 
     name = "gaussian"
 
-    def __init__(
-        self,
-        net: nn.Module,
-        log_std: float | torch.Tensor | None,
-        *,
-        clip: bool,
-    ) -> None:
+    def __init__(self, net: nn.Module, log_std: float | torch.Tensor | None, *, clip: bool) -> None:
         super().__init__(net)
         self.clip = clip
         # Not in the state_dict: they belong to the environment, not to the learned weights.
@@ -541,12 +489,7 @@ class Gaussian(Head):
         else:
             self.register_buffer("log_std", log_std)
 
-    def distribution(
-        self,
-        obs: Any,
-        *,
-        action_mask: torch.Tensor | None = None,
-    ) -> D.Distribution:
+    def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
         self._no_mask(action_mask)
         mean, log_std = self._parameters_of(self.net(obs))
         if not self.clip:
@@ -599,12 +542,7 @@ class Gaussian(Head):
             " with log_std=None."
         )
 
-    def emitter(
-        self,
-        rows: ActionRows,
-        first: int,
-        rng: np.random.Generator | None,
-    ) -> Emit:
+    def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
         n = rows.matrix[0].shape[1]
         of_actions = None
         if self.log_std is None:
@@ -743,12 +681,7 @@ class TanhGaussian(Head):
         self.middle: torch.Tensor
         self.halfwidth: torch.Tensor
 
-    def distribution(
-        self,
-        obs: Any,
-        *,
-        action_mask: torch.Tensor | None = None,
-    ) -> D.Distribution:
+    def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
         self._no_mask(action_mask)
         base = self._normal(*_mean_and_log_std(self.net(obs), self.log_std_bounds))
         scale = D.AffineTransform(self.middle, self.halfwidth, cache_size=1)
@@ -776,12 +709,7 @@ class TanhGaussian(Head):
     def remedy(self, width: int, returned: int | None) -> str:
         return f"Change the last layer to return {width} values (mean and log_std)."
 
-    def emitter(
-        self,
-        rows: ActionRows,
-        first: int,
-        rng: np.random.Generator | None,
-    ) -> Emit:
+    def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
         middle = self.middle.to("cpu", torch.float32).numpy().reshape(-1)
         half = self.halfwidth.to("cpu", torch.float32).numpy().reshape(-1)
         return sampling.gaussian_by_state(
@@ -847,12 +775,7 @@ class Deterministic(Head):
         """Return ``(action, {})``."""
         return self.mode(obs, action_mask=action_mask), {}
 
-    def mode(
-        self,
-        obs: Any,
-        *,
-        action_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def mode(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> torch.Tensor:
         out, action_mask = self._output_and_mask(obs, action_mask)
         if action_mask is not None:
             out = self.restrict(out, action_mask)
@@ -873,12 +796,7 @@ class Deterministic(Head):
         self.low = low[0]
         return choices[0]
 
-    def emitter(
-        self,
-        rows: ActionRows,
-        first: int,
-        rng: np.random.Generator | None,
-    ) -> Emit:
+    def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
         if self.low is None:
             return sampling.identity(rows)
         return sampling.greedy(rows, low=np.array([self.low]))
@@ -908,10 +826,7 @@ def _mean_and_log_std(
     return mean, log_std.clamp(*bounds)
 
 
-def _choices(
-    head: Head,
-    spec: ArraySpec,
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _choices(head: Head, spec: ArraySpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Number of choices and first choice of each variable of an integer space."""
     if spec.dtype.kind not in "iub" or not _is_bounded(spec):
         raise head._refuse(spec, "integers with bounds (Discrete, MultiDiscrete, MultiBinary)")

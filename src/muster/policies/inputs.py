@@ -49,12 +49,7 @@ class InputRows:
             them: others use ``lane.tensors``, whose writes torch counts separately.
     """
 
-    def __init__(
-        self,
-        lane: Lane,
-        keys: Sequence[Key],
-        policy: str,
-    ) -> None:
+    def __init__(self, lane: Lane, keys: Sequence[Key], policy: str) -> None:
         self._lane = lane
         self._policy = policy
         self.columns = {key: lane.tensors[key].data for key in keys}
@@ -203,12 +198,7 @@ class _HostCopies:
             looked at.
     """
 
-    def __init__(
-        self,
-        lane: Lane,
-        key: Key,
-        column: torch.Tensor,
-    ) -> None:
+    def __init__(self, lane: Lane, key: Key, column: torch.Tensor) -> None:
         self.key = key
         self.counter = _counter(column)
         self.seen = self.counter._version
@@ -255,12 +245,7 @@ class _DeviceCopies:
     Nothing is compared there: the host would have to wait.
     """
 
-    def __init__(
-        self,
-        lane: Lane,
-        key: Key,
-        column: torch.Tensor,
-    ) -> None:
+    def __init__(self, lane: Lane, key: Key, column: torch.Tensor) -> None:
         self.key = key
         self._counter = _counter(column)
         self._seen = self._counter._version

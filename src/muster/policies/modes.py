@@ -94,10 +94,7 @@ class ActingMode:
                 module.training = training
 
 
-def set_eval(
-    roots: Iterable[torch.nn.Module],
-    besides: Collection[int] = (),
-) -> None:
+def set_eval(roots: Iterable[torch.nn.Module], besides: Collection[int] = ()) -> None:
     """Set evaluation mode in modules that only act, except in those whose ``id`` is in ``besides``."""
     for module in all_modules(roots):
         if id(module) not in besides:

@@ -79,11 +79,7 @@ class RunningNorm(nn.Module):
         return normalised.clamp_(-self.clip, self.clip)
 
     @torch.no_grad()
-    def update(
-        self,
-        observations: torch.Tensor,
-        mask: torch.Tensor | None = None,
-    ) -> None:
+    def update(self, observations: torch.Tensor, mask: torch.Tensor | None = None) -> None:
         """Add observations.
 
         Args:
@@ -145,13 +141,7 @@ class RewardScaler(nn.Module):
         open: the return so far of each unfinished trajectory, by ``("collector", "traj_ids")``.
     """
 
-    def __init__(
-        self,
-        gamma: float,
-        *,
-        clip: float = 10.0,
-        eps: float = 1e-8,
-    ) -> None:
+    def __init__(self, gamma: float, *, clip: float = 10.0, eps: float = 1e-8) -> None:
         super().__init__()
         if not 0 <= gamma <= 1:
             raise BadOption(f"RewardScaler(gamma={gamma!r}): expected a discount from 0 to 1")

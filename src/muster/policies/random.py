@@ -35,11 +35,7 @@ def sampler_of(env: EnvBatch) -> Sample:
     return drawing.sample
 
 
-def _draw_actions(
-    env: EnvBatch,
-    rng: GroupRng,
-    shape: tuple[int, ...],
-) -> dict[Key, Array]:
+def _draw_actions(env: EnvBatch, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
     specs = env.spec.action_specs.items()
     return {key: draw(spec, rng.stream(i), shape) for i, (key, spec) in enumerate(specs)}
 
@@ -79,11 +75,7 @@ class RandomPolicy:
         self._columns: Sequence[Column] = ()
         self._cells: Mapping[Key, Array] = {}
 
-    def learn(
-        self,
-        columns: Sequence[Column],
-        cells: Mapping[Key, Array],
-    ) -> None:
+    def learn(self, columns: Sequence[Column], cells: Mapping[Key, Array]) -> None:
         """Fill the columns of another policy from now on; ``cells`` are examples of its columns of
         objects.
         """
@@ -147,12 +139,7 @@ class RandomPolicy:
 
         return act
 
-    def _masked(
-        self,
-        mask: ActionMask,
-        lane: Lane,
-        stream: np.random.Generator,
-    ) -> Act:
+    def _masked(self, mask: ActionMask, lane: Lane, stream: np.random.Generator) -> Act:
         first = lane.acts_from
         rows = lane.data[mask.key]
         actions = lane.data[mask.action]

@@ -168,11 +168,7 @@ def check_masks(spec: EnvSpec) -> None:
             )
 
 
-def _mask_or_problem(
-    env: EnvSpec,
-    action: Key,
-    key: Key,
-) -> ActionMask | str:
+def _mask_or_problem(env: EnvSpec, action: Key, key: Key) -> ActionMask | str:
     """Return the mask ``key`` of an action, or what is wrong with it."""
     spec = env.action_specs[action]
     mask = env.carried_specs[key]
@@ -208,10 +204,7 @@ def _mask_or_problem(
     return ActionMask(env.name, action, key, nvec, low, joint, agents, bool(spec.one_hot))
 
 
-def split_index(
-    index: torch.Tensor,
-    nvec: tuple[int, ...],
-) -> list[torch.Tensor]:
+def split_index(index: torch.Tensor, nvec: tuple[int, ...]) -> list[torch.Tensor]:
     """Return the choice of each variable from the number of a combination, in C order; like
     ``np.unravel_index``.
     """
@@ -435,11 +428,7 @@ def _categorical_jointly(
     return emit
 
 
-def _categorical_one(
-    rows: ActionRows,
-    gumbel: list[list[float]],
-    low: int,
-) -> Emit:
+def _categorical_one(rows: ActionRows, gumbel: list[list[float]], low: int) -> Emit:
     actions = rows.flat
     log_probs = rows.log_prob
     not_finite = rows.not_finite

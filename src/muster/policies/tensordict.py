@@ -159,11 +159,7 @@ class TensorDictPolicy:
 
     # --- one step ---------------------------------------------------------------------------------
 
-    def _act_program(
-        self,
-        inputs: dict[Key, Rows],
-        outputs: list[tuple[Key, Rows]],
-    ) -> Act:
+    def _act_program(self, inputs: dict[Key, Rows], outputs: list[tuple[Key, Rows]]) -> Act:
         program = self._program
         interaction = set_interaction_type(self._interaction)
         assert program is not None
@@ -335,12 +331,7 @@ class TensorDictPolicy:
         assert cells is not None
         return cells
 
-    def _action(
-        self,
-        key: Key,
-        action: Any,
-        spec: ArraySpec,
-    ) -> torch.Tensor:
+    def _action(self, key: Key, action: Any, spec: ArraySpec) -> torch.Tensor:
         if not torch.is_tensor(action):
             raise BadPolicyOutput(
                 f"policy {self.name} returned {dotted(key)} as {type(action).__name__}, expected"
@@ -407,12 +398,7 @@ class TensorDictPolicy:
         self._fuse(inputs, {**outputs.action, **outputs.extras}, before)
         torch.set_rng_state(before)
 
-    def _fuse(
-        self,
-        inputs: Values,
-        expected: Values,
-        before: torch.Tensor,
-    ) -> None:
+    def _fuse(self, inputs: Values, expected: Values, before: torch.Tensor) -> None:
         """Use the executor if it computes ``expected``, the module's output, from the generator
         state ``before``.
         """

@@ -61,11 +61,7 @@ class TensorDictProgram:
         return all(plain(module) and _parts(module) == parts for module, parts in self._modules)
 
 
-def fuse(
-    module: Any,
-    values: Values,
-    interaction: InteractionType,
-) -> TensorDictProgram | None:
+def fuse(module: Any, values: Values, interaction: InteractionType) -> TensorDictProgram | None:
     """Return a program for ``module`` with the inputs ``values`` (outputs are added), or None if
     not supported.
     """
@@ -92,11 +88,7 @@ def as_key(key: Any) -> Key:
     return (key,) if isinstance(key, str) else tuple(key)
 
 
-def _flatten(
-    module: Any,
-    out: list[Any],
-    watched: list[tuple[nn.Module, tuple[Any, ...]]],
-) -> bool:
+def _flatten(module: Any, out: list[Any], watched: list[tuple[nn.Module, tuple[Any, ...]]]) -> bool:
     if not isinstance(module, torch.nn.Module) or not plain(module):
         return False
     part: Any = module
@@ -147,11 +139,7 @@ def _parts(module: Any) -> tuple[Any, ...]:
     return (module.module, *module.in_keys, *module.out_keys)
 
 
-def _network(
-    part: Any,
-    values: Values,
-    programs: list[Program],
-) -> Stage | None:
+def _network(part: Any, values: Values, programs: list[Program]) -> Stage | None:
     source = as_key(part.in_keys[0])
     targets = [as_key(key) for key in part.out_keys]
     if source not in values or not isinstance(part.module, nn.Module):
@@ -260,10 +248,7 @@ def _categorical(random: bool, *, one_hot: bool) -> Sampler:
 
 
 def _normal(random: bool, *, summed: bool) -> Sampler:
-    def sample(
-        loc: torch.Tensor,
-        scale: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(loc: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         action = _rsample(loc, scale) if random else loc
         _require_finite(action)
         density = _density(action, loc, scale)
@@ -272,22 +257,14 @@ def _normal(random: bool, *, summed: bool) -> Sampler:
     return sample
 
 
-def _tanh_normal(
-    random: bool,
-    low: Any,
-    high: Any,
-    preimage: bool,
-) -> Sampler:
+def _tanh_normal(random: bool, low: Any, high: Any, preimage: bool) -> Sampler:
     low = torch.as_tensor(low, device="cpu")
     high = torch.as_tensor(high, device="cpu")
     trivial = bool((low == -1).all() and (high == 1).all())
     middle = (high + low) / 2
     half = (high - low) / 2
 
-    def sample(
-        loc: torch.Tensor,
-        scale: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(loc: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         u = _rsample(loc, scale) if random else loc
         _require_finite(u)
         limit = 1.0 - torch.finfo(u.dtype).resolution
@@ -313,11 +290,7 @@ def _rsample(loc: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return loc + noise * scale
 
 
-def _density(
-    x: torch.Tensor,
-    loc: torch.Tensor,
-    scale: torch.Tensor,
-) -> torch.Tensor:
+def _density(x: torch.Tensor, loc: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The log-density of a normal distribution, in torch.distributions' order of operations."""
     return -((x - loc) ** 2) / (2 * scale**2) - scale.log() - LOG_SQRT_2PI
 

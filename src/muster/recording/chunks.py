@@ -151,11 +151,7 @@ def read_chunk(path: Path) -> Chunk:
         raise DamagedChunk(path, repr(str(error)[:200])) from error
 
 
-def _parse(
-    path: Path,
-    size: int,
-    opened: tensor_files.TensorFile,
-) -> Chunk:
+def _parse(path: Path, size: int, opened: tensor_files.TensorFile) -> Chunk:
     about = opened.about
     batches = _size(about["batches"])
     batch_size = _shape(about["batch_size"])

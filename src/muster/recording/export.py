@@ -115,10 +115,7 @@ class CompleteEpisodes:
         return Export(path, len(self), sum(self.lengths), dict(self._left_out))
 
 
-def observation_keys(
-    recording: Recorded,
-    given: Sequence[Key | str] | None = None,
-) -> list[Key]:
+def observation_keys(recording: Recorded, given: Sequence[Key | str] | None = None) -> list[Key]:
     """Return the root keys of the observations: ``given``, or those that the batches also have
     below "next".
 

@@ -192,11 +192,7 @@ class _Stats:
         squares = (rows**2).sum(0)
         self.parts.append((len(rows), rows.min(0), rows.max(0), rows.sum(0), squares))
 
-    def result(
-        self,
-        shape: Sequence[int],
-        frames: int,
-    ) -> dict[str, Any]:
+    def result(self, shape: Sequence[int], frames: int) -> dict[str, Any]:
         """Return them by name, with values of this shape."""
         columns = [np.stack(column) for column in zip(*self.parts, strict=True)]
         count, low, high, total, squares = columns

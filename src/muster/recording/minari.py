@@ -289,11 +289,7 @@ def _tuples(value: Any) -> Any:
     return {name: _tuples(each) for name, each in value.items()}
 
 
-def _space_of(
-    values: list[Any],
-    *,
-    is_action: bool = False,
-) -> spaces.Space[Any]:
+def _space_of(values: list[Any], *, is_action: bool = False) -> spaces.Space[Any]:
     """Return a space that has all rows of these arrays, dicts or tuples."""
     first = values[0]
     if isinstance(first, dict):

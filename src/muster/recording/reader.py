@@ -314,11 +314,7 @@ class Recording:
             lines.append(f"  lost: {self.lost}")
         return "\n".join(lines)
 
-    def _columns(
-        self,
-        chunk: Chunk,
-        keys: Iterable[Key],
-    ) -> dict[Key, Any]:
+    def _columns(self, chunk: Chunk, keys: Iterable[Key]) -> dict[Key, Any]:
         """Map the leaves of all batches of a chunk.
 
         The first time, their checksums are verified.
@@ -376,11 +372,7 @@ def _has_numbers(column: Any) -> bool:
     return torch.is_tensor(column) and column.numel() > 0
 
 
-def _flat(
-    chunk: Chunk,
-    key: Key,
-    column: torch.Tensor,
-) -> Array:
+def _flat(chunk: Chunk, key: Key, column: torch.Tensor) -> Array:
     """Return a column of all batches as ``[N, E, T]``, environments flattened; nan if a reward is
     no single number.
     """
@@ -405,11 +397,7 @@ def _in_order(chunk: Chunk, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(0, *back, *range(1 + stored, tensor.ndim))
 
 
-def _values(
-    chunk: Chunk,
-    columns: Mapping[Key, Any],
-    place: int,
-) -> dict[Key, Any]:
+def _values(chunk: Chunk, columns: Mapping[Key, Any], place: int) -> dict[Key, Any]:
     """Return one batch of a chunk by key."""
     values = {}
     try:
@@ -462,12 +450,7 @@ def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
         raise BadRecording(f"{path} is not as Muster writes it: look at {wrong}.")
 
 
-def _read_chunks(
-    root: Path,
-    found: list[int],
-    lost: list[str],
-    skip_damaged: bool,
-) -> list[Chunk]:
+def _read_chunks(root: Path, found: list[int], lost: list[str], skip_damaged: bool) -> list[Chunk]:
     chunks: list[Chunk] = []
     for before, index in zip([-1, *found], found, strict=False):
         try:

@@ -101,12 +101,7 @@ class Anchors:
         self.seeds: list[int | None] = [None] * env.spec.num_envs
         self.forget()
 
-    def before_reset(
-        self,
-        row: int,
-        which: Sequence[int],
-        seeds: Sequence[int] | None,
-    ) -> None:
+    def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         """Record a reset.
 
         Call this before every reset, with the arguments of ``EnvBatch.reset``.
@@ -408,12 +403,7 @@ class ActionLog:
         special = {n: entry for n, (_, entry) in enumerate(due) if not entry.is_plain}
         return ResetLog(np.array(resets, np.int32).reshape(-1, 3), special)
 
-    def _anchor(
-        self,
-        index: int | None,
-        phase: str,
-        log: ResetLog,
-    ) -> tuple[int, int] | None:
+    def _anchor(self, index: int | None, phase: str, log: ResetLog) -> tuple[int, int] | None:
         """The chunk and the reset at which a replay starts, if the next chunk is the last and has
         ``log``.
         """
@@ -426,11 +416,7 @@ class ActionLog:
             return before  # the failure of a reset can depend on the steps before it
         return anchor
 
-    def _anchors_after(
-        self,
-        number: int,
-        log: ResetLog,
-    ) -> list[tuple[int, int] | None]:
+    def _anchors_after(self, number: int, log: ResetLog) -> list[tuple[int, int] | None]:
         anchors = list(self._anchors)
         known = sorted(position for position, special in log.special.items() if special.is_anchor)
         if self.alone:

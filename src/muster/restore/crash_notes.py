@@ -86,11 +86,7 @@ class CrashNotes:
         self.kept = KeptEpisodes(missing)
         return self.kept
 
-    def reset(
-        self,
-        which: Mapping[int, Sequence[int]],
-        options: dict[str, Any] | None,
-    ) -> None:
+    def reset(self, which: Mapping[int, Sequence[int]], options: dict[str, Any] | None) -> None:
         """Note a reset of these environments, by group."""
         for number, chosen in which.items():
             self._histories[number].reset(chosen, None, options)
@@ -221,13 +217,7 @@ class CrashNotes:
         command = "" if path is None else crash_report.command(path)
         return path, command
 
-    def _actions(
-        self,
-        group: int,
-        lane: Lane,
-        begin: int,
-        end: int,
-    ) -> dict[Key, Array]:
+    def _actions(self, group: int, lane: Lane, begin: int, end: int) -> dict[Key, Array]:
         return {key: lane.arrays[key][begin:end] for key in self.action_keys(group, lane)}
 
 
@@ -248,12 +238,7 @@ class LocalLog:
         # see ``Worker.after_rollout``
         self.add = self._add if len(groups) > 1 else self._of[groups[0].number].add
 
-    def _add(
-        self,
-        result: RolloutResult,
-        lane: Lane,
-        begin: int,
-    ) -> None:
+    def _add(self, result: RolloutResult, lane: Lane, begin: int) -> None:
         self._of[result.group].add(result, lane, begin)
 
     def flush(self, *, at_end: bool = False) -> None:
@@ -280,12 +265,7 @@ class _JoinedRollouts:
         self._forget()
         group.listen(self)
 
-    def add(
-        self,
-        result: RolloutResult,
-        lane: Lane,
-        begin: int,
-    ) -> None:
+    def add(self, result: RolloutResult, lane: Lane, begin: int) -> None:
         if result.error is not None:
             self.lost_track()
             return
@@ -322,12 +302,7 @@ class _JoinedRollouts:
         self._anchors.forget()
         self._notes.forget([self._number])
 
-    def before_reset(
-        self,
-        row: int,
-        which: Sequence[int],
-        seeds: Sequence[int] | None,
-    ) -> None:
+    def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         # A rollout begins in row 0 of its lane, or continues after an error, which has forgotten
         # all earlier rows.
         self._anchors.before_reset(self._rows + row, which, seeds)

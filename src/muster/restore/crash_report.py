@@ -342,12 +342,7 @@ def _ids_for(source: Any) -> tuple[dict[str, Any], SentIds | None]:
     return {}, ids_of_this_process(MOST_ID_BYTES)
 
 
-def _from_file(
-    spec: dict[str, Any],
-    path: str | Path,
-    *,
-    trust: bool,
-) -> SentIds | None:
+def _from_file(spec: dict[str, Any], path: str | Path, *, trust: bool) -> SentIds | None:
     """Return the id of a file, for ``installed``; None if this process has it."""
     if not trust and imports_foreign_code(spec):
         raise ImportRefused(

@@ -43,11 +43,7 @@ LIMIT_S = 300  # to make a film
 LIMIT_BYTES = 256 << 20  # of a film
 
 
-def film(
-    moves: CrashReport,
-    path: Path,
-    fps: float | None = None,
-) -> tuple[list[float], float]:
+def film(moves: CrashReport, path: Path, fps: float | None = None) -> tuple[list[float], float]:
     """Write a video of the episode that the last reset of the moves starts: a picture of the reset
     and of every step.
 
@@ -71,11 +67,7 @@ def film(
     return rewards, fps
 
 
-def is_same(
-    rewards: Sequence[float],
-    episode_return: float,
-    length: int,
-) -> bool:
+def is_same(rewards: Sequence[float], episode_return: float, length: int) -> bool:
     """Whether a repeated episode with these rewards has this return and length."""
     if len(rewards) != length:
         return False

@@ -82,11 +82,7 @@ def dump(
     )
 
 
-def load(
-    data: bytes,
-    shared: list[bytes],
-    fixed: Mapping[Any, Any],
-) -> Any:
+def load(data: bytes, shared: list[bytes], fixed: Mapping[Any, Any]) -> Any:
     """Restore a value that ``dump`` has pickled; runs code that the pickle names.
 
     ``fixed``: live objects by name.
@@ -94,12 +90,7 @@ def load(
     return _GraphUnpickler(data, shared, fixed).load()
 
 
-def culprit(
-    value: Any,
-    fixed: Mapping[int, Any],
-    mujoco: Iterable[Any],
-    path: str,
-) -> str | None:
+def culprit(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any], path: str) -> str | None:
     """A sentence with the path of the part of ``value`` that cannot be pickled, and the reason.
 
     None if all can.
@@ -122,12 +113,7 @@ class _DataFound(Exception):
 
 
 class _GraphUnpickler(pickle.Unpickler):
-    def __init__(
-        self,
-        data: bytes,
-        shared: list[bytes],
-        fixed: Mapping[Any, Any],
-    ) -> None:
+    def __init__(self, data: bytes, shared: list[bytes], fixed: Mapping[Any, Any]) -> None:
         super().__init__(io.BytesIO(data), buffers=shared)
         self._fixed = fixed
 
@@ -139,12 +125,7 @@ class _GraphUnpickler(pickle.Unpickler):
 
 
 class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    def __init__(
-        self,
-        file: io.BytesIO,
-        fixed: Mapping[int, Any],
-        mujoco: list[Any],
-    ) -> None:
+    def __init__(self, file: io.BytesIO, fixed: Mapping[int, Any], mujoco: list[Any]) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._in_band)
         self.shared: list[bytes] = []
         self._fixed = dict(fixed)
@@ -358,13 +339,7 @@ def _with_state(cls: Any, *parts: Any) -> Any:
     return made
 
 
-def _view(
-    base: Any,
-    shape: Any,
-    dtype: Any,
-    offset: int,
-    strides: Any,
-) -> Any:
+def _view(base: Any, shape: Any, dtype: Any, offset: int, strides: Any) -> Any:
     return np.ndarray(shape, dtype, base.ravel(order="K"), offset, strides)
 
 
@@ -377,13 +352,7 @@ def _storage(data: Any, device: str) -> torch.UntypedStorage:
     return torch.from_numpy(data).clone().to(device).untyped_storage()
 
 
-def _on_storage(
-    storage: Any,
-    dtype: Any,
-    offset: int,
-    size: Any,
-    stride: Any,
-) -> torch.Tensor:
+def _on_storage(storage: Any, dtype: Any, offset: int, size: Any, stride: Any) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 
 
@@ -399,11 +368,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
             yield f".{name}", child
 
 
-def _failure(
-    value: Any,
-    fixed: Mapping[int, Any],
-    mujoco: Iterable[Any],
-) -> str | None:
+def _failure(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any]) -> str | None:
     try:
         dump(value, fixed, mujoco)
     except Exception as error:  # noqa: BLE001  (foreign code; only its message is needed)

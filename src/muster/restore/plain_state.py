@@ -63,12 +63,7 @@ class Encoder:
             memory.
     """
 
-    def __init__(
-        self,
-        layers: Mapping[int, int],
-        *,
-        compares: bool = False,
-    ) -> None:
+    def __init__(self, layers: Mapping[int, int], *, compares: bool = False) -> None:
         self._layers = layers
         self._compares = compares
         self._seen: dict[int, int] = {}

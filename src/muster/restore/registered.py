@@ -263,11 +263,7 @@ class _SentSpec(EnvSpec):
         object.__setattr__(self, name, value)
 
 
-def _sent_spec(
-    env_id: str,
-    packed: bytes,
-    others: Mapping[str, EnvSpec],
-) -> EnvSpec:
+def _sent_spec(env_id: str, packed: bytes, others: Mapping[str, EnvSpec]) -> EnvSpec:
     """Make the spec of an id; ``others``: all ids that were sent, with their specs."""
     spec = EnvSpec(env_id)
     vars(spec)["_unused"] = (packed, others)

@@ -257,10 +257,7 @@ def _check(part: dict[str, Any], layer: Any, layers: list[Any]) -> None:
 # --- plain and pickled snapshots ------------------------------------------------------------------
 
 
-def _pickled(
-    parts: list[dict[str, Any]],
-    layers: list[Any],
-) -> Snapshot:
+def _pickled(parts: list[dict[str, Any]], layers: list[Any]) -> Snapshot:
     fixed = {id(layer): ("layer", number) for number, layer in enumerate(layers)}
     fixed |= {id(type(layer)): ("class", number) for number, layer in enumerate(layers)}
     mujoco = []
@@ -278,10 +275,7 @@ def _pickled(
     return {"way": "pickle", "python": PYTHON, "data": data, "shared": shared}
 
 
-def _unpickled(
-    snapshot: Snapshot,
-    layers: list[Any],
-) -> list[dict[str, Any]]:
+def _unpickled(snapshot: Snapshot, layers: list[Any]) -> list[dict[str, Any]]:
     if snapshot["python"] != PYTHON:
         raise Mismatch(
             f"The state was pickled by Python {snapshot['python']}, and this is Python {PYTHON}"
@@ -292,10 +286,7 @@ def _unpickled(
     return parts
 
 
-def _encoded(
-    parts: list[dict[str, Any]],
-    layers: list[Any],
-) -> list[dict[str, Any]]:
+def _encoded(parts: list[dict[str, Any]], layers: list[Any]) -> list[dict[str, Any]]:
     """Return the parts as plain data; raises ``NotPlain``."""
     encoder = Encoder(_numbers(layers))
     encoded = []
@@ -304,10 +295,7 @@ def _encoded(
     return encoded
 
 
-def _decoded(
-    data: list[Any],
-    layers: list[Any],
-) -> list[dict[str, Any]]:
+def _decoded(data: list[Any], layers: list[Any]) -> list[dict[str, Any]]:
     decoder = Decoder(layers)
     parts = []
     for encoded, layer in zip(data, layers, strict=True):

@@ -48,11 +48,7 @@ def is_own(policy: Policy, error: BaseException) -> bool:
     return issubclass(type(error), getattr(policy, "raises", OWN))
 
 
-def policy_error(
-    policy: Policy,
-    error: BaseException,
-    t: int = 0,
-) -> PolicyError:
+def policy_error(policy: Policy, error: BaseException, t: int = 0) -> PolicyError:
     """Return the error that names the policy, its error and the row.
 
     ``error`` can be of any type: a policy that uses Muster can also raise Muster's errors.

@@ -96,12 +96,7 @@ class NextRows:
             after truncations.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        lane: Lane,
-        wanted: Bootstrap,
-    ) -> None:
+    def __init__(self, group: Group, lane: Lane, wanted: Bootstrap) -> None:
         self._group = group
         self._lane = lane
         self._wanted = wanted
@@ -116,12 +111,7 @@ class NextRows:
             if row >= lane.done_steps:
                 del self._kept[cell]
 
-    def before_reset(
-        self,
-        row: int,
-        which: Sequence[int],
-        seeds: Sequence[int] | None,
-    ) -> None:
+    def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         """Keep the recurrent states of environments ``which`` in ``row``."""
         if row == 0:
             return
@@ -202,12 +192,7 @@ def rollout_and_values(
     return outcome, made
 
 
-def _evaluate(
-    group: Group,
-    lane: Lane,
-    made: BootstrapRows,
-    policy: Policy,
-) -> None:
+def _evaluate(group: Group, lane: Lane, made: BootstrapRows, policy: Policy) -> None:
     if not len(made.t):
         made.fill(np.empty(0, np.float32))
         return

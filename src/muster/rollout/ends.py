@@ -61,12 +61,7 @@ class Waiting:
         is_idle: no environment waits.
     """
 
-    def __init__(
-        self,
-        env: EnvBatch,
-        bypass: Bypass,
-        absent: Collection[int],
-    ) -> None:
+    def __init__(self, env: EnvBatch, bypass: Bypass, absent: Collection[int]) -> None:
         self._env = env
         self._bypass = bypass
         self.absent = absent
@@ -77,13 +72,7 @@ class Waiting:
         if absent or bypass.is_used:
             bypass.set(absent)
 
-    def add(
-        self,
-        lane: Lane,
-        t: int,
-        which: Sequence[int],
-        going_on: Collection[int] = (),
-    ) -> bool:
+    def add(self, lane: Lane, t: int, which: Sequence[int], going_on: Collection[int] = ()) -> bool:
         """Add environments that ended at row ``t``; those in ``going_on`` continue without a reset.
 
         Returns:
@@ -152,12 +141,7 @@ class StepLimit:
         absent: environments that make no steps.
     """
 
-    def __init__(
-        self,
-        limit: int,
-        steps: Array,
-        absent: Collection[int],
-    ) -> None:
+    def __init__(self, limit: int, steps: Array, absent: Collection[int]) -> None:
         self._limit = limit
         self._rows = limit - 1 - steps
         self._rows[list(absent)] = NEVER
@@ -208,23 +192,12 @@ class Ends(Protocol):
     waits: bool
     repeats_flags: bool
 
-    def decide(
-        self,
-        lane: Lane,
-        t: int,
-        over: Sequence[int],
-        going_on: Sequence[int],
-    ) -> Decision:
+    def decide(self, lane: Lane, t: int, over: Sequence[int], going_on: Sequence[int]) -> Decision:
         """Decide on the environments whose episode is ``over`` after row ``t``, and on those that
         only lost a life (``going_on``).
         """
 
-    def without_transition(
-        self,
-        lane: Lane,
-        done: Array,
-        waiting: Waiting,
-    ) -> Array | None:
+    def without_transition(self, lane: Lane, done: Array, waiting: Waiting) -> Array | None:
         """Return a mask of the stepped cells without a transition, ``[n, B]``; None: all have one.
 
         Args:
@@ -240,21 +213,10 @@ class ResetNow:
     waits = False
     repeats_flags = False
 
-    def decide(
-        self,
-        lane: Lane,
-        t: int,
-        over: Sequence[int],
-        going_on: Sequence[int],
-    ) -> Decision:
+    def decide(self, lane: Lane, t: int, over: Sequence[int], going_on: Sequence[int]) -> Decision:
         return Decision(over, going_on)
 
-    def without_transition(
-        self,
-        lane: Lane,
-        done: Array,
-        waiting: Waiting,
-    ) -> Array | None:
+    def without_transition(self, lane: Lane, done: Array, waiting: Waiting) -> Array | None:
         return waiting.without_transition(len(done))
 
 
@@ -275,13 +237,7 @@ class WaitForBatch:
         self.leaves_out = bypass.is_possible
         self.waits = bypass.is_possible
 
-    def decide(
-        self,
-        lane: Lane,
-        t: int,
-        over: Sequence[int],
-        going_on: Sequence[int],
-    ) -> Decision:
+    def decide(self, lane: Lane, t: int, over: Sequence[int], going_on: Sequence[int]) -> Decision:
         ended = sorted({*over, *going_on})
         all_wait = self._waiting.add(lane, t, ended, going_on)
         if not all_wait and not self.leaves_out:
@@ -290,12 +246,7 @@ class WaitForBatch:
             self._limit.let_go(ended)
         return Decision((), (), all_wait)
 
-    def without_transition(
-        self,
-        lane: Lane,
-        done: Array,
-        waiting: Waiting,
-    ) -> Array | None:
+    def without_transition(self, lane: Lane, done: Array, waiting: Waiting) -> Array | None:
         return cut_after_end(lane, done, self._reward)
 
 
@@ -319,13 +270,7 @@ class ChosenByRule:
         self.waits = others.waits
         self.repeats_flags = others.repeats_flags
 
-    def decide(
-        self,
-        lane: Lane,
-        t: int,
-        over: Sequence[int],
-        going_on: Sequence[int],
-    ) -> Decision:
+    def decide(self, lane: Lane, t: int, over: Sequence[int], going_on: Sequence[int]) -> Decision:
         self._rule.ended(over)
         complete = self._rule.complete
         if self._others.repeats_flags:
@@ -340,20 +285,11 @@ class ChosenByRule:
         rest = [i for i in over if i not in let_go]
         return Decision(rest, going_on, complete or all_wait)
 
-    def without_transition(
-        self,
-        lane: Lane,
-        done: Array,
-        waiting: Waiting,
-    ) -> Array | None:
+    def without_transition(self, lane: Lane, done: Array, waiting: Waiting) -> Array | None:
         return self._others.without_transition(lane, done, waiting)
 
 
-def unneeded_by(
-    rule: Rule,
-    which: Sequence[int],
-    bypass: Bypass,
-) -> list[int]:
+def unneeded_by(rule: Rule, which: Sequence[int], bypass: Bypass) -> list[int]:
     """Return those of ``which`` that need no more steps: all, after the last episode that counts;
     before it, only if they can be left out.
     """

@@ -230,11 +230,7 @@ class Group:
         absent = () if self.open is None else self.open.absent
         return [i for i in self.due.which if i not in absent]
 
-    def reset(
-        self,
-        which: Sequence[int] | None = None,
-        seeds: Sequence[int] | None = None,
-    ) -> None:
+    def reset(self, which: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> None:
         """Schedule a reset of the environments ``which`` (default all) before the next step."""
         chosen = range(self.B) if which is None else sorted(set(which))
         self.due.add(chosen, seeds)
@@ -245,12 +241,7 @@ class Group:
         self.due.lose()
         self.reset()
 
-    def begin_episodes(
-        self,
-        *,
-        early: bool = False,
-        reports: Reports | None = None,
-    ) -> list[int]:
+    def begin_episodes(self, *, early: bool = False, reports: Reports | None = None) -> list[int]:
         """Execute the resets that are due, and return these environments.
 
         Call it in the group's context.

@@ -226,12 +226,7 @@ def rendering(env: EnvBatch, seconds: float) -> Watch:
     return watch
 
 
-def call_hook(
-    name: str,
-    function: Callable[[Value], Result],
-    value: Value,
-    advice: str,
-) -> Result:
+def call_hook(name: str, function: Callable[[Value], Result], value: Value, advice: str) -> Result:
     """Call a function of the user.
 
     Raises:

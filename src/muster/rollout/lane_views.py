@@ -38,13 +38,7 @@ class LaneViews:
         mirrored: keys of columns to copy to the device after a rollout.
     """
 
-    def __init__(
-        self,
-        env: EnvBatch,
-        carry: Carry,
-        options: RolloutOptions,
-        lane: Lane,
-    ) -> None:
+    def __init__(self, env: EnvBatch, carry: Carry, options: RolloutOptions, lane: Lane) -> None:
         data = lane.data
         arrays = lane.arrays
         columns = lane.layout.columns
@@ -97,10 +91,7 @@ def _fill_of(rows: Any) -> Callable[[Any], Any]:
     return rows.fill if fill is None else fill
 
 
-def _fills(
-    lane: Lane,
-    values: Mapping[Key, bool],
-) -> list[tuple[Callable[[Any], Any], Any]]:
+def _fills(lane: Lane, values: Mapping[Key, bool]) -> list[tuple[Callable[[Any], Any], Any]]:
     """Return functions that fill the columns with these values, and the values: one for columns
     beside each other.
     """

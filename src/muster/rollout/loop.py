@@ -116,12 +116,7 @@ def end_early(group: Group) -> None:
         running.finish()
 
 
-def _prepare(
-    running: Rollout,
-    policy: Policy,
-    *,
-    acted: bool,
-) -> Prepared:
+def _prepare(running: Rollout, policy: Policy, *, acted: bool) -> Prepared:
     """Return the functions that act and step in the lane.
 
     Sets the first row of ``act``, after row 0 if it has an action already (``acted``).
@@ -146,12 +141,7 @@ def _prepare(
     return Prepared(policy, version, act, step)
 
 
-def _catch_up(
-    running: Rollout,
-    policy: Policy,
-    holding: HoldsSteps,
-    acted: bool,
-) -> None:
+def _catch_up(running: Rollout, policy: Policy, holding: HoldsSteps, acted: bool) -> None:
     """Make the steps after which rows can be complete, where agents take turns; see
     ``HoldsSteps.late``.
 

@@ -66,12 +66,7 @@ class NextObservations:
         due: the row after which the next copy is due.
     """
 
-    def __init__(
-        self,
-        keys: Sequence[Key],
-        columns: Sequence[tuple[Any, Any]],
-        every: int,
-    ) -> None:
+    def __init__(self, keys: Sequence[Key], columns: Sequence[tuple[Any, Any]], every: int) -> None:
         self._keys = keys
         self._columns = columns
         self._every = every
@@ -91,13 +86,7 @@ class NextObservations:
                 else:
                     after[begin:end] = before[begin:end]
 
-    def keep(
-        self,
-        lane: Lane,
-        t: int,
-        envs: Sequence[int],
-        known: Collection[int],
-    ) -> None:
+    def keep(self, lane: Lane, t: int, envs: Sequence[int], known: Collection[int]) -> None:
         """Keep the observations after row ``t`` of ``envs``, except those of ``known``
         environments.
         """
@@ -155,13 +144,7 @@ def nested_truncations(specs: Specs) -> list[Key]:
     return [key for key in truncated if (*key[:-1], "done") in specs]
 
 
-def mark_end(
-    lane: Lane,
-    t: int,
-    env_spec: EnvSpec,
-    *,
-    limited: bool,
-) -> None:
+def mark_end(lane: Lane, t: int, env_spec: EnvSpec, *, limited: bool) -> None:
     """For ``set_truncated``: mark the last row ``t`` as truncated where no episode ended.
 
     Nested flags are marked in the ``next`` columns only, since the episode continues. The root is

@@ -88,12 +88,7 @@ class Progress:
         self.cells[STEPPING] = -1
         self.cells[ORDER] = number
 
-    def mark_unwritten(
-        self,
-        lane: Lane,
-        reward_key: Key,
-        begin: int,
-    ) -> None:
+    def mark_unwritten(self, lane: Lane, reward_key: Key, begin: int) -> None:
         """Mark the rewards from row ``begin`` on as not written."""
         if not self.watched or lane.mirrored:
             return
@@ -119,12 +114,7 @@ def reward_key(lane: Lane) -> Key:
     return next(c.key for c in lane.layout.columns if c.key[-1] in names and c.host)
 
 
-def steps_made(
-    cells: Any,
-    lane: Lane,
-    reward_key: Key,
-    rule: Rule | None = None,
-) -> int:
+def steps_made(cells: Any, lane: Lane, reward_key: Key, rule: Rule | None = None) -> int:
     """Return the number of steps of a dead worker's current request, in all rows of its lane.
 
     ``rule`` is that of the request: see ``Group.rule``.
@@ -169,11 +159,7 @@ def _let_go(lane: Lane, ended: Array, rule: Rule) -> Array:
     return without
 
 
-def stepped_in_row(
-    cells: Any,
-    lane: Lane,
-    reward_key: Key,
-) -> int | None:
+def stepped_in_row(cells: Any, lane: Lane, reward_key: Key) -> int | None:
     """Return the number of rewards in the newest row, including bypassed environments; None if
     unknown.
     """

@@ -12,12 +12,7 @@ from typing_extensions import Self
 class ResetListener(Protocol):
     """What is told of a group's resets, for instance a log of actions."""
 
-    def before_reset(
-        self,
-        row: int,
-        which: Sequence[int],
-        seeds: Sequence[int] | None,
-    ) -> None:
+    def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         """Note a reset that comes now; the arguments are those of ``EnvBatch.reset``."""
 
     def lost_track(self, which: Sequence[int]) -> None:
@@ -35,22 +30,14 @@ class Due:
         is_lost: the environments failed: their states, and open turns of agents, are lost.
     """
 
-    def __init__(
-        self,
-        which: Sequence[int],
-        seeds: Mapping[int, int] | None = None,
-    ) -> None:
+    def __init__(self, which: Sequence[int], seeds: Mapping[int, int] | None = None) -> None:
         self.which = list(which)
         self.seeds = dict(seeds or {})
         self.error: BaseException | None = None
         self.begun: set[int] = set()
         self.is_lost = False
 
-    def add(
-        self,
-        which: Sequence[int],
-        seeds: Sequence[int] | None = None,
-    ) -> None:
+    def add(self, which: Sequence[int], seeds: Sequence[int] | None = None) -> None:
         """Add the environments ``which``."""
         self.which = sorted({*self.which, *which})
         if seeds is not None:
@@ -104,12 +91,7 @@ class Due:
         self.which = [i for i in self.which if i not in which]
         return held
 
-    def done(
-        self,
-        held: Self | None = None,
-        *,
-        early: bool = False,
-    ) -> None:
+    def done(self, held: Self | None = None, *, early: bool = False) -> None:
         """Replace the environments, which were reset (``early``: before their rollout), by
         ``held``.
         """
@@ -120,12 +102,7 @@ class Due:
             self.which = held.which
             self.seeds = held.seeds
 
-    def load(
-        self,
-        which: Sequence[Any],
-        seeds: Mapping[Any, Any],
-        B: int,
-    ) -> None:
+    def load(self, which: Sequence[Any], seeds: Mapping[Any, Any], B: int) -> None:
         """Restore ``which`` of ``B`` environments, and their seeds.
 
         Raises ``IndexError`` or ``TypeError`` for other data.

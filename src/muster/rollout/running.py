@@ -249,12 +249,7 @@ class Rollout:
         self.tally.discard("decorrelation", steps)
         self.reports.progress.cells[BEFORE] = steps
 
-    def _stamp(
-        self,
-        version: Array,
-        begin: int,
-        call: FirstCall | None,
-    ) -> None:
+    def _stamp(self, version: Array, begin: int, call: FirstCall | None) -> None:
         """Write the version of the policy into the rows of ``version`` from ``begin`` on; that of
         ``call`` into row 0.
         """
@@ -316,12 +311,7 @@ class Rollout:
             lane.stop()
         return STOP if lane.stopped else self.next_call(t + 1)
 
-    def _end_episodes(
-        self,
-        t: int,
-        finished: Sequence[int],
-        late: Sequence[int],
-    ) -> None:
+    def _end_episodes(self, t: int, finished: Sequence[int], late: Sequence[int]) -> None:
         """End the episodes of ``finished`` at row ``t``; those of ``late`` reached the limit."""
         lane = self.lane
         lost = self.group.can.lives_lost
@@ -375,12 +365,7 @@ class Rollout:
             self._reset_rows(t + 1, part, seeds)
         group.due.done(group.due.leave_out(self.absent))
 
-    def _reset_rows(
-        self,
-        row: int,
-        which: Sequence[int],
-        seeds: Sequence[int] | None,
-    ) -> None:
+    def _reset_rows(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         seeding = self.group.seeding
         if seeding.is_chosen:
             seeds = seeding.seeds_of(which, seeds, self._ended_before(row))
@@ -609,11 +594,7 @@ def places_of(group: Group, request: RolloutRequest) -> tuple[Array, int]:
     return np.arange(first, first + group.B), sharing
 
 
-def _reports_of(
-    group: Group,
-    request: RolloutRequest,
-    listener: ResetListener | None,
-) -> Reports:
+def _reports_of(group: Group, request: RolloutRequest, listener: ResetListener | None) -> Reports:
     if request.is_random_start:
         return Reports(Progress(), [])
     if listener is None:

@@ -38,13 +38,7 @@ class Starting(Protocol):
     def seen(self, obs: Seen) -> Seen:
         """Return the observations of the environments that the policy's first call acts for."""
 
-    def start(
-        self,
-        policy: Policy,
-        lane: Lane,
-        rng: GroupRng,
-        cells: Array,
-    ) -> tuple[Act, Step]:
+    def start(self, policy: Policy, lane: Lane, rng: GroupRng, cells: Array) -> tuple[Act, Step]:
         """Return the functions that act and step in the lane; ``cells`` show the phase."""
 
 
@@ -67,13 +61,7 @@ class Together:
     def seen(self, obs: Seen) -> Seen:
         return obs
 
-    def start(
-        self,
-        policy: Policy,
-        lane: Lane,
-        rng: GroupRng,
-        cells: Array,
-    ) -> tuple[Act, Step]:
+    def start(self, policy: Policy, lane: Lane, rng: GroupRng, cells: Array) -> tuple[Act, Step]:
         phase = cells[PHASE]
         cells[PHASE] = Phase.POLICY
         try:
@@ -97,13 +85,7 @@ class WhenReady:
     def seen(self, obs: Seen) -> Seen:
         return {key: rows[self._env.ready_envs] for key, rows in obs.items()}
 
-    def start(
-        self,
-        policy: Policy,
-        lane: Lane,
-        rng: GroupRng,
-        cells: Array,
-    ) -> tuple[Act, Step]:
+    def start(self, policy: Policy, lane: Lane, rng: GroupRng, cells: Array) -> tuple[Act, Step]:
         written = [column.key for column in policy.columns()]
         prepare = partial(_acting_in_phase, policy, rng, cells)
         return no_act, self._env.start_ready(lane, prepare, written)
@@ -113,12 +95,7 @@ def no_act(t: int) -> None:
     """Do nothing: the action is there, or the step acts."""
 
 
-def _acting_in_phase(
-    policy: Policy,
-    rng: GroupRng,
-    cells: Array,
-    lane: Lane,
-) -> Act:
+def _acting_in_phase(policy: Policy, rng: GroupRng, cells: Array, lane: Lane) -> Act:
     """Prepare a policy that acts within steps. In an error of the policy, the phase is POLICY."""
     phase = cells[PHASE]
     cells[PHASE] = Phase.POLICY

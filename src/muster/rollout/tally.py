@@ -23,13 +23,7 @@ class Spans:
     def __init__(self) -> None:
         self.kept: list[tuple[str, int, int, int]] = []
 
-    def add(
-        self,
-        name: str,
-        begin_ns: int,
-        end_ns: int,
-        track: int = 0,
-    ) -> None:
+    def add(self, name: str, begin_ns: int, end_ns: int, track: int = 0) -> None:
         """Add a span; ``track`` is the number of the group's first environment."""
         self.kept.append((name, begin_ns, end_ns, track))
 
@@ -55,12 +49,7 @@ class Tally:
         self.copy_ns = 0.0
         self.total_ns = 0.0
 
-    def execute(
-        self,
-        steps: int,
-        env_ns: float = 0.0,
-        policy_ns: float = 0.0,
-    ) -> None:
+    def execute(self, steps: int, env_ns: float = 0.0, policy_ns: float = 0.0) -> None:
         """Count executed steps, and the time that environments and policy took for them."""
         self.executed += steps
         self.env_ns += env_ns

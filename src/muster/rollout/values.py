@@ -23,11 +23,7 @@ WHOLE = slice(None)  # all rows
 FEW = 16  # values to check; for fewer of them, Python is faster than ufuncs
 
 
-def quick_check(
-    lane: Lane,
-    env_spec: EnvSpec,
-    mode: Validate,
-) -> Callable[[], bool] | None:
+def quick_check(lane: Lane, env_spec: EnvSpec, mode: Validate) -> Callable[[], bool] | None:
     """Return a function that tests whether all rows are free of bad values; None: use
     ``first_bad_value``.
     """
@@ -168,11 +164,7 @@ def first_bad_value(
     return None
 
 
-def _first(
-    values: Array,
-    spec: ArraySpec,
-    made: Array | None,
-) -> tuple[int, int, str] | None:
+def _first(values: Array, spec: ArraySpec, made: Array | None) -> tuple[int, int, str] | None:
     """Return row and environment of the first value outside the bounds of ``spec``, and the reason.
 
     Args:

@@ -59,12 +59,7 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         self.tally: list[tuple[float, int]] = []
         self._buffer = np.zeros(shape, np.float32) if reuse else None
 
-    def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: Info | None = None,
-    ) -> tuple[Any, Info]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
         super().reset(seed=seed)
         self.seeds.append(seed)
         self.t = 0
@@ -110,12 +105,7 @@ class InfoEnv(CountingEnv):
         "success": spaces.Discrete(2),
     }
 
-    def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: Info | None = None,
-    ) -> tuple[Any, Info]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
         obs, _ = super().reset(seed=seed, options=options)
         return obs, {"t": 0, "stage": "begin"}
 
@@ -160,12 +150,7 @@ class ChainEnv(gymnasium.Env[Any, Any]):
         self.episode = -1
         self._obs: Array = np.zeros(3, np.int64)
 
-    def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: Info | None = None,
-    ) -> tuple[Array, Info]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Array, Info]:
         super().reset(seed=seed)
         self.episode += 1
         state = self.np_random.integers(2**31)
@@ -177,11 +162,7 @@ class ChainEnv(gymnasium.Env[Any, Any]):
         self._obs, reward, terminated, truncated = results
         return self._obs, float(reward), bool(terminated), bool(truncated), {}
 
-    def follow(
-        self,
-        obs: Array,
-        action: Array,
-    ) -> tuple[Array, Array, Array, Array]:
+    def follow(self, obs: Array, action: Array) -> tuple[Array, Array, Array, Array]:
         """Compute the results of ``action`` (``[...]``) on ``obs`` (``[..., 3]``).
 
         Returns:
@@ -220,12 +201,7 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
         self.observations: list[Any] = []
         self.t = 0
 
-    def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: Info | None = None,
-    ) -> tuple[Any, Info]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
         super().reset(seed=seed)
         if seed is not None:
             self.observation_space.seed(seed)
@@ -273,12 +249,7 @@ class FaultyEnv(CountingEnv):
         self.steps = 0
         self.resets = 0
 
-    def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: Info | None = None,
-    ) -> Any:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> Any:
         faulty = self.on_reset and self.resets == self.at
         self.resets += 1
         if faulty and self.error is not None:
@@ -295,13 +266,7 @@ class FaultyEnv(CountingEnv):
         returned = super().step(action)
         return self._answer(names, returned, faulty=faulty)
 
-    def _answer(
-        self,
-        names: tuple[str, ...],
-        values: tuple[Any, ...],
-        *,
-        faulty: bool,
-    ) -> Any:
+    def _answer(self, names: tuple[str, ...], values: tuple[Any, ...], *, faulty: bool) -> Any:
         """Return the correct ``values``, or their replacements in ``output``."""
         if not faulty:
             return values

@@ -111,12 +111,7 @@ class OracleEnv(gymnasium.Env[Any, Any]):
             return counts[:0]
         return counts[: int(used[-1]) + 1]
 
-    def reset(
-        self,
-        *,
-        seed: int | None = None,
-        options: Info | None = None,
-    ) -> Any:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> Any:
         super().reset(seed=seed)
         env, run, episode, _, total, _ = self._now
         state = int(self.np_random.integers(2**31))
@@ -169,11 +164,7 @@ def follow(obs: Any, action: Any) -> tuple[Any, Any, Any, Any]:
     return after, reward, terminated, truncated
 
 
-def check_stream(
-    batches: Iterable[TensorDict],
-    *,
-    gaps: int = 0,
-) -> Counter[tuple[int, int]]:
+def check_stream(batches: Iterable[TensorDict], *, gaps: int = 0) -> Counter[tuple[int, int]]:
     """Check that batches of ``OracleEnv`` (time last) have every step of every run once, in order,
     up to some step.
 
@@ -248,14 +239,7 @@ class _Stream:
                 )
                 self._append(*parts, f"{where}, lane {lane}")
 
-    def _append(
-        self,
-        obs: Array,
-        after: Array,
-        done: Array,
-        ids: Array,
-        where: str,
-    ) -> None:
+    def _append(self, obs: Array, after: Array, done: Array, ids: Array, where: str) -> None:
         """Check and add rows of one environment."""
         env, run = (int(number) for number in obs[0, :2])
         before, ended = self._last.get(env, (None, True))
@@ -284,13 +268,7 @@ class _Stream:
         unchanged = ids[1:] == ids[:-1]
         assert unchanged[~done[:-1]].all(), f"{where}: the trajectory changes within an episode"
 
-    def _join(
-        self,
-        before: Array,
-        ended: Array,
-        obs: Array,
-        where: str,
-    ) -> None:
+    def _join(self, before: Array, ended: Array, obs: Array, where: str) -> None:
         """Check that the rows ``obs`` directly follow the observations ``before``."""
         missing = np.where(ended, obs[:, 4] - before[:, 4], 0)
         same_run = (obs[:, :2] == before[:, :2]).all(-1)

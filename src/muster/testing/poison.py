@@ -45,11 +45,7 @@ def _is_functional(env: Any) -> bool:
     return hasattr(env, "step_env") or hasattr(env, "observation_size")
 
 
-def _spoiling(
-    method: Callable[..., Any],
-    name: str,
-    results: dict[Any, Any],
-) -> Callable[..., Any]:
+def _spoiling(method: Callable[..., Any], name: str, results: dict[Any, Any]) -> Callable[..., Any]:
     """Return the method, with memory for its results that it shares with other methods."""
 
     def place(args: Any) -> Any:

@@ -136,11 +136,7 @@ def check_bool(name: str, value: Any) -> bool:
     return value
 
 
-def check_choice(
-    name: str,
-    value: Any,
-    choices: tuple[str, ...],
-) -> str:
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     """Return the value. Raise ``BadOption`` unless it is one of the choices."""
     if value not in choices:
         raise BadOption(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
@@ -183,10 +179,7 @@ def _check_of(kind: Any) -> Check | None:
     return checked
 
 
-def _check_of_members(
-    texts: tuple[str, ...],
-    others: list[Any],
-) -> Check | None:
+def _check_of_members(texts: tuple[str, ...], others: list[Any]) -> Check | None:
     """Return the check of a union of texts and other types."""
     for member in others:
         if get_origin(member) is Annotated:

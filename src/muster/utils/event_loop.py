@@ -231,11 +231,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)  # the thread of the loop is in the other process
 
 
-async def _finish(
-    calls: Sequence[CoroutineCall],
-    seconds: float | None,
-    phase: str,
-) -> None:
+async def _finish(calls: Sequence[CoroutineCall], seconds: float | None, phase: str) -> None:
     # as in all threads that step environments
     if "torch" in sys.modules and torch.is_grad_enabled():
         torch.set_grad_enabled(False)
@@ -315,12 +311,7 @@ def _serve(loop: asyncio.AbstractEventLoop, door: _Door) -> None:
         loop.close()
 
 
-def _stop(
-    loop: asyncio.AbstractEventLoop,
-    door: _Door,
-    thread: threading.Thread,
-    pid: int,
-) -> None:
+def _stop(loop: asyncio.AbstractEventLoop, door: _Door, thread: threading.Thread, pid: int) -> None:
     if os.getpid() != pid or not thread.is_alive():
         return
     with door.lock:

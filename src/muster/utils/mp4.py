@@ -25,11 +25,7 @@ def check_ffmpeg() -> Any:
     return write_frames
 
 
-def write_mp4(
-    path: Path,
-    frames: Iterator[NDArray[np.uint8]],
-    fps: float,
-) -> None:
+def write_mp4(path: Path, frames: Iterator[NDArray[np.uint8]], fps: float) -> None:
     """Write pictures, uint8 ``[height, width, 3]`` of one size, as H.264.
 
     The format needs even sizes: the last row or column of pictures with an odd height or width is

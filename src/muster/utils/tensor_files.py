@@ -68,10 +68,7 @@ def unseal(text: bytes) -> dict[str, Any]:
     return about
 
 
-def encode(
-    tensors: Mapping[str, torch.Tensor],
-    about: Mapping[str, Any],
-) -> bytes:
+def encode(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> bytes:
     """Return the content of a file with JSON and contiguous CPU tensors of ``STORABLE`` dtypes that
     share no memory.
 
@@ -113,10 +110,7 @@ class TensorFile:
 
 
 @contextmanager
-def opened(
-    file: IO[bytes],
-    path: str | os.PathLike[str],
-) -> Iterator[TensorFile]:
+def opened(file: IO[bytes], path: str | os.PathLike[str]) -> Iterator[TensorFile]:
     """Read the header of an open ``file``; its tensors stay valid after the context.
 
     Raises ``Damaged``.

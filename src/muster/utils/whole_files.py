@@ -46,11 +46,7 @@ REMEDIES = {
 }
 
 
-def explained(
-    path: str | os.PathLike[str],
-    what: str,
-    error: OSError,
-) -> FileError:
+def explained(path: str | os.PathLike[str], what: str, error: OSError) -> FileError:
     """Return the error that ``path`` cannot be ``what`` (for example "written"), with the remedy."""
     if isinstance(error, FileError):
         return error
@@ -58,22 +54,14 @@ def explained(
     return _file_error(path, what, error.errno or 0, why)
 
 
-def _file_error(
-    path: str | os.PathLike[str],
-    what: str,
-    number: int,
-    why: str,
-) -> FileError:
+def _file_error(path: str | os.PathLike[str], what: str, number: int, why: str) -> FileError:
     remedy = REMEDIES.get(number, "")
     message = f"{os.fspath(path)} cannot be {what}: {why}. {remedy}".rstrip()
     return file_error(message, number or None, why, os.fspath(path))
 
 
 @contextmanager
-def file_errors(
-    path: str | os.PathLike[str],
-    what: str,
-) -> Iterator[None]:
+def file_errors(path: str | os.PathLike[str], what: str) -> Iterator[None]:
     """Context in which an ``OSError`` becomes a ``FileError`` about ``path``, see ``explained``."""
     try:
         yield
@@ -100,11 +88,7 @@ def check_folder(path: str | os.PathLike[str]) -> None:
         raise _file_error(folder, "used as a folder", errno.EEXIST, os.strerror(errno.EEXIST))
 
 
-def open_regular(
-    path: str | os.PathLike[str],
-    *,
-    links: bool = True,
-) -> IO[bytes]:
+def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> IO[bytes]:
     """Open a file for reading, without waiting for the other end of a FIFO.
 
     Args:
@@ -135,11 +119,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     _check_regular(path, mode, "written")
 
 
-def _check_regular(
-    path: str | os.PathLike[str],
-    mode: int,
-    what: str,
-) -> None:
+def _check_regular(path: str | os.PathLike[str], mode: int, what: str) -> None:
     """Raise ``FileError`` for the mode of a folder, FIFO, socket or device."""
     if stat.S_ISREG(mode):
         return
@@ -153,12 +133,7 @@ def _check_regular(
     raise _file_error(path, what, errno.EINVAL, f"it is {kind}, not an ordinary file")
 
 
-def append_whole(
-    file: FileIO,
-    line: bytes,
-    end: int,
-    path: str | os.PathLike[str],
-) -> None:
+def append_whole(file: FileIO, line: bytes, end: int, path: str | os.PathLike[str]) -> None:
     """Append a line to a file of length ``end``, completely or not at all, with one write.
 
     Raises:
@@ -171,12 +146,7 @@ def append_whole(
             raise OSError(errno.ENOSPC, "no space left for another line")
 
 
-def write_whole(
-    path: Path,
-    parts: Iterable[Any],
-    *,
-    mode: int = 0o666,
-) -> None:
+def write_whole(path: Path, parts: Iterable[Any], *, mode: int = 0o666) -> None:
     """Write ``parts`` (buffers) to the file ``path``: after a crash the file is the complete new or
     the old one.
 

@@ -221,11 +221,7 @@ class EnvSlice(EnvBatch):
             self._truncate(i, infos)
         return self.shared.write(half, infos)
 
-    def reset_envs(
-        self,
-        half: int,
-        arguments: Mapping[int, dict[str, Any]],
-    ) -> bytes | None:
+    def reset_envs(self, half: int, arguments: Mapping[int, dict[str, Any]]) -> bytes | None:
         """Reset environments with these arguments, by index; see ``step`` for the result."""
         infos: PackedInfos = []
         for i, given in arguments.items():
@@ -233,12 +229,7 @@ class EnvSlice(EnvBatch):
             self._add(infos, i, self._reset(i, given, infos))
         return self.shared.write(half, infos)
 
-    def _reset(
-        self,
-        i: int,
-        given: dict[str, Any],
-        infos: PackedInfos,
-    ) -> dict[str, Any]:
+    def _reset(self, i: int, given: dict[str, Any], infos: PackedInfos) -> dict[str, Any]:
         """Reset an environment, keep its observation, and return the info."""
         cells = self.shared.cells
         cells[PHASE] = Phase.RESET
@@ -261,12 +252,7 @@ class EnvSlice(EnvBatch):
         result: dict[str, Any] = info
         return result
 
-    def _keep(
-        self,
-        i: int,
-        method: str,
-        obs: Any,
-    ) -> None:
+    def _keep(self, i: int, method: str, obs: Any) -> None:
         """Copy an observation, whose memory the environment may use again, and others of this
         worker may share.
         """
@@ -283,24 +269,13 @@ class EnvSlice(EnvBatch):
             self._add(infos, i, {"final_obs": self.shared.obs[i], "final_info": {}})
             self._add(infos, i, self._reset(i, {}, infos))
 
-    def _add(
-        self,
-        infos: PackedInfos,
-        i: int,
-        info: dict[str, Any],
-    ) -> None:
+    def _add(self, infos: PackedInfos, i: int, info: dict[str, Any]) -> None:
         if info:
             infos.append((self._first + i, packed(info)))
 
     # --- failures ---------------------------------------------------------------------------------
 
-    def _replace(
-        self,
-        i: int,
-        method: str,
-        error: Exception,
-        infos: PackedInfos,
-    ) -> None:
+    def _replace(self, i: int, method: str, error: Exception, infos: PackedInfos) -> None:
         """Make an environment again, after it raised an error; or raise that."""
         failure = self._error(i, method, error)
         if not self._replaces:
@@ -314,12 +289,7 @@ class EnvSlice(EnvBatch):
         history.was_replaced(self._first + i)
         self._add(infos, i, {"muster": {"error": str(failure)}})
 
-    def _error(
-        self,
-        i: int,
-        method: str,
-        error: Exception,
-    ) -> EnvError:
+    def _error(self, i: int, method: str, error: Exception) -> EnvError:
         name = type(self.envs[i]).__name__
         return EnvError(
             f"environment {self._first + i} ({name}): {method} raised {described(error)}",
@@ -347,12 +317,7 @@ class EnvSlice(EnvBatch):
 
     # --- attributes, and the end ------------------------------------------------------------------
 
-    def set_attribute(
-        self,
-        i: int,
-        name: str,
-        value: Any,
-    ) -> None:
+    def set_attribute(self, i: int, name: str, value: Any) -> None:
         """Set an attribute of an environment, and of its successors."""
         self._streams.use(i)
         self.envs[i].set_wrapper_attr(name, value)
@@ -364,11 +329,7 @@ class EnvSlice(EnvBatch):
         for i, value in values.items():
             self.set_attribute(i, name, value)
 
-    def each(
-        self,
-        which: Sequence[int],
-        function: Callable[[Any], Any],
-    ) -> bytes:
+    def each(self, which: Sequence[int], function: Callable[[Any], Any]) -> bytes:
         """Return the pickled results of a function that is called with each of these environments."""
         self.shared.cells[PHASE] = Phase.CALL
         results = []
@@ -426,13 +387,7 @@ class _SharedRows:
         if rows.obs is not None:
             self._halves = [part_of(half, begin, end) for half in rows.obs]
 
-    def put(
-        self,
-        i: int,
-        reward: float,
-        *,
-        truncated: bool = False,
-    ) -> None:
+    def put(self, i: int, reward: float, *, truncated: bool = False) -> None:
         """Set the reward and flags of an environment that has not stepped."""
         self.rewards[i] = reward
         self.terminated[i] = False

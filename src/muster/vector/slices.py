@@ -232,11 +232,7 @@ class Slices:
         """Detect workers that have died or hang."""
         self._pool.wait(0.0, revives=False)
 
-    def results(
-        self,
-        calls: Mapping[int, Any],
-        deadline: float | None = None,
-    ) -> dict[int, Any]:
+    def results(self, calls: Mapping[int, Any], deadline: float | None = None) -> dict[int, Any]:
         """Return the results of calls, by worker.
 
         The successor of a lost worker gets its call again.
@@ -277,12 +273,7 @@ class Slices:
             if answer is not None:
                 value_of(answer)  # raises its failure
 
-    def _send_rows(
-        self,
-        n: int,
-        is_successor: bool,
-        number: int,
-    ) -> None:
+    def _send_rows(self, n: int, is_successor: bool, number: int) -> None:
         generation = self.handles[n].config.generation if is_successor else None
         *memory, offset = self._memory
         inherited = self._inherit(self.parts[n], generation)

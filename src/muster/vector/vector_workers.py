@@ -106,12 +106,7 @@ class VectorWorkers:
             raise
         self.described = [each for n in sorted(answers) for each in answers[n]]
 
-    def open(
-        self,
-        space: spaces.Space[Any],
-        *,
-        shared: bool = True,
-    ) -> None:
+    def open(self, space: spaces.Space[Any], *, shared: bool = True) -> None:
         """Make the shared memory, for observations in this space; not for the observations unless
         ``shared``.
         """
@@ -226,22 +221,14 @@ class VectorWorkers:
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def each(
-        self,
-        function: Callable[[Any], Any],
-        which: Iterable[int] | None = None,
-    ) -> list[Any]:
+    def each(self, function: Callable[[Any], Any], which: Iterable[int] | None = None) -> list[Any]:
         """Return the results of a function that is called with each environment, or with those of
         these numbers.
         """
         self.send_each(function, which)
         return self.receive_each()
 
-    def send_each(
-        self,
-        function: Callable[[Any], Any],
-        which: Iterable[int] | None = None,
-    ) -> None:
+    def send_each(self, function: Callable[[Any], Any], which: Iterable[int] | None = None) -> None:
         """Send a function that is called with environments; see ``each``."""
         self.check_idle("call_async")
         called = list(range(self.num_envs) if which is None else which)
@@ -284,12 +271,7 @@ class VectorWorkers:
                 calls[n] = (EnvSlice.set_attributes, (name, own))
         self._slices.all(calls)
 
-    def close(
-        self,
-        timeout: float | None = None,
-        *,
-        terminate: bool = False,
-    ) -> None:
+    def close(self, timeout: float | None = None, *, terminate: bool = False) -> None:
         """Close the environments and end the workers, by force if necessary. May be called again.
 
         Args:
@@ -345,11 +327,7 @@ class VectorWorkers:
             raise
         self._sent = sent
 
-    def _receive(
-        self,
-        state: AsyncState,
-        timeout: float | None,
-    ) -> tuple[_Sent, dict[int, Any]]:
+    def _receive(self, state: AsyncState, timeout: float | None) -> tuple[_Sent, dict[int, Any]]:
         """Return the call that was sent, and its results by worker."""
         sent = self._sent
         if sent is None or sent.state is not state:

@@ -100,12 +100,7 @@ class Buffer:
         text: bytes = self._header[_TEXT:].tobytes()
         return text[:length].decode()
 
-    def write(
-        self,
-        weights: Mapping[str, torch.Tensor],
-        version: int | str,
-        sequence: int,
-    ) -> None:
+    def write(self, weights: Mapping[str, torch.Tensor], version: int | str, sequence: int) -> None:
         """Copy everything in, between two changes of ``sequence``.
 
         Raises:
@@ -138,10 +133,7 @@ class Buffer:
         return self.version
 
 
-def _copy(
-    source: Mapping[str, torch.Tensor],
-    into: Mapping[str, torch.Tensor],
-) -> None:
+def _copy(source: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in into.items():
         copy_tensor(tensor, source[name])
 

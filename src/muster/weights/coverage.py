@@ -162,10 +162,7 @@ def _have_shapes(weights: Weights, part: Weights) -> bool:
     return all(tensor.shape == part[name].shape for name, tensor in weights.items())
 
 
-def _parts_named_like(
-    new: Weights,
-    target: torch.nn.Module,
-) -> dict[str, tuple[Weights, Weights]]:
+def _parts_named_like(new: Weights, target: torch.nn.Module) -> dict[str, tuple[Weights, Weights]]:
     """The parts of the target that have these names, by path: the new weights and the part's
     tensors, by name in it.
     """
@@ -188,11 +185,7 @@ def _covers(named: Weights, tensors: Weights) -> bool:
     return all(place_of(tensor) in covered for tensor in tensors.values())
 
 
-def _without_unsaved(
-    new: Weights,
-    module: torch.nn.Module,
-    saved: Weights,
-) -> Weights:
+def _without_unsaved(new: Weights, module: torch.nn.Module, saved: Weights) -> Weights:
     """Leave out buffers that are not in the ``state_dict``: ``named_buffers`` and TensorDicts have
     them, too.
     """

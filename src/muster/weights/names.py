@@ -170,11 +170,7 @@ def tensors_in(module: torch.nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def replica(
-    module: torch.nn.Module,
-    *,
-    only_weights: bool = False,
-) -> torch.nn.Module:
+def replica(module: torch.nn.Module, *, only_weights: bool = False) -> torch.nn.Module:
     """A copy on the CPU, for its weights.
 
     Args:
@@ -319,11 +315,7 @@ def overwrite(old: Weights, new: Weights) -> None:
         copy_tensor(tensor, new[name])
 
 
-def check_fit(
-    new: Mapping[str, torch.Tensor],
-    old: Mapping[str, Any],
-    remedy: str = "",
-) -> None:
+def check_fit(new: Mapping[str, torch.Tensor], old: Mapping[str, Any], remedy: str = "") -> None:
     """Raise BadWeights unless ``new`` has the names, shapes and dtypes of ``old``: of tensors, or
     of what has both.
     """

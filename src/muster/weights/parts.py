@@ -66,13 +66,7 @@ class PolicyModules:
         self._unbounded = _infinite(bearer)
 
     @classmethod
-    def here(
-        cls,
-        policy: Any,
-        original: Any,
-        roots: Sequence[Any],
-        name: str,
-    ) -> PolicyModules:
+    def here(cls, policy: Any, original: Any, roots: Sequence[Any], name: str) -> PolicyModules:
         """Return the modules of a policy that acts in this process."""
         users = with_unregistered(original) if isinstance(original, torch.nn.Module) else None
         acting = with_unregistered(policy) if isinstance(policy, torch.nn.Module) else policy

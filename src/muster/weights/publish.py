@@ -337,12 +337,7 @@ class PolicyWeights:
         changes.separate()
         return changes
 
-    def _pairs(
-        self,
-        new: NewWeights,
-        old: Weights,
-        model: Any,
-    ) -> Pairs:
+    def _pairs(self, new: NewWeights, old: Weights, model: Any) -> Pairs:
         """Pair the new values of a module with its tensors ``old``."""
         pairs: Pairs = {}
         for name, tensor in new.weights.items():

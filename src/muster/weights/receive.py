@@ -31,24 +31,14 @@ class Receivers:
         schemes: by model id.
     """
 
-    def __init__(
-        self,
-        weights: PolicyWeights,
-        collector: Any,
-        worker_idx: int | None,
-    ) -> None:
+    def __init__(self, weights: PolicyWeights, collector: Any, worker_idx: int | None) -> None:
         self._weights = weights
         self._collector = weakref.ref(collector)
         self._worker_idx = worker_idx
         self.schemes: dict[str, Any] = {}
         self._contexts: dict[str, _Context] = {}
 
-    def register(
-        self,
-        schemes: Mapping[str, Any],
-        *,
-        synchronize: bool = True,
-    ) -> None:
+    def register(self, schemes: Mapping[str, Any], *, synchronize: bool = True) -> None:
         """Begin to receive; a scheme that was registered for the same model before is shut down.
 
         Args:
@@ -123,12 +113,7 @@ class Receivers:
 class _Context:
     """What a scheme sees of the collector."""
 
-    def __init__(
-        self,
-        receivers: Receivers,
-        model_id: str,
-        worker_idx: int | None,
-    ) -> None:
+    def __init__(self, receivers: Receivers, model_id: str, worker_idx: int | None) -> None:
         model = receivers.model(model_id)
         if not isinstance(model, torch.nn.Module):
             raise BadWeights(

@@ -125,12 +125,7 @@ class Publisher(Protocol):
 class Transport(Protocol):
     """A transport: a small object with its options."""
 
-    def publisher(
-        self,
-        weights: Weights,
-        workers: int,
-        version: int | str = 0,
-    ) -> Publisher:
+    def publisher(self, weights: Weights, workers: int, version: int | str = 0) -> Publisher:
         """A publisher for workers ``0 .. workers - 1``, which start with these weights."""
 
 
@@ -155,12 +150,7 @@ class NoSync:
     counts versions.
     """
 
-    def publisher(
-        self,
-        weights: Weights,
-        workers: int,
-        version: int | str = 0,
-    ) -> NoPublisher:
+    def publisher(self, weights: Weights, workers: int, version: int | str = 0) -> NoPublisher:
         return NoPublisher(workers)
 
 
