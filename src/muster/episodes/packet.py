@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from muster.episodes.record import NO_EPISODES, Episodes, PendingEpisodes
 from muster.episodes.tensor_clock import (
@@ -19,6 +18,9 @@ from muster.episodes.tensor_clock import (
     episodes_of,
 )
 from muster.memory.arrivals import Arrival
+
+if TYPE_CHECKING:
+    import torch
 
 
 class BadReward(NamedTuple):

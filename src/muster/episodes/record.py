@@ -112,22 +112,24 @@ class PendingEpisodes(Episodes):
     """
 
     def __init__(self, read: Callable[[], Episodes], have_arrived: Callable[[], bool]) -> None:
-        vars(self).update(_read=read, _have_arrived=have_arrived)
+        vars(self)["source"] = (read, have_arrived)
 
     @property
     def would_wait(self) -> bool:
         """Whether a look at them would wait."""
-        have_arrived = vars(self).get("_have_arrived")
-        return have_arrived is not None and not have_arrived()
+        source = vars(self).get("source")
+        if source is None:
+            return False
+        _, have_arrived = source
+        return not have_arrived()
 
     def __getattr__(self, name: str) -> Any:
         columns = vars(self)
-        read = columns.get("_read")
-        if read is not None and not name.startswith("_"):
+        source = columns.get("source")
+        if source is not None and not name.startswith("_"):
+            read, _ = source
             columns.update(vars(read()))
-            # with the memory of the device that they refer to
-            columns.pop("_read", None)
-            columns.pop("_have_arrived", None)
+            columns.pop("source", None)  # with the memory of the device that it refers to
         if name not in columns:
             raise AttributeError(name)
         return columns[name]

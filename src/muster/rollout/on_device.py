@@ -15,9 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from muster.env_spec import EnvSpec
 from muster.episodes.clock import TrajectoryClock
@@ -31,6 +29,11 @@ from muster.memory.slots import Lane
 from muster.rollout.abilities import Abilities
 from muster.rollout.options import RolloutOptions
 from muster.rollout.request import RolloutRequest, Watch
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from muster.utils import lazy_torch as torch
 
 
 def needs_of_group(spec: EnvSpec, options: RolloutOptions, can: Abilities) -> list[str]:
@@ -92,7 +95,7 @@ def device_rows(lane: Lane, spec: EnvSpec) -> DeviceRows:
         return DeviceRows(clock, EndedRows(lane.T * lane.B, clock.ids.device))
 
 
-class _Sent(NamedTuple):
+class _Unfetched(NamedTuple):
     """A packet, the memory that it is in until it is fetched, and the number of its rollout."""
 
     packet: Packet
@@ -123,7 +126,7 @@ class OnDevice:
         self._total_envs = clock.total_envs
         self._checked = options.validate != "off"
         self._device = spec.device
-        self._sent: deque[_Sent] = deque()
+        self._sent: deque[_Unfetched] = deque()
         self._number = 0  # of rollouts
         self._bad: tuple[int, BadReward] | None = None
 
@@ -142,7 +145,7 @@ class OnDevice:
     def send(self, rows: DeviceRows) -> PendingEpisodes:
         """Return the records of the lane that was completed, which are on their way."""
         packet = Packet(rows.ended, self._total_envs, arrival_from(self._device))
-        self._sent.append(_Sent(packet, rows.ended, self._number))
+        self._sent.append(_Unfetched(packet, rows.ended, self._number))
         self._number += 1
         return packet.pending()
 
