@@ -111,7 +111,7 @@ class TensorClock:
     Args:
         clock: the clock for rollouts that need the host.
         device: device of the rows.
-        cells: cells whose ends are looked for at once: a bound on memory, of 64 bytes per cell.
+        cells: cells whose ends are looked for at once: a bound on memory, of 80 bytes per cell.
     """
 
     def __init__(self, clock: TrajectoryClock, device: torch.device, cells: int = CELLS) -> None:
@@ -124,7 +124,6 @@ class TensorClock:
             self._ids = torch.zeros(B, dtype=torch.int64, device=device)
             self._left = torch.zeros_like(self._ids)  # steps of current episodes, negative
             self._returns = torch.zeros(B, dtype=torch.float64, device=device)
-            self._zero = torch.zeros((), dtype=torch.float64, device=device)
             self._sums = torch.zeros((0, B), dtype=torch.float64, device=device)
 
     def on_host(self) -> TrajectoryClock:
@@ -157,8 +156,8 @@ class TensorClock:
         T, B = rows.reward.shape
         most = max(1, self._cells // B)
         with torch.inference_mode(False), torch.no_grad():
-            if len(self._sums) < min(most, T):
-                self._sums = self._sums.new_zeros((min(most, T), B))
+            if len(self._sums) <= min(most, T):
+                self._sums = self._sums.new_zeros((min(most, T) + 1, B))
             ended.clear()
             for begin in range(0, T, most):
                 part = rows
@@ -172,23 +171,34 @@ class TensorClock:
     def _advance(self, rows: ClockRows, ended: EndedRows, first: int) -> None:
         """Advance over some rows; the number of their first cell is ``first``."""
         torch.logical_or(rows.terminated, rows.truncated, out=rows.done)
-        n = len(rows.done)
-        sums = self._sums[:n]
-        self._add(rows, sums)
         ends = rows.done.cumsum(0)
         rows.ids[0].copy_(self._ids)
         torch.add(self._ids, ends[:-1], alpha=self._total_envs, out=rows.ids[1:])
+        returns = self._add(rows, ends)
         self._ids.add_(ends[-1], alpha=self._total_envs)
         lengths = self._count(rows)
-        _keep(rows, sums, lengths, ended, first)
+        _keep(rows, returns, lengths, ended, first)
 
-    def _add(self, rows: ClockRows, sums: torch.Tensor) -> None:
-        """Write the returns after each row: rewards are added one after another."""
-        carried = self._returns
-        each = zip(rows.reward.unbind(), rows.done.unbind(), sums.unbind(), strict=True)
-        for reward, done, total in each:
-            torch.add(carried, reward, out=total)
-            torch.where(done, self._zero, total, out=carried)
+    def _add(self, rows: ClockRows, ends: torch.Tensor) -> torch.Tensor:
+        """Return the returns of the episodes of all cells, up to the last of these rows; ``ends``
+        are the numbers of ends before and in each cell.
+
+        Rewards are added one after another, row by row. In a row each environment has a place of
+        its own, so the order of additions is always the same.
+        """
+        n, B = ends.shape
+        sums = self._sums[: n + 1]
+        sums.zero_()
+        sums[0].copy_(self._returns)
+        # cells of one episode have the same place
+        places = torch.arange(B, device=ends.device).repeat(n, 1)
+        places[1:].add_(ends[:-1], alpha=B)
+        flat = sums.view(-1)
+        rewards = rows.reward.to(torch.float64)
+        for place, reward in zip(places.unbind(), rewards.unbind(), strict=True):
+            flat.index_add_(0, place, reward)
+        torch.gather(sums, 0, ends[-1:], out=self._returns[None])
+        return flat[places]
 
     def _count(self, rows: ClockRows) -> torch.Tensor:
         """Write the columns of step counts; return the steps of episodes after each row."""
@@ -223,7 +233,7 @@ def _part(rows: ClockRows, which: slice) -> ClockRows:
 
 
 def _keep(
-    rows: ClockRows, sums: torch.Tensor, lengths: torch.Tensor, ended: EndedRows, first: int
+    rows: ClockRows, returns: torch.Tensor, lengths: torch.Tensor, ended: EndedRows, first: int
 ) -> None:
     """Write a record for each cell: those of ends behind the earlier ones, and the others from the
     last place on backwards, so that no two are written to the same place.
@@ -239,14 +249,14 @@ def _keep(
     places.add_(count).sub_(1)
     count.add_(last)
     packed = lengths.mul_(4).add_(rows.terminated).add_(rows.truncated, alpha=2)
-    columns = (rows.ids, sums.view(torch.int64), packed)
+    columns = (rows.ids, returns.view(torch.int64), packed)
     for column, values in zip(ended.records, columns, strict=True):
         column.scatter_(0, places, values.reshape(-1))
 
 
 def _note_bad(reward: torch.Tensor, header: torch.Tensor, first: int) -> None:
     """Write the first cell with a bad reward into the header, unless it has one."""
-    bad = reward.isfinite().logical_not_().reshape(-1)
+    bad = (reward - reward).ne(0).reshape(-1)  # NaN if it is not finite
     cell = bad.byte().argmax(0, keepdim=True)
     value = reward.reshape(-1)[cell].double().view(torch.int64)
     is_new = bad.any() & (header[BAD_CELL] < 0)
