@@ -143,7 +143,7 @@ class MemoryWriter:
         others = np.flatnonzero(known.ids != ids[first])
         if len(others):
             ring.break_off(others)
-        source = lane.tensors if lane.mirrored or ring.on_device else lane.data
+        source = lane.tensors if lane.mirrored or ring.stored.device is not None else lane.data
         done = lane.arrays[DONE][first:rows]
         if valid is not None:
             done = done & valid
@@ -158,8 +158,8 @@ class MemoryWriter:
                 finals = self._finals(lane, result.finals, part, begin)
             self._memory.write(
                 result.group,
-                {c.key: _at(ring, source[c.key][begin:end]) for c in ring.columns},
-                {c.key: _at(ring, source[c.key][end]) for c in ring.columns if c.carry},
+                {c.key: _at(ring, source[c.key][begin:end]) for c in ring.stored.columns},
+                {c.key: _at(ring, source[c.key][end]) for c in ring.stored.columns if c.carry},
                 done=part,
                 finals=finals,
                 valid=None if valid is None else valid[begin - first : end - first],
@@ -254,7 +254,9 @@ class _Copies:
         self.simple = [(there, lane.data[key]) for key, there in simple]
         self.carried = [(there, lane.data[key]) for key, there in carried]
         # a policy may write its state in the row in which an episode begins
-        states = [(there, lane.data[key]) for key, there in carried if key not in ring.observed]
+        states = [
+            (there, lane.data[key]) for key, there in carried if key not in ring.stored.observed
+        ]
         self.simple += states
         self.done = lane.arrays[DONE]
         self.ids = lane.arrays[TRAJ_IDS]
@@ -281,6 +283,6 @@ def _valid(lane: Lane, first: int, result: RolloutResult) -> Array | None:
 
 def _at(ring: Ring, rows: Any) -> Any:
     """Return rows as the ring takes them: tensors for a ring on a device, else arrays."""
-    if ring.on_device or not isinstance(rows, torch.Tensor):
+    if ring.stored.device is not None or not isinstance(rows, torch.Tensor):
         return rows
     return rows.cpu().numpy()
