@@ -625,6 +625,8 @@ class Rollout:
         clock = self.group.clock
         assert isinstance(clock, TrajectoryClock)  # agents that take turns do not wait
         ended = [i for i, t in self.waiting.since.items() if over[t, i]]
+        if self.group.can.write_next and self.ends.repeats_flags:
+            ended = np.flatnonzero(over.any(axis=0)).tolist()  # no step has told of them
         clock.take_back(without.sum(axis=0), ended)
         self.group.due.add(ended)
         if not self.group.bypass.is_possible:
