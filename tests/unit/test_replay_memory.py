@@ -100,7 +100,7 @@ class Written:
         B = self.sizes[ring]
         made = [[self._cell(ring, env, ends, gaps) for env in range(B)] for _ in range(n)]
         self.cells[ring] += made
-        finals = [cell.after for row in made for cell in row if cell.done]
+        finals = [cell.after for row in made for cell in row if cell.done and cell.valid]
         done = each(made, "done", bool)
         valid = each(made, "valid", bool)
         obs = each(made, "obs", np.int64)

@@ -160,8 +160,8 @@ class Ring:
             rows: ``[n, B, *shape]`` each: arrays, or tensors on the device of the ring.
             last: rows after the last one of the columns with ``carry``, ``[B, *shape]`` each.
             done: whether the episode ends after each cell, ``[n, B]``; None: none does.
-            finals: observations after the cells with ``done``, ``[ends, *shape]`` each, by row, then
-                environment.
+            finals: observations after the valid cells with ``done``, ``[ends, *shape]`` each, by row,
+                then environment.
             valid: which cells are transitions, ``[n, B]``; None: all.
         """
         first = self.hi % self.places
@@ -187,7 +187,7 @@ class Ring:
             ended = np.cumsum(done, axis=0)
             episodes[1:] += ended[:-1]
             self._episode += ended[-1]
-            t, env = np.nonzero(done)
+            t, env = np.nonzero(done if valid is None else done & valid)
             self._asides.keep((first + t) * self.B + env, finals or {})
         if self.masked is not None:
             self.masked[first : first + n] = False
