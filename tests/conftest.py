@@ -5,11 +5,12 @@ in which process.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -45,6 +46,22 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("muster")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """What the collection of tests imports and makes (a million objects) stays to the end.
+
+    The garbage collector looks at none of it: neither now, which takes a third of the time, nor
+    whenever a test calls ``gc.collect()``, which would take 0.7 seconds of CPU time each.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture

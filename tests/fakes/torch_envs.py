@@ -232,6 +232,15 @@ class HidesState(Walk):
         return state + 1e-3 * self.handle.advance()
 
 
+class Elsewhere(Walk):
+    """Computes on the memory of its tensors, but not with torch: like a library with own kernels."""
+
+    def keep(self, state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        array = state.numpy()
+        array += 0.01 * np.abs(array)
+        return state
+
+
 class MakesGenerators(Walk):
     """Has another generator after every step."""
 

@@ -541,12 +541,11 @@ def test_a_compiled_step(pools, capture):
         assert not capture or twins.replays >= 2
 
 
-@pytest.mark.slow
 def test_what_the_graph_does_not_have_shows_in_the_trial(pools):
-    """Inductor's functions on the CPU are no operations of torch: the tape does not have them."""
-    with Twins(CartPole, POLICIES["head"], compile_env=True, capture="auto") as twins:
+    with Twins(partial(torch_envs.Elsewhere, B), capture="auto") as twins:
         twins.alike(4)
-        assert "replay 1" in twins.recorded.stats().capture.reason
+        reason = "replay 1 of the recorded rollout differs from a rollout row by row in observation"
+        assert reason in twins.recorded.stats().capture.reason
 
 
 def test_a_compiled_policy(pools):

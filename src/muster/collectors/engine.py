@@ -364,7 +364,9 @@ class Engine:
         filled, batch = self.next_batch.make(
             request, self._discard_unmade, memory=memory, shown=shown
         )
-        hidden = self.views.hidden_keys(filled.layout) if self.views.shows_hidden else []
+        hidden = []
+        if batch is not None and self.views.shows_hidden:
+            hidden = self.views.hidden_keys(filled.layout)
         frames, episodes = self.last.replace(filled.results, hidden, self.weights)
         cut_short = 0
         if self.source.preempts:
