@@ -62,6 +62,7 @@ class TapeGraph:
 
     Attributes:
         replays: number of replays.
+        during: called in each replay; None: nothing is.
         released: it was released.
     """
 
@@ -69,6 +70,7 @@ class TapeGraph:
         self._calls: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
         self._fails = fails
         self.replays = 0
+        self.during: Callable[[], None] | None = None
         self.released = False
 
     @property
@@ -99,6 +101,8 @@ class TapeGraph:
         assert self._calls
         assert not self.released
         self.replays += 1
+        if self.during is not None:
+            self.during()
         with torch.inference_mode():
             for function, args, kwargs, outs in self._calls:
                 results, _ = tree_flatten(function(*args, **kwargs))

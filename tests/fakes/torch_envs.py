@@ -149,6 +149,20 @@ class InPlace(Walk):
         return state + 1e-3 * self.shown[:, None]
 
 
+class Expanded(Walk):
+    """Has expanded tensors, of which all entries are one: a constant, and one that is replaced."""
+
+    def start(self) -> None:
+        one = torch.ones(1, device=self.device)
+        self.gravity = (one * 0.01).expand(self.num_envs)
+        self.first = one.expand(self.num_envs)
+
+    def keep(self, state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        state = state + (self.gravity * self.first)[:, None]
+        self.first = state[:1, 0].expand(self.num_envs)
+        return state
+
+
 class Counts(Walk):
     """Counts its steps in Python."""
 

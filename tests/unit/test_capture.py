@@ -6,8 +6,10 @@ Python of environments and policies.
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
+import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,16 +20,17 @@ from gymnasium.vector import AutoresetMode
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from muster import Collector, ReplayMemory, policies
+from muster import Collector, Execution, ReplayMemory, policies
 from muster.capture import graph, recording
-from muster.errors import BadOption, CaptureRefused
+from muster.errors import BadOption, CaptureRefused, EnvError
 from muster.testing import TorchCartPole
 from tests.fakes import torch_envs
 from tests.fakes.device_rows import on_device
 from tests.fakes.tape import TapePool
+from tests.fakes.twins import B, Kept, Twins, state_of
 from tests.tools import assert_accounted, assert_same
+from tests.waits import wait_until
 
-B = 4
 MODES = [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 OF_MODE = pytest.mark.parametrize("mode", MODES, ids=["same step", "by mask"])
 CartPole = partial(TorchCartPole, B, max_steps=23)
@@ -44,97 +47,6 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[TapePool]:
 
     monkeypatch.setitem(graph.GRAPHS, "cpu", pool)
     return made
-
-
-class Kept:
-    """A factory that keeps the environments that it makes."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-        self.envs: list[Any] = []
-
-    def __call__(self) -> Any:
-        self.envs.append(self._make())
-        return self.envs[-1]
-
-
-class Twins:
-    """The same collector without and with ``capture``."""
-
-    def __init__(
-        self,
-        make: Callable[[], Any] | list[Callable[[], Any]],
-        policy: Callable[[], Any] = lambda: None,
-        *,
-        capture: Any = True,
-        second: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        given = {"frames_per_batch": 8 * B, "seed": 3, **options}
-        self.policies = [policy(), policy()]
-        several = isinstance(make, list)
-        makes = make if isinstance(make, list) else [make]
-        self.kept = [[Kept(each) for each in makes] for _ in range(2)]
-        made: list[Any] = [[on_device(each) for each in kept] for kept in self.kept]
-        envs = made if several else [first for (first,) in made]
-        self.plain = Collector(envs[0], self.policies[0], **given)
-        given |= second or {}
-        self.recorded = Collector(envs[1], self.policies[1], capture=capture, **given)
-        self.both = [self.plain, self.recorded]
-
-    def __enter__(self) -> Twins:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for collector in self.both:
-            collector.shutdown()
-
-    def do(self, call: Callable[[Collector], Any]) -> list[Any]:
-        return [call(collector) for collector in self.both]
-
-    def alike(self, batches: int = 5) -> None:
-        """The next batches are equal, and so is everything that is known of them."""
-        for number in range(batches):
-            a, b = self.do(Collector.next)
-            assert_same(a, b)
-            self.same_around(f"batch {number}")
-
-    def same_around(self, where: str = "") -> None:
-        """Records, counters, the environments' own state and all random numbers are equal."""
-        here, there = (collector.episodes.columns() for collector in self.both)
-        for x, y in zip(here, there, strict=True):
-            assert x.tobytes() == y.tobytes(), where
-        stats = self.do(Collector.stats)
-        for name in ("frames", "executed", "discarded", "episodes", "return_mean", "policy_lag"):
-            assert getattr(stats[0], name) == getattr(stats[1], name), (name, where)
-        self.do(assert_accounted)
-        for one, other in zip(*self.kept, strict=True):
-            states = [state_of(kept.envs[-1]) for kept in (one, other)]
-            assert states[0].keys() == states[1].keys()
-            for name, value in states[0].items():
-                assert torch.equal(value, states[1][name]), (name, where)
-        rngs = [
-            [group.rng.state_dict()["torch"] for group in collector._engine.groups]
-            for collector in self.both
-        ]
-        assert all(map(torch.equal, *rngs)), where
-
-    @property
-    def replays(self) -> int:
-        capture = self.recorded.stats().capture
-        assert capture is not None
-        return capture.replays
-
-
-def state_of(env: Any) -> dict[str, torch.Tensor]:
-    """The tensors of an environment that are attributes, and the state of its generator."""
-    found = {}
-    for name, value in vars(env).items():
-        if torch.is_tensor(value):
-            found[name] = value.clone()
-        if isinstance(value, torch.Generator):
-            found[name] = value.get_state()
-    return found
 
 
 def net(outputs: int = 2, inputs: int = 4) -> nn.Module:
@@ -215,6 +127,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no inference mode": {"execution": {"inference_mode": False}},
     "process's generators": {"execution": {"own_rng": False}},
     "time major": {"layout": "time_major"},
+    "waiting": {"reset_when_done": False},
+    "all checked": {"validate": "full"},
+    "split": {"split_trajs": True},
+    "one thread": {"num_threads": None},
 }
 
 
@@ -222,8 +138,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.filterwarnings("ignore:.*cannot be shared equally")
 def test_with_options(pools, options, mode):
-    from muster import Execution
-
     given = dict(OPTIONS[options])
     if "execution" in given:
         given["execution"] = Execution(**given["execution"])
@@ -239,7 +153,7 @@ def test_with_options(pools, options, mode):
         assert twins.replays >= 2
 
 
-@pytest.mark.parametrize("kind", ["Remembers", "Nested", "InPlace"])
+@pytest.mark.parametrize("kind", ["Remembers", "Nested", "InPlace", "Expanded"])
 @OF_MODE
 def test_state_in_every_place(pools, kind, mode):
     make = partial(getattr(torch_envs, kind), B, autoreset=mode)
@@ -443,9 +357,9 @@ def test_several_groups_and_batches_that_are_kept(pools):
         kept = [twins.do(Collector.next) for _ in range(6)]
         copies = [b.clone() for _, b in kept]
         twins.alike(3)
-        for (a, b), copy in zip(kept, copies, strict=True):
+        for (a, b), copied in zip(kept, copies, strict=True):
             assert_same(a, b)
-            assert_same(copy, b)
+            assert_same(copied, b)
         assert len(pools) == 2
         assert twins.replays >= 6
 
@@ -561,3 +475,107 @@ def test_only_steps_on_tensors_are_compiled():
 
     with pytest.raises(BadOption, match="compile_env is for .*CountingEnv is stepped in host"):
         Collector(CountingEnv, frames_per_batch=8, compile_env=True)
+
+
+def test_an_interrupt_during_a_replay_takes_effect_after_it(pools):
+    with Twins(CartPole, POLICIES["head"]) as twins:
+        twins.alike(4)
+        pools[0].made[0].during = lambda: signal.raise_signal(signal.SIGINT)
+        before = twins.replays
+        with pytest.raises(KeyboardInterrupt):
+            twins.recorded.next()
+        pools[0].made[0].during = None
+        assert_same(*twins.do(Collector.next))  # the rows of the replay
+        twins.alike(2)
+        assert twins.replays == before + 3
+
+
+steps_left: list[int] = []  # of ``Fails``, where no walk through attributes finds it
+
+
+class Fails(TorchCartPole):
+    """Raises in the step in which the number in ``steps_left`` has come to 0."""
+
+    def step(self, action: torch.Tensor) -> Any:
+        if steps_left:
+            steps_left[0] -= 1
+            if not steps_left[0]:
+                steps_left.clear()
+                raise ValueError("no more steps")
+        return super().step(action)
+
+
+def test_an_error_of_the_environments_in_the_rollout_of_a_trial(pools):
+    with Twins(partial(Fails, B), POLICIES["head"]) as twins:
+        twins.alike(1)
+        for collector in twins.both:
+            steps_left[:] = [5]
+            with pytest.raises(EnvError, match="no more steps"):
+                collector.next()
+        twins.alike(5)
+        assert twins.replays >= 2
+
+
+def test_an_error_of_the_environments_in_the_rollout_after_it(pools):
+    with Twins(partial(Fails, B), POLICIES["head"], capture="auto") as twins:
+        twins.alike(1)
+        a = twins.plain.next()
+        steps_left[:] = [8 + 5]
+        assert_same(a, twins.recorded.next())
+        twins.alike(3)
+        assert "no more steps" in twins.recorded.stats().capture.reason
+
+
+def test_a_policy_that_keeps_its_last_observations(pools):
+    """They are rows of a lane, which may be lent to the user when another lane is filled."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+            self.last = torch.zeros(B, 4)
+            self.sums = {"obs": torch.zeros(B, 4)}
+
+        def forward(self, obs: torch.Tensor) -> Any:
+            change = obs - self.last
+            self.last = obs
+            self.sums = {"obs": self.sums["obs"] * 0.9 + change}
+            return self.net(self.sums["obs"]).argmax(-1), {"change": change.clone()}
+
+    with Twins(CartPole, Keeps, execution=Execution(executor=False)) as twins:
+        kept = [twins.do(Collector.next) for _ in range(5)]
+        copies = [b.clone() for _, b in kept]
+        twins.alike(3)
+        for (a, b), copied in zip(kept, copies, strict=True):
+            assert_same(a, b)
+            assert_same(copied, b)
+        assert twins.replays >= 4
+
+
+def test_environments_that_another_object_replaces(pools):
+    with Twins(CartPole, POLICIES["head"]) as twins:
+        twins.alike(4)
+        for collector, kept in zip(twins.both, twins.kept, strict=True):
+            (old,) = kept[0].envs
+            new = copy.copy(old)
+            kept[0].envs.append(new)
+            collector._engine.groups[0].env.env = new
+            collector._engine.groups[0].env._stepping = new
+        replays = twins.replays
+        twins.alike(4)
+        assert twins.replays > replays
+        assert twins.recorded._engine.groups[0].env.env is twins.kept[1][0].envs[-1]
+
+
+def test_nothing_is_recorded_beside_the_users_thread(pools):
+    memory = ReplayMemory(40 * 8 * B, seed=1)
+    given = {"frames_per_batch": 8 * B, "total_frames": 30 * 8 * B, "replay_buffer": memory}
+    with Collector(on_device(CartPole), net_policy(), seed=0, capture="auto", **given) as c:
+        c.start()
+        wait_until(lambda: not c.is_running())
+        assert "background thread" in c.stats().capture.reason
+        assert len(memory) == 30 * 8 * B
+
+
+def net_policy() -> Any:
+    return policies.categorical(net())

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from muster.capture.state import Survey, compare, survey
+from muster.capture.state import Survey, compare, distinct, share_memory, storage_of, survey
 
 OF_POLICY = "policy"  # the root whose tensors are the user's to replace: weights
 
@@ -26,7 +26,7 @@ class HeldState:
         roots: objects from which all of it is reachable, by the name that begins their paths.
         device: the device of the graphs.
         replaced: paths of tensors that a rollout replaces.
-        lane: memory of the rollout, which tensors that are kept may be views of.
+        lane: memory of the rollout; tensors that environments or policy keep may be rows of it.
 
     Attributes:
         found: what was reachable when it was made.
@@ -42,11 +42,12 @@ class HeldState:
         replaced: Collection[str],
         lane: torch.Tensor,
     ) -> None:
-        self._roots = roots
+        self._roots = dict(roots)
         self._device = device
-        self._replaced = frozenset(replaced)
         self.found = survey(roots, device)
-        for path in replaced:
+        rows = {path for path, kept in self.tensors.items() if share_memory(kept, lane)}
+        self._replaced = frozenset(replaced) | rows  # the next lane has other rows
+        for path in sorted(self._replaced):
             if self._needs_own_memory(path, lane):
                 self.found.own(path)
         self._addresses = {path: tensor.data_ptr() for path, tensor in self.found.tensors.items()}
@@ -67,7 +68,7 @@ class HeldState:
     def copy_back(self, now: Survey) -> None:
         """Copy what a rollout has left in other tensors into the held ones."""
         moved: list[tuple[torch.Tensor, torch.Tensor]] = []
-        held = {_storage_of(tensor) for tensor in self.tensors.values()}
+        held = {storage_of(tensor) for tensor in self.tensors.values()}
         done: set[int] = set()
         for path, target in self.tensors.items():
             source = now.tensors.get(path, target)
@@ -75,17 +76,23 @@ class HeldState:
                 continue
             done.add(id(target))
             source = source.detach()
-            if _storage_of(source) in held:  # which may be overwritten before
+            if storage_of(source) in held:  # which may be overwritten before
                 source = source.clone()
             moved.append((target, source))
         for target, source in moved:
             target.detach().copy_(source)
 
-    def take_in(self) -> str:
+    def take_in(self, roots: Mapping[str, Any]) -> str:
         """Make the held tensors the present state; return why they cannot be, "" if they are.
 
         If nothing has changed since the last replay, this only compares.
+
+        Args:
+            roots: the present objects.
         """
+        for name, root in self._roots.items():
+            if roots.get(name) is not root:
+                return f"{name} is another object"
         if not self.found.has_its_entries:
             now = self.look()
             changes = compare(self.found, now)
@@ -112,21 +119,16 @@ class HeldState:
             ValueError: some of those that share it are replaced, others are not.
         """
         tensor = self.tensors[path]
-        own = _storage_of(tensor)
+        own = storage_of(tensor)
         if own is None:
             return False
-        repeated = [size > 1 and not step for size, step in zip(tensor.shape, tensor.stride())]  # noqa: B905
-        sharing = [other for other, value in self.tensors.items() if _storage_of(value) == own]
+        is_expanded = distinct(tensor).shape != tensor.shape
+        sharing = [other for other, value in self.tensors.items() if storage_of(value) == own]
+        if share_memory(tensor, lane):
+            return True
         together = self._replaced.issuperset(sharing)
-        alone = len(self._replaced.intersection(sharing)) == 1
-        if together and own != _storage_of(lane) and not any(repeated) and not tensor.requires_grad:
+        if together and not is_expanded and not tensor.requires_grad:
             return False
-        if not alone:
+        if len(self._replaced.intersection(sharing)) > 1:
             raise ValueError(f"{' and '.join(sharing[:4])} share memory with other tensors")
         return True
-
-
-def _storage_of(tensor: torch.Tensor | None) -> int | None:
-    if tensor is None or not tensor.numel():
-        return None
-    return tensor.untyped_storage().data_ptr()

@@ -39,13 +39,19 @@ from muster.memory.slots import Lane
 from muster.observing.stats import CaptureStats
 from muster.protocols import Act, EnvBatch, Policy, Step
 from muster.rng import global_streams
+from muster.rollout.context import runs_beside_user
 from muster.rollout.running import Prepared, Rollout
 
 Capture = Literal["auto"] | bool
 MOST_GRAPHS = 8  # of a group
+MOST_POLICIES = 4  # whose state is held
 MOST_TRIES = 3  # for a reason that may pass: attributes that the first rollouts make, new functions
 FILLED = "filled once"  # in place of a graph, in ``lane.cache``
 PAYS = 4  # replays that make up for a recording
+BESIDE = (
+    "rollouts in a background thread share the process's random generators with your thread, which"
+    " could not use them during a recording"
+)
 UNUSED = 4 * MOST_GRAPHS  # replays of others after which a graph makes room
 
 _log = logging.getLogger("muster.capture")
@@ -133,7 +139,11 @@ class GraphRecorder:
             by_rows()
             lane.cache[key] = FILLED
             return False
-        self._try(running, prepared, by_rows)
+        if runs_beside_user():
+            by_rows()
+            self._give_up(running, prepared, BESIDE)
+        else:
+            self._try(running, prepared, by_rows)
         return False
 
     def _staleness(self, found: RecordedRollout, prepared: Prepared) -> str:
@@ -143,7 +153,7 @@ class GraphRecorder:
             return f"{policy.name} or {self._env.spec.name} computes by another function"
         if found.held is not self._held.get(policy):
             return "the state has other memory"
-        stale = found.held.take_in()
+        stale = found.held.take_in(self._roots(policy))
         if stale:
             del self._held[policy]
         return stale
@@ -227,6 +237,9 @@ class GraphRecorder:
             except Exception as error:  # noqa: BLE001 (of the user's code, or of the device)
                 problem = described(error)
             else:
+                self._held.pop(prepared.policy, None)
+                while len(self._held) >= MOST_POLICIES:
+                    del self._held[next(iter(self._held))]
                 self._held[prepared.policy] = found.held
                 lane.cache[self, prepared.policy] = found
                 self._graphs.add(found)
@@ -241,9 +254,17 @@ class GraphRecorder:
         if settles and self._tries < MOST_TRIES:
             self._tries += 1
             return
+        self._give_up(running, prepared, problem)
+
+    def _give_up(self, running: Rollout, prepared: Prepared, problem: str) -> None:
+        """Record nothing from now on, after a rollout whose rows are complete.
+
+        Raises:
+            CaptureRefused: with ``capture=True``.
+        """
         self.refuse(problem)
         if self._mode is True:
-            running.pause(prepared)  # the rows are complete
+            running.pause(prepared)
             raise CaptureRefused(
                 f"{self._env.spec.name}: capture=True, but a rollout cannot be recorded as a graph:"
                 f" {problem}. The rows are not lost: the next call returns them, and all further"
@@ -307,7 +328,7 @@ class Trial:
         block = self._block.clone()
         tensors = after.tensors
         try:
-            if held is None or held.take_in():
+            if held is None or held.take_in(self._roots):
                 held = HeldState(self._roots, self._device, self._replaced, self._block)
             first = counted, block
             found = self._record(graph, prepared, held, first)
@@ -317,7 +338,7 @@ class Trial:
             after.set_back()
             raise
         finally:
-            counted.load(tensors)
+            counted.load(tensors, besides=self._block)
             self._block.copy_(block)
         return found
 

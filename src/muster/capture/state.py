@@ -36,6 +36,7 @@ from muster.memory.slots import Lane, Slot
 MOST_ENTRIES = 50_000  # of a survey
 MOST_DEPTH = 60
 SHOWN = 60  # characters of a value in a message
+LARGE_BYTES = 1 << 24  # of larger arrays in host memory, only some values are compared
 # packages whose objects a rollout changes without effect on its rows: caches, guards, locks
 NOT_OPENED = (
     "torch._dynamo",
@@ -103,14 +104,21 @@ class Entries:
     @property
     def is_current(self) -> bool:
         """Whether the container still has these entries."""
-        now = self._now()
-        if len(now) != len(self.saved):
+        container = self.container
+        now = container if isinstance(container, (dict, list)) else self._now()
+        saved = self.saved
+        if len(now) != len(saved):
             return False
         if isinstance(now, dict):
-            pairs = [(value, now.get(key, _MISSING)) for key, value in self.saved.items()]
-        else:
-            pairs = list(zip(self.saved, now, strict=True))
-        return all(old is new or _is_same_constant(old, new) for old, new in pairs)
+            for key, old in saved.items():
+                new = now.get(key, _MISSING)
+                if new is not old and not _is_same_constant(old, new):
+                    return False
+            return True
+        for old, new in zip(saved, now, strict=True):
+            if new is not old and not _is_same_constant(old, new):
+                return False
+        return True
 
     def put(self, key: Any, value: Any) -> None:
         """Replace an entry."""
@@ -422,6 +430,9 @@ class Digest(int):
 
 def _digest(array: np.ndarray[Any, Any]) -> Digest:
     about = f"{array.shape} {array.dtype.str}".encode()
+    if array.nbytes > LARGE_BYTES:
+        flat = array.reshape(-1)
+        array = flat[:: max(1, array.nbytes // LARGE_BYTES)]
     return Digest(zlib.crc32(np.ascontiguousarray(array).tobytes(), zlib.crc32(about)))
 
 
@@ -547,14 +558,18 @@ class Contents:
             self._saved[name] = cloned[id(tensor)]
         self._states = [(each, each.get_state()) for each in generators]
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write the contents into tensors of these names, and set the generators' states."""
+    def load(
+        self, tensors: Mapping[str, torch.Tensor], besides: torch.Tensor | None = None
+    ) -> None:
+        """Write the contents into tensors of these names, except those in the memory of
+        ``besides``, and set the generators' states.
+        """
         written: set[int] = set()
         for name, saved in self._saved.items():
             tensor = tensors[name]
-            if id(tensor) not in written:
+            if id(tensor) not in written and not share_memory(tensor, besides):
                 written.add(id(tensor))
-                tensor.detach().copy_(saved)
+                distinct(tensor.detach()).copy_(distinct(saved, like=tensor))
         self.load_generators()
 
     def load_generators(self) -> None:
@@ -572,6 +587,28 @@ class Contents:
         for generator, state in self._states:
             if not torch.equal(generator.get_state(), state):
                 yield "the state of a generator of random numbers"
+
+
+def storage_of(tensor: torch.Tensor | None) -> int | None:
+    """Return the address of a tensor's memory; None if it has none."""
+    if tensor is None or not tensor.numel():
+        return None
+    return tensor.untyped_storage().data_ptr()
+
+
+def distinct(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a view without the repetitions of an expanded tensor (``like``, or itself)."""
+    strides = (tensor if like is None else like).stride()
+    for dim, step in enumerate(strides):
+        if not step and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor | None) -> bool:
+    """Return whether two tensors are parts of the same memory."""
+    address = storage_of(a)
+    return address is not None and address == storage_of(b)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
