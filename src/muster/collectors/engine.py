@@ -550,6 +550,7 @@ class Engine:
             engine=self.source.pool.engine,
             completed=window.frames,
             written=0 if self.options.replay_buffer is None else terms.delivered,
+            capture=self.last.capture,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from gymnasium.vector import AutoresetMode
 
 from muster.capabilities import (
     CastsValues,
+    CompilesSteps,
     CountsSteps,
     DrawsActions,
     KeepsState,
@@ -80,6 +82,7 @@ def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
 class TorchEnvs(
     EnvBatch,
     CastsValues,
+    CompilesSteps,
     CountsSteps,
     DrawsActions,
     KeepsState,
@@ -141,6 +144,7 @@ class TorchEnvs(
             device=None if rows.type == "cpu" else rows,
             single=single,
         )
+        self._stepping: Any = env  # has ``step``, which may be compiled
         self._limit: int | None = None
         # steps of current episodes
         self._count = torch.zeros(B, dtype=torch.int64, device=self._on)
@@ -149,6 +153,9 @@ class TorchEnvs(
         self._draws = [_drawing(spec, B, rows_on) for spec in self.actions.specs.values()]
         if not self._self_resetting:
             self._need_mask("it does not reset by itself (AutoresetMode.DISABLED)")
+
+    def compile_step(self, options: Mapping[str, Any]) -> None:
+        self._stepping = SimpleNamespace(step=torch.compile(self.env.step, **options))
 
     def limit_episodes(self, steps: int) -> None:
         try:
@@ -300,7 +307,7 @@ class TorchEnvs(
     def _step(
         self, action: Leaves, t: int
     ) -> tuple[Leaves, torch.Tensor, torch.Tensor, torch.Tensor, Any]:
-        got = checks.call(self.env, "step", self.spec.name, self.actions.build(action))
+        got = checks.call(self._stepping, "step", self.spec.name, self.actions.build(action))
         self.executed_in_row = self.spec.num_envs
         who = f"{self.spec.name}.step"
         obs, reward, terminated, truncated, info = checks.step_values(got, who)

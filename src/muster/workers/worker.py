@@ -37,6 +37,7 @@ from muster.workers.messages import RolloutResult
 if TYPE_CHECKING:
     import torch
 
+    from muster.capture.recording import GraphRecorder
     from muster.workers.requests import LayOut
 else:
     from muster.utils import lazy_torch as torch
@@ -54,6 +55,7 @@ class Worker:
         index: number of the worker.
         generation: number of earlier starts of the worker.
         marks_valid: rollouts have the column ``collector/valid``.
+        recorders: record whole rollouts, by group.
 
     Attributes:
         laid_out: layouts for which requests are made, by group; a new dict when lanes have to be
@@ -71,7 +73,9 @@ class Worker:
         index: int = 0,
         generation: int = 0,
         marks_valid: bool = False,
+        recorders: Mapping[int, GraphRecorder] | None = None,
     ) -> None:
+        self._recorders = recorders or {}
         self.groups = list(groups)
         self.policies = policies
         self.policy = model
@@ -235,6 +239,7 @@ class Worker:
         values: BootstrapRows | None = None
         error: BaseException | None = None
         phase = ""
+        recorder = self._recorders.get(group.number)
         try:
             if self._newest is not None:
                 progress.begin(Phase.WEIGHTS)
@@ -249,7 +254,7 @@ class Worker:
                 rule = None if begin else copy.deepcopy(request.rule)
                 request = replace(request, version=self._version, rule=rule)
             if request.bootstrap is None and not request.grad:
-                outcome = rollout(group, policy, request, lane, tally)
+                outcome = rollout(group, policy, request, lane, tally, recorder=recorder)
             else:
                 outcome, values = self._run_specially(group, policy, request, lane, tally)
         except BaseException as raised:  # noqa: BLE001 (raised to the user by the schedule)
@@ -282,6 +287,7 @@ class Worker:
             paused=error is not None and group.is_paused,
             left_out=outcome.left_out,
             warnings=warnings,
+            capture=None if recorder is None else recorder.stats(),
         )
         # its traceback refers to this frame, and this to the lane: slots would wait for the cycle
         # collector
