@@ -43,6 +43,15 @@ class LastRollouts:
         self.env_ids: Array = np.concatenate([counts.env_ids for counts in counters])
         self.lag: Counter[int] = Counter()
 
+    def repeat(self, weights: PolicyWeights) -> None:
+        """Take the same results again, of rollouts of one group."""
+        (result,) = self.results
+        lag = weights.lag(result.version)
+        counts = self._counters[result.group]
+        if counts.lag != lag:
+            counts.acted_with_lag(lag)
+        self.lag[lag] += 1
+
     @property
     def path(self) -> str:
         """How the policy was called; before the first rollout, how it will be."""

@@ -272,7 +272,9 @@ class TorchEnvs(
                 action = [rows[t].to(on, copy=True) for rows in actions]
                 obs, reward, ended, cut, info = self._step(action, t)
                 done = ended | cut
-                last, unknown = self._last(obs, done, info) if self._self_resetting else (obs, None)
+                last, unknown = obs, None
+                if self._self_resetting:
+                    last, unknown = self._last(obs, ended, done, info)
                 if valid is not None:
                     if unknown is None:
                         valid[t].fill_(True)
@@ -317,10 +319,11 @@ class TorchEnvs(
         return leaves, self._column(reward, "reward"), ended, cut, info
 
     def _last(
-        self, obs: Leaves, done: torch.Tensor, info: Any
+        self, obs: Leaves, ended: torch.Tensor, done: torch.Tensor, info: Any
     ) -> tuple[Leaves, torch.Tensor | None]:
-        """Return the true last observations if ``done``, else ``obs``; and the mask of unknown ones
-        (NaN or 0).
+        """Return the true last observations if ``done``, else ``obs``; and the mask of unknown ones:
+        0 after a termination (``ended``), where no target needs them and ``value * ~terminated`` has
+        to be finite; else NaN, so that nothing bootstraps from them unnoticed.
         """
         names = []
         if isinstance(info, Mapping):
@@ -338,8 +341,10 @@ class TorchEnvs(
             unknown = done & ~self._column(given, f"info['_{name}']")
         blanked = []
         for leaf in last:
-            blank = float("nan") if leaf.is_floating_point() else 0
-            blanked.append(leaf.masked_fill(_like(unknown, leaf), blank))
+            blank = leaf.masked_fill(_like(unknown, leaf), 0)
+            if leaf.is_floating_point():
+                blank = blank.masked_fill(_like(unknown & ~ended, leaf), float("nan"))
+            blanked.append(blank)
         return blanked, unknown
 
     def _leaves(self, obs: Any, who: str) -> Leaves:
