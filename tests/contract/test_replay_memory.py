@@ -189,7 +189,7 @@ def test_stacks_of_frames(tmp_path, rows, padding, options):
         frames_per_batch=2 * rows,
         **options,
     )
-    assert memory.rings[0].tensors["observation",].shape[1:] == (2, 6)
+    assert memory.rings[0].stored.tensors["observation",].shape[1:] == (2, 6)
 
 
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector], ids=lambda cls: cls.__name__)

@@ -114,9 +114,13 @@ class MemoryWriter:
     ) -> None:
         """Write the rows of a result, which begin with row ``first`` of its lane.
 
+        Rows on a device are looked at on the host, which waits for them.
+
         Args:
             goes_on: the rollout stays open for further rows.
         """
+        if lane.mirrored:
+            lane.bring_to_host()
         with self._memory.lock:  # nothing is sampled between breaking off and writing
             ring = self._memory.rings[result.group]
             known = self._known_of(ring, lane, first, result.group)
@@ -157,7 +161,7 @@ class MemoryWriter:
         others = np.flatnonzero(known.ids != ids[first])
         if len(others):
             ring.break_off(others)
-        source = lane.tensors if lane.mirrored or ring.on_device else lane.data
+        source = lane.tensors if lane.mirrored or ring.stored.device is not None else lane.data
         done = lane.arrays[DONE][first:rows]
         ends = done if valid is None else done & valid
         has_ends = done.any()
@@ -170,12 +174,12 @@ class MemoryWriter:
                 part = done[begin - first : end - first]
                 known_ends = ends[begin - first : end - first]
                 finals = self._finals(lane, result.finals, known_ends, begin)
-            last = {c.key: source[c.key][end] for c in ring.columns if c.carry}
+            last = {c.key: source[c.key][end] for c in ring.stored.columns if c.carry}
             if end == rows < lane.T and not goes_on:
                 last |= self._after_stop(lane, source, end, result.finals)
             self._memory.write(
                 result.group,
-                {c.key: _at(ring, source[c.key][begin:end]) for c in ring.columns},
+                {c.key: _at(ring, source[c.key][begin:end]) for c in ring.stored.columns},
                 {key: _at(ring, row) for key, row in last.items()},
                 done=part,
                 finals=finals,
@@ -288,7 +292,9 @@ class _Copies:
         self.simple = [(there, lane.data[key]) for key, there in simple]
         self.carried = [(there, lane.data[key]) for key, there in carried]
         # a policy may write its state in the row in which an episode begins
-        states = [(there, lane.data[key]) for key, there in carried if key not in ring.observed]
+        states = [
+            (there, lane.data[key]) for key, there in carried if key not in ring.stored.observed
+        ]
         self.simple += states
         self.done = lane.arrays[DONE]
         self.ids = lane.arrays[TRAJ_IDS]
@@ -315,6 +321,6 @@ def _valid(lane: Lane, first: int, result: RolloutResult) -> Array | None:
 
 def _at(ring: Ring, rows: Any) -> Any:
     """Return rows as the ring takes them: tensors for a ring on a device, else arrays."""
-    if ring.on_device or not isinstance(rows, torch.Tensor):
+    if ring.stored.device is not None or not isinstance(rows, torch.Tensor):
         return rows
     return rows.cpu().numpy()

@@ -162,15 +162,18 @@ class TorchEnvs(
         """Draw like ``SpaceCodec.sample``, on the device of the rows. Each row has a seed of its
         own, so the numbers do not depend on the division of steps into batches.
         """
-        rows = []
+        rows: list[list[torch.Tensor]] = [[] for _ in self._draws]
         for _ in range(math.prod(shape[:-1])):
             seed = int(rng.stream(0).integers(2**63))
             self._generator.manual_seed(seed)
-            rows.append([draw(self._generator) for draw in self._draws])
+            for steps, draw in zip(rows, self._draws, strict=True):
+                steps.append(draw(self._generator))
         drawn: dict[Key, Any] = {}
-        for key, steps in zip(self.spec.action_specs, zip(*rows, strict=True), strict=True):
-            leaf = torch.stack(steps)
-            leaf = leaf.reshape(*shape, *steps[0].shape[1:])
+        for (key, spec), steps in zip(self.spec.action_specs.items(), rows, strict=True):
+            leaf = torch.empty((0,), dtype=torch_dtype(spec.dtype), device=self._generator.device)
+            if steps:  # none, if the only row has an action of the policy's first call
+                leaf = torch.stack(steps)
+            leaf = leaf.reshape(*shape, *spec.shape)
             drawn[key] = leaf if self.spec.device else leaf.numpy()
         return drawn
 

@@ -8,14 +8,18 @@ never waits, and the operations can be recorded in a CUDA graph.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from muster.episodes.clock import TrajectoryClock
 from muster.episodes.record import Episodes
 from muster.memory.specs import Array
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from muster.utils import lazy_torch as torch
 
 CELLS = 1 << 22
 # places in the header of ``EndedRows``
