@@ -92,7 +92,7 @@ def device_rows(lane: Lane, spec: EnvSpec) -> DeviceRows:
             counts=tensors.get(STEP_COUNT),
             next_counts=tensors.get(next_of(STEP_COUNT)),
         )
-        return DeviceRows(clock, EndedRows(lane.T * lane.B, clock.ids.device))
+        return DeviceRows(clock, EndedRows(lane.T, lane.B, clock.ids.device))
 
 
 class _Unfetched(NamedTuple):

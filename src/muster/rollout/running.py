@@ -107,6 +107,7 @@ class Rollout:
         self.absent = request.absent
         # its rows are completed on the device, and the host does not wait for them
         self._there: DeviceRows | None = None
+        self._is_computed = False  # see ``compute_there``
         self.waiting: Waiting
         self.ends: Ends
         self._limit: StepLimit | None = None
@@ -593,17 +594,44 @@ class Rollout:
             frames, n, episodes, self.next_obs.finals, left_out=not self.waiting.is_idle
         )
 
+    @property
+    def is_completed_there(self) -> bool:
+        """Whether its columns are completed on the device, as far as is known now."""
+        return self._there is not None and self.waiting.is_idle
+
+    def prepare_there(self) -> None:
+        """Prepare ``compute_there``; some of it is done on the host."""
+        on_device = self.group.on_device
+        assert on_device is not None and self._there is not None
+        on_device.look()
+        on_device.prepare(self._there)
+
+    def compute_there(self) -> None:
+        """Complete all columns on the device, and carry the last rows on.
+
+        These are operations of the device only, and the same for each rollout into the lane, which
+        can be recorded as a graph: then ``computed_there`` follows its replay.
+        """
+        on_device = self.group.on_device
+        assert on_device is not None and self._there is not None
+        on_device.compute(self._there)
+        for key, _, _, last in self.views.carried:
+            self.group.carry.take(key, last, ())
+        self._is_computed = True
+
+    def computed_there(self) -> None:
+        """Note that a graph has done what ``compute_there`` does."""
+        self._is_computed = True
+
     def _finish_there(self, rows: DeviceRows) -> RolloutOutcome:
         """Complete all columns on the device."""
         group = self.group
         lane = self.lane
         on_device = group.on_device
         assert on_device is not None
-        on_device.look()
-        on_device.prepare(rows)
-        on_device.compute(rows)
-        for key, _, _, last in self.views.carried:
-            group.carry.take(key, last, ())
+        if not self._is_computed:
+            self.prepare_there()
+            self.compute_there()
         lane.completed_there()
         group.closed()
         if group.options.reset_at_each_iter and self.request.closes:
