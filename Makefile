@@ -6,6 +6,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+PROCESSES ?= 4
 
 SHELL := /bin/sh
 BIN := $(VENV)/bin
@@ -44,15 +45,16 @@ demo: $(STAMPS)/classic
 	"$(BIN)/muster" collect CartPole-v1 --frames 100k --num-envs 8 --policy mlp --seed 0 \
 	    --out "runs/demo-$$(date +%Y%m%d-%H%M%S)"
 
-# What is left out: tests/selection.py. In which of the two processes tests run: tests/two_processes.py.
+# What is left out: tests/selection.py. Which process runs which tests, and why there are more processes
+# than cores: tests/scheduling.py.
 test: $(STAMPS)/test
-	"$(BIN)/python" -m pytest -n 2 --durations=10 -m "not slow" $(ARGS)
+	"$(BIN)/python" -m pytest -n $(PROCESSES) --durations=10 -m "not slow" $(ARGS)
 
 test-rest: $(STAMPS)/test
-	"$(BIN)/python" -m pytest -n 2 --durations=10 -m slow $(ARGS)
+	"$(BIN)/python" -m pytest -n $(PROCESSES) --durations=10 -m slow $(ARGS)
 
 test-all: $(STAMPS)/test
-	"$(BIN)/python" -m pytest -n 2 --durations=10 $(ARGS)
+	"$(BIN)/python" -m pytest -n $(PROCESSES) --durations=10 $(ARGS)
 
 canary pythons: $(STAMPS)/dev
 	"$(BIN)/python" scripts/versions.py $@ $(ARGS)

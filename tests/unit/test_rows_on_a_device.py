@@ -405,3 +405,58 @@ def test_after_an_error_of_the_environments():
                 batches += 1
                 assert_same(got[0], got[1])
                 assert_same_records(here, there)
+
+
+# --- slots ----------------------------------------------------------------------------------------
+
+
+def starts(batch: Any) -> set[int]:
+    return {leaf.data_ptr() for leaf in batch.values(True, True)}
+
+
+def test_a_batch_is_the_memory_that_the_environments_write():
+    """It comes back when the last tensor of a batch is dropped, and no other batch has it before."""
+    with Collector(on_device(make()), tilt, frames_per_batch=100, seed=3) as there:
+        lanes: list[Any] = []
+        seen: list[set[int]] = []
+        kept: list[Any] = []
+        for number in range(6):
+            batch = there.next()
+            seen.append(starts(batch))
+            if number in (1, 3):
+                kept.append((batch["next", "reward"], batch["next", "reward"].clone()))
+            lanes += [id(slot) for slot in there._engine.source.bundles[0].ring._live]
+            del batch
+        held = [reward.data_ptr() for reward, _ in kept]
+        assert all(torch.equal(reward, copy) for reward, copy in kept)
+        for number, pointer in zip((1, 3), held, strict=True):
+            assert pointer in seen[number]
+            assert all(pointer not in later for later in seen[number + 1 :])
+        assert len(set(lanes)) <= 4
+        kept.clear()
+        again = {pointer for _ in range(4) for pointer in starts(there.next())}
+        assert again & set(held)
+
+
+def test_beyond_the_limit_batches_on_a_device_are_copies():
+    here = Collector(make(), tilt, frames_per_batch=100, seed=3)
+    there = Collector(
+        on_device(make()), tilt, frames_per_batch=100, seed=3, slot_memory_limit=25_000
+    )
+    with here, there:
+        kept = [(here.next().clone(), there.next()) for _ in range(8)]
+        for a, b in kept:
+            assert_same(a, b)
+        assert there.stats().slots["lent"] < 8
+        assert_accounted(there)
+
+
+def test_what_a_user_writes_into_a_batch_is_in_no_other():
+    here, there = both(make(), lambda: tilt, max_frames_per_traj=11, track_policy_version=True)
+    with here, there:
+        for _ in range(4):
+            expected, batch = here.next(), there.next()
+            assert_same(expected, batch)
+            for leaf in batch.values(True, True):
+                leaf.fill_(1)
+            del batch, leaf
