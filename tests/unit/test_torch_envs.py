@@ -14,6 +14,7 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode as Mode
 from torch import nn
+from torch._dynamo.utils import counters
 
 from muster import Collector, policies
 from muster.testing import EnvContract, TorchCartPole, TorchGridWorld, TorchPendulum
@@ -395,6 +396,22 @@ def test_a_step_waits_for_nothing_and_keeps_its_state_in_tensors(make, mode):
     replaced = {name for name, value in vars(env).items() if id(value) != objects[name]}
     # The CartPole shows what a collector has to handle: a tensor that each step replaces.
     assert replaced == ({"state"} if make is TorchCartPole else set())
+
+
+@pytest.mark.slow
+@OF
+def test_a_step_is_compiled_as_one_graph_beside_its_random_numbers(make):
+    torch.compiler.reset()
+    counters.clear()
+    plain, traced = (make(5, max_steps=6) for _ in range(2))
+    for env in (plain, traced):
+        env.reset(seed=0)
+    actions = actions_of(plain, 20)
+    expected = run(plain, actions)
+    traced.step = torch.compile(traced.step, backend="eager")
+    found = run(traced, actions)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("on", [CUDA])
