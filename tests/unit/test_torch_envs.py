@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -17,7 +18,11 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from muster import Collector, policies
+from muster.capture import graph
 from muster.testing import EnvContract, TorchCartPole, TorchGridWorld, TorchPendulum
+from tests.fakes.device_rows import on_device
+from tests.fakes.tape import TapePool
+from tests.tools import assert_same
 from tests.unit.test_device_lanes import CUDA, Waits
 
 SIZE = 6
@@ -396,6 +401,23 @@ def test_a_step_waits_for_nothing_and_keeps_its_state_in_tensors(make, mode):
     replaced = {name for name, value in vars(env).items() if id(value) != objects[name]}
     # The CartPole shows what a collector has to handle: a tensor that each step replaces.
     assert replaced == ({"state"} if make is TorchCartPole else set())
+
+
+@OF
+@MODES
+def test_recorded_rollouts_are_those_row_by_row(make, mode, monkeypatch):
+    monkeypatch.setitem(graph.GRAPHS, "cpu", TapePool)
+    B, T = 6, 12
+    envs = on_device(partial(make, B, autoreset=mode, max_steps=7))
+    options: Any = {"frames_per_batch": B * T, "seed": 0}
+    joined = []
+    for capture in (False, True):
+        with Collector(envs, None, capture=capture, **options) as collector:
+            batches = [collector.next().clone() for _ in range(5)]
+            stats = collector.stats().capture
+        joined.append(torch.cat(batches, 1))
+    assert stats.replays == 3, "the first rollout is run, the second one recorded"
+    assert_same(*joined)
 
 
 @pytest.mark.slow
