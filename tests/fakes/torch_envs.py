@@ -163,6 +163,20 @@ class Expanded(Walk):
         return state
 
 
+class Blown(Walk):
+    """Reads numbers of an array, of its class and of a tensor in host memory in every step."""
+
+    gravity = 0.1
+
+    def start(self) -> None:
+        self.wind = np.zeros(2)
+        self.scale = torch.ones((), device="cpu")
+
+    def keep(self, state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        push = float(self.wind[0]) + type(self).gravity * 0.1 + self.scale * 0.01
+        return state + push
+
+
 class Counts(Walk):
     """Counts its steps in Python."""
 

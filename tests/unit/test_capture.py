@@ -599,3 +599,35 @@ def test_nothing_is_recorded_beside_the_users_thread(pools):
 
 def net_policy() -> Any:
     return policies.categorical(net())
+
+
+@pytest.mark.parametrize("what", ["wind", "scale", "gravity", "global"])
+def test_numbers_outside_of_the_device_change_between_rollouts(pools, monkeypatch, what):
+    """A graph has them as constants: it is recorded again."""
+    monkeypatch.setattr(torch_envs.Blown, "gravity", 0.1)
+    monkeypatch.setitem(globals(), "threshold", 0.0)
+    policy = POLICIES["random"] if what != "global" else lambda: beyond
+    with Twins(partial(torch_envs.Blown, B), policy) as twins:
+        twins.alike(4)
+        for collector in twins.kept:
+            env = collector[0].envs[0]
+            if what == "wind":
+                env.wind[0] = 0.5
+            elif what == "scale":
+                env.scale += 3
+        if what == "gravity":
+            torch_envs.Blown.gravity = 3.0
+        elif what == "global":
+            monkeypatch.setitem(globals(), "threshold", 0.8)
+        replays = twins.replays
+        twins.alike(4)
+        assert twins.replays >= replays + 3
+        # the tape has its "device" in host memory: the tensor there is no constant
+        assert len(pools[0].made) == (1 if what == "scale" else 2)
+
+
+threshold = 0.0
+
+
+def beyond(obs: torch.Tensor) -> torch.Tensor:
+    return (obs[:, 0] > threshold).long()

@@ -235,3 +235,18 @@ def test_a_recording_takes_less_than_a_second_and_the_user_may_draw_meanwhile():
         assert collector.stats().capture.replays == 1
         assert recorded < 5  # the goal is 1; other programs may use the device
         print(f"recording: {recorded:.2f} s, {collector.stats().capture.nbytes:,} bytes")
+
+
+@pytest.mark.parametrize("what", ["wind", "scale"])
+def test_numbers_in_host_memory_change_between_rollouts(what):
+    with Twins(partial(torch_envs.Blown, 64, CUDA), frames_per_batch=8 * 64) as twins:
+        twins.alike(4)
+        replays = twins.replays
+        for kept in twins.kept:
+            env = kept[0].envs[0]
+            if what == "wind":
+                env.wind[0] = 0.5
+            else:
+                env.scale += 3
+        twins.alike(4)
+        assert twins.replays >= replays + 3

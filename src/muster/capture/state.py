@@ -36,6 +36,7 @@ from muster.memory.slots import Lane, Slot
 MOST_ENTRIES = 50_000  # of a survey
 MOST_DEPTH = 60
 SHOWN = 60  # characters of a value in a message
+SMALL_BYTES = 1 << 16  # of arrays in host memory that are compared before each replay
 LARGE_BYTES = 1 << 24  # of larger arrays in host memory, only some values are compared
 # packages whose objects a rollout changes without effect on its rows: caches, guards, locks
 NOT_OPENED = (
@@ -176,6 +177,8 @@ class Survey:
         values: what Python changes: constants, lengths of containers, digests of arrays, of tensors
             in host memory, and of generators there.
         entries: entries of all mutable containers.
+        shared: attributes of classes, and globals of functions: where, name and value.
+        arrays: small arrays and tensors in host memory.
         places: the entries and the key of each tensor that is directly in a mutable container.
         opaque: types of objects that cannot be looked into.
         problem: why the state cannot be known; "" if it can.
@@ -185,6 +188,8 @@ class Survey:
     generators: dict[str, torch.Generator] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     entries: list[Entries] = field(default_factory=list)
+    shared: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
+    arrays: dict[str, Any] = field(default_factory=dict)
     places: dict[str, tuple[Entries, Any]] = field(default_factory=dict)
     opaque: dict[str, str] = field(default_factory=dict)
     problem: str = ""
@@ -209,8 +214,15 @@ class Survey:
 
     @property
     def has_its_entries(self) -> bool:
-        """Whether all containers still have their entries of that moment."""
-        return all(entries.is_current for entries in self.entries)
+        """Whether all containers, classes, globals and small arrays are as at that moment."""
+        for entries in self.entries:
+            if not entries.is_current:
+                return False
+        for where, name, value in self.shared:
+            now = where.get(name, _MISSING)
+            if now is not value and not _is_same_constant(value, now):
+                return False
+        return all(_digest(array) == self.values[path] for path, array in self.arrays.items())
 
 
 def survey(roots: Mapping[str, Any], device: torch.device) -> Survey:
@@ -265,9 +277,14 @@ class _Walk:
         if with_index(tensor.device) == self._device:
             self.found.tensors[path] = tensor
         elif tensor.device.type == "cpu" and tensor.layout is torch.strided:
-            self.found.values[path] = _digest(tensor.detach().numpy(force=True))
+            self._note_array(tensor, path)
         else:
             self.found.opaque[path] = f"a tensor on {tensor.device}"
+
+    def _note_array(self, array: Any, path: str) -> None:
+        self.found.values[path] = _digest(array)
+        if array.nbytes <= SMALL_BYTES and not path.startswith("adapter"):
+            self.found.arrays[path] = array
 
     def _note_random_state(self, obj: Any, path: str) -> bool:
         """Note the state of a generator; return whether ``obj`` is one."""
@@ -297,7 +314,7 @@ class _Walk:
             if obj.dtype == object:
                 self._visit_all(enumerate(obj.flat), path, depth)
             else:
-                self.found.values[path] = _digest(obj)
+                self._note_array(obj, path)
         elif isinstance(obj, tuple):
             self.found.values[f"{path}()"] = Length(len(obj))
             self._visit_all(enumerate(obj), path, depth)
@@ -371,6 +388,7 @@ class _Walk:
         for name in function.__code__.co_names:
             used = function.__globals__.get(name)
             if isinstance(used, (torch.Tensor, torch.Generator, torch.nn.Module, float, int, list)):
+                self.found.shared.append((function.__globals__, name, used))
                 self.visit(used, f"{path}: global {name}", depth)
 
     def _open_object(self, obj: Any, path: str, depth: int) -> None:
@@ -410,6 +428,7 @@ class _Walk:
             for name, value in list(vars(base).items()):
                 kinds = (bool, int, float, str, list, dict, torch.Tensor, torch.Generator)
                 if isinstance(value, kinds) and not name.startswith("__"):
+                    self.found.shared.append((vars(base), name, value))
                     self.visit(value, f"type({path}).{name}", depth)
 
 
@@ -435,7 +454,9 @@ class Digest(int):
     """A digest of the contents of an array."""
 
 
-def _digest(array: np.ndarray[Any, Any]) -> Digest:
+def _digest(array: Any) -> Digest:
+    if isinstance(array, torch.Tensor):
+        array = array.detach().numpy(force=True)
     about = f"{array.shape} {array.dtype.str}".encode()
     if array.nbytes > LARGE_BYTES:
         flat = array.reshape(-1)
@@ -452,7 +473,9 @@ def _slots_of(obj: Any) -> list[str]:
     names: list[str] = []
     for cls in type(obj).__mro__:
         own = cls.__dict__.get("__slots__", ())
-        names += [own] if isinstance(own, str) else list(own)
+        for name in [own] if isinstance(own, str) else own:
+            is_private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{cls.__name__.lstrip('_')}{name}" if is_private else name)
     hidden = ("__dict__", "__weakref__")
     return [name for name in names if name not in hidden and hasattr(obj, name)]
 
