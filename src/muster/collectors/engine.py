@@ -287,6 +287,8 @@ class Engine:
                 self.ended.show(pipeline.ready[0].episodes)
                 # the pipeline has no reference to it while the next one is collected
                 yield pipeline.take()
+        for group in [] if self.local is None else self.local.groups:
+            group.check_earlier(wait=True)
         # a Ctrl-C that came while the last batch was used; after the loop the program may have no
         # handler
         checkpoint()

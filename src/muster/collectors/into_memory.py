@@ -114,9 +114,13 @@ class MemoryWriter:
     ) -> None:
         """Write the rows of a result, which begin with row ``first`` of its lane.
 
+        Rows on a device are looked at on the host, which waits for them.
+
         Args:
             goes_on: the rollout stays open for further rows.
         """
+        if lane.mirrored:
+            lane.bring_to_host()
         with self._memory.lock:  # nothing is sampled between breaking off and writing
             ring = self._memory.rings[result.group]
             known = self._known_of(ring, lane, first, result.group)
