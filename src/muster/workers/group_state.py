@@ -128,7 +128,7 @@ def _plain(row: Any) -> Any:
 def _row(row: Any, device: Any) -> Any:
     if isinstance(row, list):
         return cells_of(row)
-    return row.copy() if isinstance(row, np.ndarray) else row.to(device)
+    return row.copy() if isinstance(row, np.ndarray) else row.to(device, copy=True)
 
 
 # --- undelivered rollouts -------------------------------------------------------------------------

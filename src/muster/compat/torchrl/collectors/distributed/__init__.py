@@ -77,8 +77,21 @@ class WithoutEffect:
     """
 
     local_init_rb: bool | None = None
-    no_cuda_sync: bool | None = None
+    no_cuda_sync: bool | None = False
     use_buffers: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownAsInTorchRL:
+    """Arguments whose defaults are written in another way in TorchRL, where -1 means None.
+
+    Attributes:
+        init_random_frames, max_frames_per_traj, split_trajs: as in ``muster.Collector``.
+    """
+
+    init_random_frames: int | None = -1
+    max_frames_per_traj: int | None = -1
+    split_trajs: bool | None = False
 
 
 class _OverNodes:
@@ -218,6 +231,7 @@ class _OverNodes:
             "requested_frames_per_batch": self.requested_frames_per_batch,
             "stepped_frames": known.executed,
             "completed_frames": known.completed,
+            "completed_trajectories": known.episodes,
             "pending_frames": known.in_flight,
             "written_frames": known.written,
         }
@@ -276,7 +290,7 @@ class DistributedCollector(_OverNodes, clusters.DistributedCollector):  # type: 
             share.
     """
 
-    @passes_on(clusters.DistributedOptions, WithoutEffect)
+    @passes_on(clusters.DistributedOptions, WithoutEffect, ShownAsInTorchRL)
     def __init__(
         self,
         create_env_fn: Any,
@@ -296,7 +310,7 @@ class DistributedSyncCollector(DistributedCollector):
     every batch.
     """
 
-    @passes_on(clusters.DistributedOptions, WithoutEffect)
+    @passes_on(clusters.DistributedOptions, WithoutEffect, ShownAsInTorchRL)
     def __init__(
         self, create_env_fn: Any, policy: Any = None, *, update_interval: int = 1, **options: Any
     ) -> None:
@@ -324,7 +338,7 @@ class RPCCollector(_OverNodes, clusters.RPCCollector):  # type: ignore[misc]
 
     _joins = True
 
-    @passes_on(clusters.RPCOptions, WithoutEffect)
+    @passes_on(clusters.RPCOptions, WithoutEffect, ShownAsInTorchRL)
     def __init__(
         self, create_env_fn: Any, policy: Any = None, *, frames_per_batch: int, **options: Any
     ) -> None:
@@ -338,6 +352,7 @@ class RayCollector(_OverNodes, clusters.RayCollector):  # type: ignore[misc]
     Args:
         use_env_creator: no effect (an argument of TorchRL); environment factories are pickled
             unchanged.
+        no_cuda_sync: no effect (an argument of TorchRL).
         **options: TorchRL's arguments, and those of ``muster.RayCollector``. If only
             ``collector_kwargs`` or ``remote_configs`` is a list, its length is the number of
             actors.
@@ -346,7 +361,7 @@ class RayCollector(_OverNodes, clusters.RayCollector):  # type: ignore[misc]
     _service: Any = None  # the InferenceServer that has the policy
     _learner_scheme: Any = None  # over which a learner sends weights to it
 
-    @passes_on(clusters.RayOptions, WithoutEffect)
+    @passes_on(clusters.RayOptions, WithoutEffect, ShownAsInTorchRL)
     def __init__(
         self,
         create_env_fn: Any,
@@ -354,8 +369,10 @@ class RayCollector(_OverNodes, clusters.RayCollector):  # type: ignore[misc]
         *,
         frames_per_batch: int,
         use_env_creator: bool = False,
+        no_cuda_sync: bool | None = None,
         **options: Any,
     ) -> None:
+        del use_env_creator, no_cuda_sync
         lists = [options.get(name) for name in ("collector_kwargs", "remote_configs")]
         counts = [len(given) for given in lists if isinstance(given, list)]
         if options.get("num_collectors") is None and counts and not isinstance(create_env_fn, list):
