@@ -23,6 +23,7 @@ from torch import nn
 from muster import Collector, Execution, ReplayMemory, policies
 from muster.capture import graph, recording
 from muster.errors import BadOption, CaptureRefused, EnvError
+from muster.observing.snapshots import EpisodeTotals, snapshot
 from muster.testing import TorchCartPole
 from tests.fakes import torch_envs
 from tests.fakes.device_rows import on_device
@@ -134,7 +135,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@OF_MODE
+@pytest.mark.parametrize(
+    "mode",
+    [MODES[0], pytest.param(MODES[1], marks=pytest.mark.slow)],
+    ids=["same step", "by mask"],
+)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.filterwarnings("ignore:.*cannot be shared equally")
 def test_with_options(pools, options, mode):
@@ -415,6 +420,8 @@ def test_stats_and_their_table(pools):
         assert (capture.state, capture.graphs, capture.reason) == ("replaying", 1, "")
         assert capture.nbytes > 0
         assert "replaying" in collector.stats()._repr_html_()
+        shown = snapshot(collector.stats(), EpisodeTotals())
+        assert shown["capture"] == "replaying"
 
 
 def test_where_there_is_nothing_to_record():

@@ -26,6 +26,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -332,8 +333,9 @@ class Trial:
             found = self._record(graph, prepared, held, first)
             tensors = held.tensors
         except BaseException:
-            graph.release()
             after.set_back()
+            with suppress(Exception):  # of a graph that was not recorded to its end
+                graph.release()
             raise
         finally:
             counted.load(tensors, besides=self._block)
