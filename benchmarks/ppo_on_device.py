@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--envs", type=int, default=4096)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--total-frames", type=int, default=20_000_000, help="at most")
-    parser.add_argument("--output", type=Path, default=RESULTS / "ppo_on_device.json")
+    parser.add_argument("--output", type=Path, help="default: the results, for a CUDA device")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     device, envs, frames = options.device, options.envs, options.total_frames
@@ -124,16 +124,20 @@ def main(arguments: list[str] | None = None) -> None:
     for system in systems.values():  # loads kernels
         measure(system, device, envs, 2 * envs * T, 0)
     runs: dict[str, list[Any]] = {name: [] for name in systems}
+    results = {"machine": machine(), "card": card_of(device), "envs": envs, "runs": runs}
+    output = options.output
+    if output is None and device != "cpu":
+        output = RESULTS / "ppo_on_device.json"
     for seed in range(1, options.seeds + 1):
         for name, system in systems.items():
             print(f"{name}, seed {seed}", flush=True)
             runs[name].append(measure(system, device, envs, frames, seed))
-    results = {"machine": machine(), "card": card_of(device), "envs": envs, "runs": runs}
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(results).replace('{"seed"', '\n{"seed"')
+            output.write_text(text + "\n")
     for name, done in runs.items():
         print(f"{name:24} {summary(done)}", flush=True)
-    options.output.write_text(
-        json.dumps(results, indent=None).replace('{"seed"', '\n{"seed"') + "\n"
-    )
 
 
 if __name__ == "__main__":

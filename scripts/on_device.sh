@@ -15,8 +15,8 @@ failed=0
 files=$(grep -rlE 'cuda\.is_available|import .*\bCUDA\b' tests/unit tests/contract --include='test_*.py')
 parallel=$("$PYTHON" -c 'import xdist; print("-n 8")' 2>/dev/null)
 # shellcheck disable=SC2086
-timeout 180 "$PYTHON" -m pytest $parallel -q -k "cuda or capture" -m "not slow" -o addopts=--import-mode=importlib \
+timeout 150 "$PYTHON" -m pytest $parallel -q -k "cuda or capture" -m "not slow" -o addopts=--import-mode=importlib \
     -p no:cacheprovider $files || failed=1
 timeout 240 "$PYTHON" -m benchmarks.on_device --output "$FOLDER/on_device.json" || failed=1
-timeout 60 "$PYTHON" -m benchmarks.ppo_on_device --output "$FOLDER/ppo_on_device.json" || failed=1
+timeout 80 "$PYTHON" -m benchmarks.ppo_on_device --output "$FOLDER/ppo_on_device.json" || failed=1
 exit $failed

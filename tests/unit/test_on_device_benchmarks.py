@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from functools import partial
 from typing import Any
@@ -157,6 +158,46 @@ def test_both_kinds_of_ppo_learn_with_one_learner(tmp_path, capsys):
         assert returns[-1] > 40 > returns[0] > 10  # random actions: 22
         assert seconds == sorted(seconds)
     assert "not solved" in capsys.readouterr().out
+
+
+class Keeping(Learner):
+    """Keeps the rows that it learns from."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.kept: list[Any] = []
+
+    def update(self, batch: Any, progress: float) -> None:
+        self.kept.append(batch.clone())
+        super().update(batch, progress)
+
+
+def test_the_loop_by_hand_and_the_collector_learn_from_rows_of_the_same_kind():
+    learners = {}
+    curves = {}
+    for name, system in (("by hand", ppo_on_device.by_hand), ("muster", ppo_on_device.train)):
+        learners[name] = Keeping()
+        curves[name] = system(learners[name], "cpu", 8, 3 * 8 * T, 0)
+    for name, learner in learners.items():
+        rows = torch.cat(learner.kept)  # [3 * T, 8]
+        after = rows["next"]
+        done = after["done"].squeeze(-1)
+        assert rows.shape == (3 * T, 8), name
+        assert done.sum() > 5
+        assert torch.equal(after["terminated"], after["done"]), "no episode is 500 steps long yet"
+        assert after["reward"].eq(1).all()
+        going_on = ~done[:-1]
+        before = after["observation"][:-1]
+        assert torch.equal(before[going_on], rows["observation"][1:][going_on])
+        assert (rows["observation"][1:][done[:-1]].abs() <= 0.05).all()
+        ends = after["observation"][done][:, [0, 2]].abs()
+        assert (ends > torch.tensor([2.4, 0.2094])).any(1).all(), "true last observations"
+        assert (rows["action_log_prob"] < 0).all()
+        ends_of = [[-1, *column.nonzero()[:, 0].tolist()] for column in done.T]
+        lengths = [b - a for at in ends_of for a, b in itertools.pairwise(at)]
+        assert sorted(curves[name].recent.tolist()) == sorted(lengths)
+    by_hand = set(learners["by hand"].kept[0].keys(True, True))
+    assert by_hand <= set(learners["muster"].kept[0].keys(True, True))
 
 
 def test_the_returns_of_the_loop_by_hand_are_lengths_of_episodes(capsys):
