@@ -267,21 +267,27 @@ def test_tensors(mode, final_obs):
 
 @pytest.mark.parametrize("rows", [3, 30])
 def test_an_unknown_last_observation_is_never_that_of_a_reset(rows):
+    from torchrl.data import Unbounded
     from torchrl.testing.mocking_classes import CountingBatchedEnv
 
     class ResetsItself(CountingBatchedEnv):
-        """As TorchRL's simulators on a GPU do: a finished environment's next observation is its first
-        one, here 1.
+        """As TorchRL's simulators on a GPU do: a finished environment returns its first observation,
+        here 1, and TorchRL makes NaN of it.
         """
 
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
             self._torchrl_native_autoreset = True
+            self.observation_spec["observation"] = Unbounded((3, 1), dtype=torch.float32)
 
         def _step(self, tensordict: Any) -> Any:
             td = super()._step(tensordict)
             self.count[td["done"]] = 0
-            return td.set("observation", self.count + 1)
+            return td.set("observation", self.count + 1.0)
+
+        def _reset(self, tensordict: Any = None, **options: Any) -> Any:
+            td = super()._reset(tensordict, **options)
+            return td.set("observation", td["observation"].float())
 
     memory = ReplayMemory(300, seed=0)
     make = partial(ResetsItself, max_steps=torch.tensor([4, 5, 7]), batch_size=(3,))

@@ -253,7 +253,7 @@ class MemoryWriter:
                 leaves[key] = np.stack(rows) if rows else lane.arrays[key][0, :0]
         if NEXT_OBS_VALID in lane.data:
             known = as_tensor(lane.data[NEXT_OBS_VALID])[t, env].cpu()
-            for rows in leaves.values():  # TorchRL's are first observations of the next episode
+            for rows in leaves.values():  # TorchRL has NaN there
                 as_tensor(rows)[~known] = 0
         return leaves
 
