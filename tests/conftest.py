@@ -1,5 +1,5 @@
-"""What all tests run under. ``tests/selection.py`` says which tests run, ``tests/two_processes.py``
-in which process.
+"""What all tests run under. ``tests/selection.py`` says which tests run, ``tests/scheduling.py`` in
+which process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.scheduling import pytest_xdist_make_scheduler  # noqa: F401 (a hook)
 from tests.selection import pytest_collection_modifyitems  # noqa: F401 (a hook)
-from tests.two_processes import pytest_xdist_make_scheduler  # noqa: F401 (a hook)
 
 # Tianshou compiles its helpers in every process that imports it, which takes 6 to 15 seconds of CPU
 # time each; the same functions as plain Python give the same numbers.

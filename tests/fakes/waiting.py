@@ -77,11 +77,14 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        self.operations.append(name)
         by_mask = name in ("index", "index_put", "index_put_") and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
         to_host = name == "copy_" and args[0].data_ptr() in self._on_host
         if name in WAITS or by_mask or to_host:
             self.found[name] += 1
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if name in ("to", "contiguous") and result.data_ptr() == args[0].data_ptr():
+            name = "alias"
+        self.operations.append(name)
+        return result

@@ -119,9 +119,13 @@ class MemoryWriter:
     ) -> None:
         """Write the rows of a result, which begin with row ``first`` of its lane.
 
+        Rows on a device are looked at on the host, which waits for them.
+
         Args:
             goes_on: the rollout stays open for further rows.
         """
+        if lane.mirrored:
+            lane.bring_to_host()
         with self._memory.lock:  # nothing is sampled between breaking off and writing
             ring = self._memory.rings[result.group]
             known = self._known_of(ring, lane, first, result.group)
@@ -162,7 +166,7 @@ class MemoryWriter:
         others = np.flatnonzero(known.ids != ids[first])
         if len(others):
             ring.break_off(others)
-        source = lane.tensors if lane.mirrored or ring.on_device else lane.data
+        source = lane.tensors if lane.mirrored or ring.stored.device is not None else lane.data
         done = lane.arrays[DONE][first:rows]
         ends = done if valid is None else done & valid
         has_ends = done.any()
@@ -175,12 +179,12 @@ class MemoryWriter:
                 part = done[begin - first : end - first]
                 known_ends = ends[begin - first : end - first]
                 finals = self._finals(lane, result.finals, known_ends, begin)
-            last = {c.key: source[c.key][end] for c in ring.columns if c.carry}
+            last = {c.key: source[c.key][end] for c in ring.stored.columns if c.carry}
             if end == rows < lane.T and not goes_on:
                 last |= self._after_stop(lane, source, end, result.finals)
             self._memory.write(
                 result.group,
-                {c.key: _at(ring, source[c.key][begin:end]) for c in ring.columns},
+                {c.key: _at(ring, source[c.key][begin:end]) for c in ring.stored.columns},
                 {key: _at(ring, row) for key, row in last.items()},
                 done=part,
                 finals=finals,
@@ -236,19 +240,26 @@ class MemoryWriter:
     def _finals(
         self, lane: Lane, kept: Sequence[Final], done: Array, begin: int
     ) -> Mapping[Key, Any]:
-        """Return the observations after the ends of episodes, ``done`` in rows from ``begin`` on."""
+        """Return the observations after the ends of episodes, ``done`` in rows from ``begin`` on; 0
+        where they are unknown.
+        """
         t, env = np.nonzero(done)
         t += begin
+        leaves: dict[Key, Any] = {}
         if next_of(self._observed[0]) in lane.data:
-            return {key: lane.data[next_of(key)][t, env] for key in self._observed}
-        places = {
-            (final.t, i): (final, place) for final in kept for place, i in enumerate(final.envs)
-        }
-        found = [places[cell] for cell in zip(t.tolist(), env.tolist(), strict=True)]
-        leaves = {}
-        for key in self._observed:
-            rows = [final.leaves[key][place] for final, place in found]
-            leaves[key] = np.stack(rows) if rows else lane.arrays[key][0, :0]
+            leaves = {key: lane.data[next_of(key)][t, env] for key in self._observed}
+        else:
+            places = {
+                (final.t, i): (final, place) for final in kept for place, i in enumerate(final.envs)
+            }
+            found = [places[cell] for cell in zip(t.tolist(), env.tolist(), strict=True)]
+            for key in self._observed:
+                rows = [final.leaves[key][place] for final, place in found]
+                leaves[key] = np.stack(rows) if rows else lane.arrays[key][0, :0]
+        if NEXT_OBS_VALID in lane.data:
+            known = as_tensor(lane.data[NEXT_OBS_VALID])[t, env].cpu()
+            for rows in leaves.values():  # TorchRL's are first observations of the next episode
+                as_tensor(rows)[~known] = 0
         return leaves
 
 
@@ -293,7 +304,9 @@ class _Copies:
         self.simple = [(there, lane.data[key]) for key, there in simple]
         self.carried = [(there, lane.data[key]) for key, there in carried]
         # a policy may write its state in the row in which an episode begins
-        states = [(there, lane.data[key]) for key, there in carried if key not in ring.observed]
+        states = [
+            (there, lane.data[key]) for key, there in carried if key not in ring.stored.observed
+        ]
         self.simple += states
         self.done = lane.arrays[DONE]
         self.ids = lane.arrays[TRAJ_IDS]
@@ -320,6 +333,6 @@ def _valid(lane: Lane, first: int, result: RolloutResult) -> Array | None:
 
 def _at(ring: Ring, rows: Any) -> Any:
     """Return rows as the ring takes them: tensors for a ring on a device, else arrays."""
-    if ring.on_device or not isinstance(rows, torch.Tensor):
+    if ring.stored.device is not None or not isinstance(rows, torch.Tensor):
         return rows
     return rows.cpu().numpy()

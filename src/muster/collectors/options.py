@@ -57,6 +57,8 @@ SHOWN_ORDER = (
     "trust_policy",
     "compile_policy",
     "cudagraph_policy",
+    "compile_env",
+    "capture",
     "postproc",
     "split_trajs",
     "trajs_per_batch",
@@ -279,8 +281,9 @@ class CollectorOptions(BatchOptions, WorkerOptions):
             is not one.
         init_random_frames: number of frames with uniformly random actions at the start, rounded up
             to whole batches. Columns that the policy would have filled (log-probabilities, values)
-            are NaN, 0 or False there, and recurrent states are those of a new episode. The policy
-            is called once before, to find its columns. None, 0 or negative: none.
+            are NaN, 0 or False there, and recurrent states 0; the first step of the policy after
+            them starts from the state of a new episode. The policy is called once before, to find
+            its columns. None, 0 or negative: none.
         create_env_kwargs: keyword arguments for the env id or function; a dict, or a list with a
             dict for each group.
         policy_factory: function without arguments that makes the policy; replaces ``policy``. With
@@ -611,6 +614,23 @@ def _check_objects(o: CollectorOptions) -> None:
             "weight_sync_schemes send weights to sub-collectors, and a Collector has none;"
             " weight_recv_schemes receive them from a parent"
         )
+    if o.capture is True:
+        between = {
+            "on_step": o.on_step is not None,
+            "interruptor": o.interruptor is not None,
+            "cudagraph_policy": o.cudagraph_policy not in (None, False),
+        }
+        given = [name for name, is_given in between.items() if is_given]
+        if given:
+            raise BadOption(
+                f"capture=True records whole rollouts, and {given[0]} needs Python between two"
+                " steps. Leave one of them out, or pass capture='auto'."
+            )
+        if o.has_workers:
+            raise BadOption(
+                "capture=True is for a Collector: rows that worker processes and threads fill are"
+                " in host memory. Leave it out."
+            )
     if o.cudagraph_policy not in (None, False) and not torch.cuda.is_available():
         raise BadOption(
             "cudagraph_policy needs a CUDA device, and this machine or this build of torch has none"

@@ -8,14 +8,18 @@ never waits, and the operations can be recorded in a CUDA graph.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from muster.episodes.clock import TrajectoryClock
 from muster.episodes.record import Episodes
 from muster.memory.specs import Array
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from muster.utils import lazy_torch as torch
 
 CELLS = 1 << 22
 # places in the header of ``EndedRows``
@@ -45,9 +49,17 @@ class ClockRows(NamedTuple):
 
 
 class EndedRows:
-    """Memory for the records of all episodes that can end in a lane: 24 bytes per cell.
+    """Memory for the records of all episodes that can end in a lane: 24 bytes per cell, and 8 more
+    for the first ``most_cells``. Its addresses do not change.
+
+    Args:
+        most_cells: cells whose ends are looked for at once: a bound on memory, since some 80 bytes
+            per cell are used meanwhile.
 
     Attributes:
+        cells: number of cells of the lane.
+        most: number of rows that are looked at at once.
+        sums: returns of the episodes of each environment that go on in these rows.
         records: ``[3, T * B]`` int64: ids, bits of the returns, and lengths with flags. Records of
             ended episodes come first, in the order of their ends; other values follow.
         header: number of records, number of the first cell with a bad reward (or -1), and bits of
@@ -55,8 +67,11 @@ class EndedRows:
         known: the header in memory of the host, into which ``send`` copies it.
     """
 
-    def __init__(self, cells: int, device: torch.device) -> None:
+    def __init__(self, T: int, B: int, device: torch.device, most_cells: int = CELLS) -> None:
+        cells = T * B
         self.cells = cells
+        self.most = min(T, max(1, most_cells // B))
+        self.sums = torch.zeros((self.most + 1, B), dtype=torch.float64, device=device)
         self.records = torch.zeros((3, cells), dtype=torch.int64, device=device)
         self.header = torch.zeros(3, dtype=torch.int64, device=device)
         self.known = host_zeros(3, device)
@@ -107,12 +122,10 @@ class TensorClock:
     Args:
         clock: the clock for rollouts that need the host.
         device: device of the rows.
-        cells: cells whose ends are looked for at once: a bound on memory, of 64 bytes per cell.
     """
 
-    def __init__(self, clock: TrajectoryClock, device: torch.device, cells: int = CELLS) -> None:
+    def __init__(self, clock: TrajectoryClock, device: torch.device) -> None:
         self._clock = clock
-        self._cells = cells
         self._is_here = False  # on the device
         B = len(clock.env_ids)
         self._total_envs = clock.total_envs
@@ -120,8 +133,6 @@ class TensorClock:
             self._ids = torch.zeros(B, dtype=torch.int64, device=device)
             self._left = torch.zeros_like(self._ids)  # steps of current episodes, negative
             self._returns = torch.zeros(B, dtype=torch.float64, device=device)
-            self._zero = torch.zeros((), dtype=torch.float64, device=device)
-            self._sums = torch.zeros((0, B), dtype=torch.float64, device=device)
 
     def on_host(self) -> TrajectoryClock:
         """Return the clock of the host, with the present state; it is the owner from now on."""
@@ -151,10 +162,8 @@ class TensorClock:
             checked: look for rewards that are not finite.
         """
         T, B = rows.reward.shape
-        most = max(1, self._cells // B)
+        most = ended.most
         with torch.inference_mode(False), torch.no_grad():
-            if len(self._sums) < min(most, T):
-                self._sums = self._sums.new_zeros((min(most, T), B))
             ended.clear()
             for begin in range(0, T, most):
                 part = rows
@@ -168,23 +177,36 @@ class TensorClock:
     def _advance(self, rows: ClockRows, ended: EndedRows, first: int) -> None:
         """Advance over some rows; the number of their first cell is ``first``."""
         torch.logical_or(rows.terminated, rows.truncated, out=rows.done)
-        n = len(rows.done)
-        sums = self._sums[:n]
-        self._add(rows, sums)
         ends = rows.done.cumsum(0)
         rows.ids[0].copy_(self._ids)
         torch.add(self._ids, ends[:-1], alpha=self._total_envs, out=rows.ids[1:])
+        returns = self._add(rows, ends, ended.sums[: len(ends) + 1])
         self._ids.add_(ends[-1], alpha=self._total_envs)
         lengths = self._count(rows)
-        _keep(rows, sums, lengths, ended, first)
+        _keep(rows, returns, lengths, ended, first)
 
-    def _add(self, rows: ClockRows, sums: torch.Tensor) -> None:
-        """Write the returns after each row: rewards are added one after another."""
-        carried = self._returns
-        each = zip(rows.reward.unbind(), rows.done.unbind(), sums.unbind(), strict=True)
-        for reward, done, total in each:
-            torch.add(carried, reward, out=total)
-            torch.where(done, self._zero, total, out=carried)
+    def _add(self, rows: ClockRows, ends: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        """Return the returns of the episodes of all cells, up to the last of these rows.
+
+        Rewards are added one after another, row by row. In a row each environment has a place of
+        its own, so the order of additions is always the same.
+
+        Args:
+            ends: numbers of ends before and in each cell.
+            sums: memory for the returns of all episodes.
+        """
+        n, B = ends.shape
+        sums.zero_()
+        sums[0].copy_(self._returns)
+        # cells of one episode have the same place
+        places = torch.arange(B, device=ends.device).repeat(n, 1)
+        places[1:].add_(ends[:-1], alpha=B)
+        flat = sums.view(-1)
+        rewards = rows.reward.to(torch.float64)
+        for place, reward in zip(places.unbind(), rewards.unbind(), strict=True):
+            flat.index_add_(0, place, reward)
+        torch.gather(sums, 0, ends[-1:], out=self._returns[None])
+        return flat[places]
 
     def _count(self, rows: ClockRows) -> torch.Tensor:
         """Write the columns of step counts; return the steps of episodes after each row."""
@@ -219,7 +241,7 @@ def _part(rows: ClockRows, which: slice) -> ClockRows:
 
 
 def _keep(
-    rows: ClockRows, sums: torch.Tensor, lengths: torch.Tensor, ended: EndedRows, first: int
+    rows: ClockRows, returns: torch.Tensor, lengths: torch.Tensor, ended: EndedRows, first: int
 ) -> None:
     """Write a record for each cell: those of ends behind the earlier ones, and the others from the
     last place on backwards, so that no two are written to the same place.
@@ -235,14 +257,14 @@ def _keep(
     places.add_(count).sub_(1)
     count.add_(last)
     packed = lengths.mul_(4).add_(rows.terminated).add_(rows.truncated, alpha=2)
-    columns = (rows.ids, sums.view(torch.int64), packed)
+    columns = (rows.ids, returns.view(torch.int64), packed)
     for column, values in zip(ended.records, columns, strict=True):
         column.scatter_(0, places, values.reshape(-1))
 
 
 def _note_bad(reward: torch.Tensor, header: torch.Tensor, first: int) -> None:
     """Write the first cell with a bad reward into the header, unless it has one."""
-    bad = reward.isfinite().logical_not_().reshape(-1)
+    bad = (reward - reward).ne(0).reshape(-1)  # NaN if it is not finite
     cell = bad.byte().argmax(0, keepdim=True)
     value = reward.reshape(-1)[cell].double().view(torch.int64)
     is_new = bad.any() & (header[BAD_CELL] < 0)

@@ -53,7 +53,8 @@ class RandomPolicy:
     the allowed ones. Rollouts have the columns of the collector's policy, so that all its batches
     have the same columns. Rows without an output of that policy are filled: extras with ``unknown``
     (integers 0, flags False, objects None), and recurrent states with those of the start of an
-    episode, from which the policy continues.
+    episode, from which the policy continues: zeros, or what the environment's reset has written
+    (TorchRL's ``TensorDictPrimer``).
     """
 
     name = path = "random"
@@ -111,16 +112,20 @@ class RandomPolicy:
         return self._columns
 
     def start(self, lane: Lane, rng: GroupRng) -> Act:
-        """Fill all remaining rows; the returned ``act`` only draws actions with a mask."""
+        """Fill all remaining rows; the returned ``act`` only does what depends on each row."""
         begin = lane.acts_from
         until = lane.acts_until
-        draws = []
+        acts = []
         for place, mask in enumerate(self._masks):
             stream = rng.stream(FIRST_MASKED + place)
-            draws.append(self._masked(mask, lane, stream))
+            if lane.mirrored:
+                acts.append(self._masked_there(mask, lane, stream))
+            else:
+                acts.append(self._masked(mask, lane, stream))
         # also without a row: environments that choose actions themselves notice the rollout
         for key, drawn in self._sample(rng, (max(0, until - begin), lane.B)).items():
             lane.data[key][begin:until] = drawn
+        of_env = {column.key for column in lane.layout.columns if column.by_policy}
         for column in self._columns:
             rows = lane.data[column.key]
             begin = lane.done_steps
@@ -128,15 +133,20 @@ class RandomPolicy:
                 rows[begin:until] = self._emptied(self._cells[column.key].flat[0])
             elif not column.carry:
                 rows[begin:until] = self._empty(column)
+            elif column.key in of_env:
+                hold = _holds(rows)
+                acts.append(hold)
+                for t in range(begin, lane.acts_from):  # rows that have an action already
+                    hold(t)
             elif column.key != IS_INIT:  # the loop writes IS_INIT
                 rows[begin + 1 : until + 1] = 0
-        if not draws:
+        if not acts:
             return _nothing
-
-        def act(t: int) -> None:
-            for draw_allowed in draws:
-                draw_allowed(t)
-
+        if not lane.mirrored:
+            return _all_of(acts)
+        act = lane.cache.get(self)  # the same function each time, as recorded rollouts require
+        if act is None:
+            act = lane.cache[self] = _all_of(acts)
         return act
 
     def _masked(self, mask: ActionMask, lane: Lane, stream: np.random.Generator) -> Act:
@@ -145,19 +155,23 @@ class RandomPolicy:
         actions = lane.data[mask.action]
         most = max(0, lane.acts_until - first)
         uniform = stream.random((most, lane.B, len(mask.drawn)))
-        if lane.mirrored:
-            numbers = torch.from_numpy(uniform).to(rows.device)
-
-            def draw_there(t: int) -> None:
-                chosen = mask.draw_on_device(rows[t], numbers[t - first])
-                actions[t].copy_(chosen.reshape(actions[t].shape))
-
-            return draw_there
 
         def draw(t: int) -> None:
             actions[t] = mask.draw(rows[t], uniform[t - first]).reshape(actions[t].shape)
 
         return draw
+
+    def _masked_there(self, mask: ActionMask, lane: Lane, stream: np.random.Generator) -> Act:
+        """The same on a device: the same function for all rollouts in a lane."""
+        first = lane.acts_from
+        most = max(0, lane.acts_until - first)
+        uniform = torch.from_numpy(stream.random((most, lane.B, len(mask.drawn))))
+        key = (self, mask.action)
+        if key not in lane.cache:
+            lane.cache[key] = _drawing_there(mask, lane, uniform)
+        numbers, draw = lane.cache[key]
+        numbers[first : first + most].copy_(uniform)
+        return draw  # type: ignore[no-any-return]
 
     def _empty(self, column: Column) -> Any:
         if not column.is_tensor:
@@ -181,5 +195,37 @@ class RandomPolicy:
         return torch.zeros_like(tensor)
 
 
+def _holds(rows: Any) -> Act:
+    """Return the function that keeps the state of a row for the next one."""
+
+    def hold(t: int) -> None:
+        rows[t + 1] = rows[t]
+
+    return hold
+
+
 def _nothing(t: int) -> None:
     pass
+
+
+def _all_of(acts: Sequence[Act]) -> Act:
+    def act(t: int) -> None:
+        for each in acts:
+            each(t)
+
+    return act
+
+
+def _drawing_there(mask: ActionMask, lane: Lane, uniform: torch.Tensor) -> tuple[torch.Tensor, Act]:
+    """Return the memory of the random numbers of all rows of a lane, and the function that draws an
+    action with them.
+    """
+    rows = lane.data[mask.key]
+    actions = lane.data[mask.action]
+    numbers = torch.empty((lane.T, *uniform.shape[1:]), dtype=uniform.dtype, device=rows.device)
+
+    def draw(t: int) -> None:
+        chosen = mask.draw_on_device(rows[t], numbers[t])
+        actions[t].copy_(chosen.reshape(actions[t].shape))
+
+    return numbers, draw
