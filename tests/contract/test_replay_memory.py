@@ -324,6 +324,13 @@ def test_an_episode_begins_after_a_surplus_cell_in_a_loaded_memory():
     assert memory.sample(100, sequence=1)["is_init"].all()
 
 
+class Moved(torch.nn.Module):
+    """Draws its actions."""
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return torch.randint(5, observation.shape[:-1])
+
+
 class StopsAfter:
     """An interruptor that ends every batch after some of its steps."""
 
@@ -924,6 +931,62 @@ def test_a_memory_that_is_too_small():
     with pytest.raises(BadOption, match="is smaller"):
         collecting(ReplayMemory(3), num_envs=4)
     collecting(ReplayMemory(4))
+
+
+def test_a_call_for_more_steps_than_the_memory_has_room_for():
+    """It has no effect on the batches of a collector that resumes after it."""
+
+    def made(memory: ReplayMemory) -> Collector:
+        return Collector(
+            partial(CountingEnv, 5), None, frames_per_batch=2, replay_buffer=memory, seed=0
+        )
+
+    memory = ReplayMemory(6)
+    with made(memory) as first:
+        first.collect(n_step=600)
+        assert memory[:]["observation"][:, 1].tolist() == [4, 0, 1, 2, 3, 4]
+        state = first.state_dict()
+    loaded = ReplayMemory(6)
+    loaded.load_state_dict(memory.state_dict())
+    with made(loaded) as second:
+        second.load_state_dict(state)
+        second.next()
+        assert loaded[:]["observation"][:, 1].tolist() == [1, 2, 3, 4, 0, 1]
+        second.collect(n_step=7)
+        assert loaded[:]["observation"][:, 1].tolist() == [3, 4, 0, 1, 2, 3]
+        assert_accounted(second)
+
+
+@pytest.mark.parametrize("frames", [2, 6])
+@pytest.mark.parametrize("policy", [None, Moved], ids=["random", "policy"])
+@pytest.mark.parametrize("cut", [1, 2, 4])
+def test_random_frames_are_those_of_batches_also_after_a_resume(tmp_path, frames, policy, cut):
+    def made(name: str, memory: ReplayMemory | None) -> Collector:
+        return Collector(
+            partial(OracleEnv, tmp_path / name, 0, 2),
+            None if policy is None else policy(),
+            num_envs=2,
+            frames_per_batch=frames,
+            init_random_frames=2 * frames,
+            replay_buffer=memory,
+            seed=0,
+        )
+
+    with made("plain", None) as plain:
+        batches = [batch["action"].clone() for batch in taken(plain, 6)]
+    expected = torch.cat(batches, 1)
+    memory = ReplayMemory(100)
+    with made("memory", memory) as first:
+        for _ in taken(first, cut):
+            pass
+        state = first.state_dict()
+    loaded = ReplayMemory(100)
+    loaded.load_state_dict(memory.state_dict())
+    with made("memory", loaded) as second:
+        second.load_state_dict(state)
+        for _ in taken(second, 6 - cut):
+            pass
+    assert torch.equal(loaded[:]["action"].reshape(-1, 2).T, expected)
 
 
 def test_keys_that_do_not_exist():

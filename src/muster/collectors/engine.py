@@ -349,8 +349,9 @@ class Engine:
         self.acting = acting or self.acting
         if self.local is None:
             others = {"batches": self._batches_left()} | others
+        is_chosen = self.in_batch or acting is not None
         request = CollectRequest(
-            (lambda ahead: self.acting) if self.in_batch or acting else self._who_acts,
+            (lambda ahead: self.acting) if is_chosen else self._who_acts,
             limit=limit,
             closes=closes,
             spans=self.time.timeline.running,
@@ -359,7 +360,7 @@ class Engine:
         self.in_batch = not closes
         memory = self.memory
         if memory is not None and remembered:
-            self._prepare(memory)
+            self._prepare(memory, self.acting if is_chosen else self._who_acts(0))
         elif memory is not None:
             memory.forget()  # the rows that follow do not continue those that were written
             memory = None
@@ -383,10 +384,12 @@ class Engine:
             batch, hidden, frames, self.ended.collected, self.last.env_ids, filled.results
         )
 
-    def _prepare(self, memory: MemoryWriter) -> None:
-        """Open the memory before the first rollout that it gets."""
+    def _prepare(self, memory: MemoryWriter, acting: str) -> None:
+        """Open the memory before the first rollout that it gets, in which ``acting`` acts: another
+        policy would make a first call that no rollout uses.
+        """
         if not memory.is_open:
-            memory.open(self.layout())
+            memory.open(self._layout_for(acting), self.rows)
 
     def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
         """See ``Collector.set_post_collect_hook``."""
@@ -415,9 +418,9 @@ class Engine:
         with postponed():
             checkpoint()
             assert self.memory is not None
-            if not self.memory.is_open:
-                self.memory.open(self.layout())
             policy = self._who_acts(0)
+            if not self.memory.is_open:
+                self._prepare(self.memory, policy)
             version = self.weights.hold()
             try:
                 results = rows.collect(next(self.source.pool.numbers), policy, version)
@@ -485,8 +488,14 @@ class Engine:
 
         A policy that was never called is called once for it.
         """
+        return self._layout_for("policy")
+
+    def _layout_for(self, acting: str) -> Layout:
+        """Return the layout of rollouts in which this policy acts, and lets it make its first call
+        if it did not act last.
+        """
         with self.weights.acting() as version:
-            return self.source.layout("policy", version)
+            return self.source.layout(acting, version)
 
     def blank(self) -> TensorDict:
         """Return a batch of zeros."""

@@ -50,11 +50,16 @@ class MemoryWriter:
         """Whether the memory is prepared for the rollouts."""
         return bool(self._observed)
 
-    def open(self, layout: Layout) -> None:
+    def open(self, layout: Layout, T: int) -> None:
         """Prepare the memory for rollouts with this layout.
 
+        Args:
+            layout: of the first rollout, which may be longer than those of batches: of a longer
+                one, the memory has the newest rows.
+            T: number of time steps of a batch.
+
         Raises:
-            BadOption: the memory is smaller than a rollout, or cannot store one.
+            BadOption: the memory is smaller than a batch, or cannot store a rollout.
         """
         counters = self._pool.counters
         for counts in counters:
@@ -65,14 +70,14 @@ class MemoryWriter:
                 )
         sizes = [counts.info.num_envs for counts in counters]
         rows = self._memory.capacity // sum(sizes)
-        if max(rows, 1) < layout.T:
+        if max(rows, 1) < T:
             raise BadOption(
                 f"ReplayMemory(capacity={self._memory.capacity}) is smaller than a rollout:"
-                f" {layout.T} steps of {sum(sizes)} environments are"
-                f" {layout.T * sum(sizes)} transitions. Give it a larger capacity, or the"
+                f" {T} steps of {sum(sizes)} environments are"
+                f" {T * sum(sizes)} transitions. Give it a larger capacity, or the"
                 " collector a smaller frames_per_batch"
             )
-        self._margin = max(layout.T, min(MARGIN, rows))
+        self._margin = max(T, min(MARGIN, rows))
         self._prepare(layout.columns)
 
     def _prepare(self, given: Sequence[Column]) -> None:
