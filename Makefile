@@ -6,6 +6,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+PROCESSES ?= 4
 
 SHELL := /bin/sh
 BIN := $(VENV)/bin
@@ -34,6 +35,7 @@ help:
 	@echo "make format   let ruff rewrite what it can"
 	@echo "make bench    measure against a bare loop and the peers    (ARGS goes to the benchmarks)"
 	@echo "make curves   learning curves of the examples, and the table of docs/examples.md (ARGS='--example sac --seeds 1')"
+	@echo "make device   tests and benchmarks that need a CUDA device: eight minutes"
 	@echo "make soak     every backend in turn for 30 minutes, with kills: memory, descriptors and counts"
 	@echo "make faults   every fault on every backend with every on_failure: docs/fault_matrix.md"
 	@echo "make clean    remove $(VENV), $(PEERS), runs/ and caches"
@@ -43,15 +45,16 @@ demo: $(STAMPS)/classic
 	"$(BIN)/muster" collect CartPole-v1 --frames 100k --num-envs 8 --policy mlp --seed 0 \
 	    --out "runs/demo-$$(date +%Y%m%d-%H%M%S)"
 
-# What is left out: tests/selection.py. In which of the two processes tests run: tests/two_processes.py.
+# What is left out: tests/selection.py. Which process runs which tests, and why there are more processes
+# than cores: tests/scheduling.py.
 test: $(STAMPS)/test
-	"$(BIN)/python" -m pytest -n 2 --durations=10 -m "not slow" $(ARGS)
+	"$(BIN)/python" -m pytest -n $(PROCESSES) --durations=10 -m "not slow" $(ARGS)
 
 test-rest: $(STAMPS)/test
-	"$(BIN)/python" -m pytest -n 2 --durations=10 -m slow $(ARGS)
+	"$(BIN)/python" -m pytest -n $(PROCESSES) --durations=10 -m slow $(ARGS)
 
 test-all: $(STAMPS)/test
-	"$(BIN)/python" -m pytest -n 2 --durations=10 $(ARGS)
+	"$(BIN)/python" -m pytest -n $(PROCESSES) --durations=10 $(ARGS)
 
 canary pythons: $(STAMPS)/dev
 	"$(BIN)/python" scripts/versions.py $@ $(ARGS)
@@ -114,6 +117,10 @@ bench: $(STAMPS)/bench $(PEERS)/stamp
 # CleanRL beside them: benchmarks/README.md says how to install it.
 curves: $(STAMPS)/test
 	"$(BIN)/python" -m benchmarks.curves $(ARGS)
+
+# Needs an NVIDIA GPU, and a torch with CUDA in $(VENV).
+device: $(STAMPS)/test
+	PYTHON="$(BIN)/python" scripts/on_device.sh
 
 # Half an hour: ARGS="--minutes 5" for a look.
 soak: $(STAMPS)/test

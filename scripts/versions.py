@@ -72,7 +72,7 @@ CORE = (
 )
 # they ask for a tensordict of their own, and are tested by `make test`
 NOT_CORE = "not torchrl and not tianshou"
-IN_TWO = ("-n", "2", "--dist", "loadfile", "-k", NOT_CORE, "-m", "not slow")
+APART = ("-n", "4", "--dist", "loadfile", "-k", NOT_CORE, "-m", "not slow")
 WITHOUT_TORCH = (
     *(
         "tests/unit/test_collect_stats.py",
@@ -153,7 +153,7 @@ def canary(limit_s: float) -> int:
     if found == tested:
         print("  core suite   not run again: `make test` runs it with these versions")
         return 0
-    result, failed = tests(python, limit_s, CORE, *IN_TWO)
+    result, failed = tests(python, limit_s, CORE, *APART)
     print(f"  core suite   {result}; left out by name: tests of torchrl and tianshou")
     return int(failed)
 
@@ -199,7 +199,7 @@ def one_python(version: str, interpreter: str, limit_s: float) -> tuple[str, boo
         notes = install(
             python, [f"torch=={max(builds, key=numbers)}", requirements()["tensordict"]]
         )
-    chosen, options = (CORE, IN_TWO) if builds and not notes else (WITHOUT_TORCH, ())
+    chosen, options = (CORE, APART) if builds and not notes else (WITHOUT_TORCH, ())
     result, failed = tests(python, limit_s, chosen, *options)
     names = ("torch", "tensordict", "numpy", "gymnasium")
     versions = ", ".join(f"{name} {found}" for name in names if (found := version_of(python, name)))

@@ -1,5 +1,5 @@
-"""Waiting for what happens, counting what is open, and a free port; for tests that run without
-torch, too.
+"""Waiting for what happens, counting what is open or called, and a free port; for tests that run
+without torch, too.
 """
 
 from __future__ import annotations
@@ -33,6 +33,20 @@ def open_files() -> int:
     """
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def without_gc() -> Iterator[None]:
+    """No cycles are collected: what is counted does not depend on the garbage of other tests.
+
+    A collection calls functions (hypothesis registers callbacks; weak references and ``__del__`` do
+    the same), and closes files, between any two lines of a test.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextmanager

@@ -5,6 +5,7 @@ users' agents.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import pickle
@@ -391,6 +392,7 @@ class TestTheUsersAgent:
 
 
 def test_nothing_is_left_of_agents(nodes):
+    gc.collect()  # links of other tests close theirs now, and not in between
     before = threading.active_count(), listening(os.getpid())
     for _ in range(3):
         carrier = nodes("echo")

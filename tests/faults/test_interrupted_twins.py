@@ -37,6 +37,7 @@ from muster import (
 )
 from muster.errors import BadOption, HookError
 from tests.tools import assert_accounted
+from tests.waits import without_gc
 
 EXAMPLES = int(os.environ.get("MUSTER_EXAMPLES", "0"))
 pytestmark = [
@@ -305,7 +306,7 @@ class Run:
             user_code.left = 0 if trouble is None else trouble.fails
             while True:
                 try:
-                    with pressing:
+                    with without_gc(), pressing:
                         self.do(call)
                     break
                 except (KeyboardInterrupt, HookError, Ordered):

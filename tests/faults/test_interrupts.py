@@ -20,6 +20,7 @@ from muster import Collector, MultiAsyncCollector, MultiSyncCollector, delayed_i
 from muster.testing import CountingEnv, OracleEnv, check_stream
 from muster.utils import interrupts
 from muster.utils.interrupts import allowed, postponed
+from tests.waits import without_gc
 
 ROOT = Path(muster.__file__).parent
 BOOKS = [
@@ -482,7 +483,7 @@ def test_wherever_it_comes_collecting_goes_on_as_if_nothing_had_been(tmp_path, k
         batches += [ask(collector).clone() for _ in range(3)]
         at = 1
         while True:
-            with PressesInBooks(at) as presses:
+            with without_gc(), PressesInBooks(at) as presses:
                 try:
                     batches.append(ask(collector).clone())
                 except KeyboardInterrupt:

@@ -36,7 +36,7 @@ from muster.workers import proxy as proxies
 from tests.fakes import faults
 from tests.fakes.fault_runs import KINDS, alive, all_gone, deadlines
 from tests.fakes.stages import at_stage, fork_server, parent
-from tests.waits import descriptors_left, open_files, wait_until
+from tests.waits import descriptors_left, open_files, wait_until, without_gc
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kills processes, and looks into /proc")
@@ -490,11 +490,12 @@ class Interruption:
 @contextmanager
 def interrupted_at(point: int) -> Iterator[Interruption]:
     interruption = Interruption(point)
-    sys.setprofile(interruption)
-    try:
-        yield interruption
-    finally:
-        sys.setprofile(None)
+    with without_gc():
+        sys.setprofile(interruption)
+        try:
+            yield interruption
+        finally:
+            sys.setprofile(None)
 
 
 # --- what does not listen -------------------------------------------------------------------------

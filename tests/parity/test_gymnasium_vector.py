@@ -301,7 +301,7 @@ def test_calls_are_sent_and_waited_for() -> None:
 
 
 def both_kinds() -> list[Any]:
-    return [(VectorEnv, {"num_workers": 2}), (AsyncVectorEnv, {})]
+    return [(VectorEnv, {"num_workers": 2}), (AsyncVectorEnv, {"context": "fork"})]
 
 
 BEGIN: dict[str, Any] = {

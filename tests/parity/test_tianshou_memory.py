@@ -8,6 +8,7 @@ buffer.
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
@@ -192,12 +193,22 @@ class Acting(Policy):
         return self.kept(result)
 
 
+def forked_shmem(fns: Any) -> Any:
+    """Its processes are forks; new interpreters would import torch and the tests, one by one."""
+    before = multiprocessing.get_start_method()  # TorchRL sets "spawn" when it is imported
+    multiprocessing.set_start_method("fork", force=True)
+    try:
+        return ShmemVectorEnv(fns)
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
 VENVS: dict[str, tuple[Any, Any]] = {
     "direct": (Collector, DummyVectorEnv),
     "wrapped": (Collector, DummyVectorEnv),
     "subproc": (Collector, partial(SubprocVectorEnv, context="fork")),
     "shared": (Collector, partial(SubprocVectorEnv, context="fork", share_memory=True)),
-    "shmem": (Collector, ShmemVectorEnv),
+    "shmem": (Collector, forked_shmem),
     "async": (AsyncCollector, scripted(one_by_one)),
 }
 IN_PROCESSES = "subproc", "shared", "shmem"

@@ -18,6 +18,7 @@ import muster
 from muster import Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.testing import CountingEnv
 from tests.fakes import queue_links
+from tests.waits import without_gc
 
 ROOT = Path(muster.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "control_path.md"
@@ -46,12 +47,13 @@ def profiled(policy: Any, on_call: Callable[[FrameType], None]) -> None:
         batches = iter(collector)
         for _ in range(32):
             next(batches)
-        sys.setprofile(profile)
-        try:
-            for _ in range(BATCHES):
-                next(batches)
-        finally:
-            sys.setprofile(None)
+        with without_gc():
+            sys.setprofile(profile)
+            try:
+                for _ in range(BATCHES):
+                    next(batches)
+            finally:
+                sys.setprofile(None)
 
 
 @pytest.mark.parametrize("policy", [head, lambda: None], ids=["head", "random"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import itertools
 import pickle
@@ -27,6 +26,7 @@ from muster.memory.specs import Column
 from muster.memory.views import BatchView
 from muster.testing import CountingEnv, SpaceEnv
 from tests.tools import assert_same, column, counting, same
+from tests.waits import without_gc
 
 OBS = Column(("observation",), (3,), np.dtype(np.float32), carry=True)
 FLAG = Column(("next", "done"), (), np.dtype(bool), trailing=True)
@@ -213,13 +213,10 @@ def test_a_batch_in_a_reference_cycle_does_not_exhaust_the_ring():
     slots = ring(layout().nbytes)
     cycle: dict[str, Any] = {"memory": slots.lend(slots.take())}
     cycle["self"] = cycle
-    gc.disable()
-    try:
+    with without_gc():
         del cycle
         assert counts(slots) == (0, 0, 1)
         assert slots.take().state is SlotState.FILLING
-    finally:
-        gc.enable()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
@@ -449,15 +446,12 @@ def test_memory_is_freed_without_the_cycle_collector():
     slots = ring()
     taken = slots.take()
     slot = weakref.ref(taken)
-    gc.disable()
-    try:
+    with without_gc():
         memory = slots.lend(taken)
         del slots, taken
         assert slot() is not None
         del memory
         assert slot() is None
-    finally:
-        gc.enable()
 
 
 def test_several_batch_dimensions_are_the_environments_in_order():
@@ -480,8 +474,25 @@ def test_several_batch_dimensions_are_the_environments_in_order():
             assert torch.equal(seen[b // 3, b % 3, t].reshape(expected.shape), expected), c.key
 
 
-def test_a_batch_on_a_device_is_a_copy_and_its_slot_is_free_at_once():
+def test_a_batch_on_a_device_is_the_memory_of_its_slot():
     on_device = SlotRing(layout(), limit_bytes=1 << 20, memory=torch.device("cpu"))
+    slot = on_device.take()
+    memory = on_device.lend(slot)
+    part = memory[3:5]
+    assert counts(on_device) == (0, 0, 1)
+    slot.block.fill_(7)
+    assert (memory == 7).all()
+    del memory
+    other = on_device.take()
+    assert other is not slot
+    del part
+    assert counts(on_device) == (1, 1, 0)
+    assert on_device.take() is slot
+
+
+def test_a_batch_on_a_device_is_a_copy_where_there_is_no_room_for_another_slot():
+    one = layout()
+    on_device = SlotRing(one, limit_bytes=one.nbytes, memory=torch.device("cpu"))
     slot = on_device.take()
     memory = on_device.lend(slot)
     assert counts(on_device) == (1, 0, 0)

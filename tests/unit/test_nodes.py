@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import os
 import pickle
@@ -43,7 +42,7 @@ from tests.fakes.queue_links import (
     served,
     two_beats,
 )
-from tests.waits import open_files, wait_until
+from tests.waits import open_files, wait_until, without_gc
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -157,8 +156,7 @@ class TestWorkers:
             tmp_path / "o", carrier=carrier, on_failure="restart", total_frames=-1
         ) as collector:
             next(iter(collector))
-            gc.disable()
-            try:
+            with without_gc():
                 carrier.links[0][-1].cut("a test cuts it")
                 next(iter(collector))
                 before = len(os.listdir("/proc/self/fd"))
@@ -166,8 +164,6 @@ class TestWorkers:
                     carrier.links[0][-1].cut("a test cuts it")
                     next(iter(collector))
                 wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
-            finally:
-                gc.enable()
 
 
 class TestNodes:

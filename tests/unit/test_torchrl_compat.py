@@ -4,7 +4,6 @@ what is equal.
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -38,6 +37,7 @@ from muster.compat.torchrl.weight_update import MultiProcessWeightSyncScheme
 from muster.errors import BadOption, BadWeights, CollectorClosed
 from muster.testing import CountingEnv
 from tests.tools import Stopper, assert_same, column, counting
+from tests.waits import without_gc
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -224,15 +224,12 @@ def test_a_collector_is_closed_after_an_error_and_after_its_end():
 
 def test_a_collector_that_nobody_refers_to_ends_at_once():
     """Left to the garbage collector it would close the environment while another collector uses it."""
-    gc.disable()
-    try:
+    with without_gc():
         collector = Collector(pendulum(), linear(), frames_per_batch=5, total_frames=10)
         assert len(list(collector)) == 2
         ended = weakref.ref(collector)
         del collector
         assert ended() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.slow

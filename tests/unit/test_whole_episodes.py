@@ -24,6 +24,7 @@ from muster.episodes.kept import CopiedRows
 from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption
 from tests.tools import counting, push
+from tests.waits import without_gc
 
 INVALID = -1
 
@@ -504,14 +505,12 @@ def counted() -> Iterator[Counter[str]]:
     def called(frame: Any, event: str, arg: Any) -> None:
         counts["calls"] += event in ("call", "c_call")
 
-    gc.disable()  # it calls functions, too
-    with mock.patch.object(TensorDict, "__getitem__", rows):
+    with without_gc(), mock.patch.object(TensorDict, "__getitem__", rows):
         sys.setprofile(called)
         try:
             yield counts
         finally:
             sys.setprofile(None)
-            gc.enable()
 
 
 @pytest.mark.parametrize(

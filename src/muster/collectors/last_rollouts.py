@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import threading
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from muster.episodes.curve import EpisodeCurve
-from muster.episodes.record import NO_EPISODES, Episodes, join_episodes
+from muster.episodes.record import NO_EPISODES, Episodes, PendingEpisodes, join_episodes
 from muster.episodes.summary import EpisodeWindow
 from muster.keys import Key
 from muster.memory.specs import Array
+from muster.observing.stats import CaptureStats
 from muster.rollout.marks import Final
 from muster.weights.publish import PolicyWeights
 from muster.workers.counters import FrameCounters
 from muster.workers.messages import RolloutResult
+
+# batches whose records are on their way from a device at the same time
+MOST_UNREAD = 4
 
 
 class LastRollouts:
@@ -39,10 +44,25 @@ class LastRollouts:
         self.env_ids: Array = np.concatenate([counts.env_ids for counts in counters])
         self.lag: Counter[int] = Counter()
 
+    def repeat(self, weights: PolicyWeights) -> None:
+        """Take the same results again, of rollouts of one group."""
+        (result,) = self.results
+        lag = weights.lag(result.version)
+        counts = self._counters[result.group]
+        if counts.lag != lag:
+            counts.acted_with_lag(lag)
+        self.lag[lag] += 1
+
     @property
     def path(self) -> str:
         """How the policy was called; before the first rollout, how it will be."""
         return self.results[0].path if self.results else self._first_path
+
+    @property
+    def capture(self) -> CaptureStats | None:
+        """Statistics of the groups' graphs; None: rollouts are not recorded."""
+        parts = [result.capture for result in self.results if result.capture is not None]
+        return CaptureStats.of_all(parts)
 
     @property
     def finals(self) -> list[tuple[Array, Sequence[Final]]]:
@@ -84,16 +104,20 @@ class LastRollouts:
 class EndedEpisodes:
     """The episodes that have ended: those of the last batch, and statistics of all.
 
+    Records that are on their way from a device are added to the statistics when they have arrived,
+    or when these are looked at.
+
     Attributes:
         collected: those of the last batch that was collected.
         shown: those of the last batch that the user got.
-        window: statistics of the newest.
-        curve: returns over frames.
     """
 
     def __init__(self) -> None:
-        self.window = EpisodeWindow()
-        self.curve = EpisodeCurve()
+        self._window = EpisodeWindow()
+        self._curve = EpisodeCurve()
+        # not in the statistics yet, with the number of frames until then
+        self._unread: deque[tuple[int, PendingEpisodes]] = deque()
+        self._reading = threading.Lock()  # other threads look at ``stats()``, too
         self.collected: Episodes = NO_EPISODES
         self.shown: Episodes = NO_EPISODES
 
@@ -103,8 +127,40 @@ class EndedEpisodes:
             self.collected = NO_EPISODES
             return
         self.collected = join_episodes(episodes)
-        self.window.add(self.collected)
-        self.curve.add(frames, self.collected)
+        if isinstance(self.collected, PendingEpisodes):
+            self._unread.append((frames, self.collected))
+            self._read(MOST_UNREAD)
+            return
+        if self._unread:
+            self._read(0)
+        self._window.add(self.collected)
+        self._curve.add(frames, self.collected)
+
+    @property
+    def window(self) -> EpisodeWindow:
+        """Statistics of the newest."""
+        if self._unread:
+            self._read(0)
+        return self._window
+
+    @property
+    def curve(self) -> EpisodeCurve:
+        """Returns over frames."""
+        if self._unread:
+            self._read(0)
+        return self._curve
+
+    def _read(self, most: int) -> None:
+        """Add the records that have arrived to the statistics; wait for them if there are more than
+        ``most``.
+        """
+        unread = self._unread
+        with self._reading:
+            while unread and (len(unread) > most or not unread[0][1].would_wait):
+                frames, episodes = unread.popleft()
+                if len(episodes):
+                    self._window.add(episodes)
+                    self._curve.add(frames, episodes)
 
     def join(self, episodes: Episodes) -> None:
         """Take these for the episodes of the last batch, whose steps were collected one by one."""

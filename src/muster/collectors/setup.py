@@ -18,7 +18,7 @@ from muster.rollout.group import Group
 from muster.rollout.progress import Progress
 from muster.utils.checked import base_part
 from muster.utils.containers import is_several
-from muster.workers.build import build_envs, build_policy, make_group
+from muster.workers.build import build_envs, build_policy, make_group, recorders_for
 from muster.workers.local import LocalPool
 from muster.workers.options import WorkerOptions, WorkerSetting
 from muster.workers.pool import Pool
@@ -73,6 +73,7 @@ def in_this_thread(
         device=device,
         index=options.worker_idx or 0,
         marks_valid=marks_valid(options, total),
+        recorders=recorders_for(groups, setting.options),
     )
     infos = [group.env.spec for group in groups]
     pool = LocalPool(worker, infos)
@@ -161,6 +162,6 @@ def keywords_of(kwargs: Any, count: int) -> Sequence[Mapping[str, Any] | None]:
 def _memory(options: CollectorOptions, device: torch.device | None) -> Memory:
     """Return where to allocate slots."""
     storing = options.devices.storing
-    if device is not None and device.type != "cpu":
+    if device is not None:
         return device
     return "pinned" if storing is not None and storing.type == "cuda" else "heap"

@@ -94,7 +94,7 @@ def load(
     group.reset(lost)
     group.mark_resumed(lost)
     return {
-        int(group.clock.env_ids[i]): str(reasons[i] if per_env else next(filter(None, reasons)))
+        int(group.env_ids[i]): str(reasons[i] if per_env else next(filter(None, reasons)))
         for i in lost
     }
 
@@ -128,7 +128,7 @@ def _plain(row: Any) -> Any:
 def _row(row: Any, device: Any) -> Any:
     if isinstance(row, list):
         return cells_of(row)
-    return row.copy() if isinstance(row, np.ndarray) else row.to(device)
+    return row.copy() if isinstance(row, np.ndarray) else row.to(device, copy=True)
 
 
 # --- undelivered rollouts -------------------------------------------------------------------------
