@@ -188,6 +188,16 @@ class Counts(Walk):
         return state + 0.01 * (self.counter % 2)
 
 
+class CountsForAll(Walk):
+    """Counts the steps of all environments of its class."""
+
+    steps = 0
+
+    def keep(self, state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        type(self).steps += 1
+        return state
+
+
 class Logs(Walk):
     """Appends to a list in every step."""
 

@@ -186,6 +186,7 @@ def test_action_masks(pools, random):
 
 REFUSED = {
     "Counts": r"env\.counter: \d+ -> \d+",
+    "CountsForAll": r"type\(env\)\.steps: \d+ -> \d+",
     "Logs": r"env\.history: \d+ entries -> \d+",
     "OnHost": r"env\.visits: an array in host memory changes",
     "DrawsOnHost": "draw random numbers on the host",
@@ -631,3 +632,26 @@ threshold = 0.0
 
 def beyond(obs: torch.Tensor) -> torch.Tensor:
     return (obs[:, 0] > threshold).long()
+
+
+total = torch.zeros(B)
+
+
+def sums_up(obs: torch.Tensor) -> torch.Tensor:
+    global total
+    total = total * 0.9 + obs[:, 0]
+    return (total > 0).long()
+
+
+def test_a_global_that_a_policy_replaces(pools, monkeypatch):
+    found = []
+    for capture in (False, True):
+        monkeypatch.setitem(globals(), "total", torch.zeros(B))
+        given = {"frames_per_batch": 8 * B, "seed": 0, "capture": capture}
+        with Collector(on_device(CartPole), sums_up, **given) as collector:
+            found.append([collector.next().clone() for _ in range(6)])
+            found[-1].append({"total": total.clone()})
+    assert pools[0].made[0].replays >= 4
+    for a, b in zip(*(batches[:-1] for batches in found), strict=True):
+        assert_same(a, b)
+    assert torch.equal(*(batches[-1]["total"] for batches in found))

@@ -177,7 +177,7 @@ class Survey:
         values: what Python changes: constants, lengths of containers, digests of arrays, of tensors
             in host memory, and of generators there.
         entries: entries of all mutable containers.
-        shared: attributes of classes, and globals of functions: where, name and value.
+        shared: attributes of classes, and globals of functions: owner, name and value.
         arrays: small arrays and tensors in host memory.
         places: the entries and the key of each tensor that is directly in a mutable container.
         opaque: types of objects that cannot be looked into.
@@ -188,7 +188,7 @@ class Survey:
     generators: dict[str, torch.Generator] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     entries: list[Entries] = field(default_factory=list)
-    shared: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
+    shared: list[tuple[type | dict[str, Any], str, Any]] = field(default_factory=list)
     arrays: dict[str, Any] = field(default_factory=dict)
     places: dict[str, tuple[Entries, Any]] = field(default_factory=dict)
     opaque: dict[str, str] = field(default_factory=dict)
@@ -208,9 +208,16 @@ class Survey:
         entries.put(key, self.tensors[path])
 
     def set_back(self) -> None:
-        """Let all containers have their entries of that moment."""
+        """Let all containers, classes and globals have their entries of that moment."""
         for entries in self.entries:
             entries.set_back()
+        for owner, name, value in self.shared:
+            if _looked_up(owner, name) is value:
+                continue
+            if isinstance(owner, type):
+                setattr(owner, name, value)
+            else:
+                owner[name] = value
 
     @property
     def has_its_entries(self) -> bool:
@@ -218,8 +225,8 @@ class Survey:
         for entries in self.entries:
             if not entries.is_current:
                 return False
-        for where, name, value in self.shared:
-            now = where.get(name, _MISSING)
+        for owner, name, value in self.shared:
+            now = _looked_up(owner, name)
             if now is not value and not _is_same_constant(value, now):
                 return False
         return all(_digest(array) == self.values[path] for path, array in self.arrays.items())
@@ -428,11 +435,15 @@ class _Walk:
             for name, value in list(vars(base).items()):
                 kinds = (bool, int, float, str, list, dict, torch.Tensor, torch.Generator)
                 if isinstance(value, kinds) and not name.startswith("__"):
-                    self.found.shared.append((vars(base), name, value))
+                    self.found.shared.append((base, name, value))
                     self.visit(value, f"type({path}).{name}", depth)
 
 
 _LIBRARIES = ("builtins", "torch", "tensordict", "torchrl", "gymnasium", "abc", "typing", "muster")
+
+
+def _looked_up(owner: type | dict[str, Any], name: str) -> Any:
+    return (vars(owner) if isinstance(owner, type) else owner).get(name, _MISSING)
 
 
 def with_index(device: torch.device) -> torch.device:
