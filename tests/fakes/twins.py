@@ -77,6 +77,7 @@ class Twins:
         for number in range(batches):
             a, b = self.do(Collector.next)
             assert_same(a, b)
+            del a, b  # their slots are the next ones
             self.same_around(f"batch {number}")
 
     def same_around(self, where: str = "") -> None:

@@ -23,6 +23,7 @@ from torch import nn
 from muster import Collector, Execution, ReplayMemory, policies
 from muster.capture import graph, recording
 from muster.errors import BadOption, CaptureRefused, EnvError
+from muster.observing.snapshots import EpisodeTotals, snapshot
 from muster.testing import TorchCartPole
 from tests.fakes import torch_envs
 from tests.fakes.device_rows import on_device
@@ -134,7 +135,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@OF_MODE
+@pytest.mark.parametrize(
+    "mode",
+    [MODES[0], pytest.param(MODES[1], marks=pytest.mark.slow)],
+    ids=["same step", "by mask"],
+)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.filterwarnings("ignore:.*cannot be shared equally")
 def test_with_options(pools, options, mode):
@@ -354,9 +359,10 @@ def test_a_state_is_loaded_between_replays(pools):
 def test_several_groups_and_batches_that_are_kept(pools):
     makes = [CartPole, partial(CartPole, autoreset=AutoresetMode.DISABLED)]
     with Twins(makes, POLICIES["head"], frames_per_batch=2 * 8 * B) as twins:
-        kept = [twins.do(Collector.next) for _ in range(6)]
+        twins.alike(4)
+        kept = [twins.do(Collector.next) for _ in range(4)]
         copies = [b.clone() for _, b in kept]
-        twins.alike(3)
+        twins.alike(5)
         for (a, b), copied in zip(kept, copies, strict=True):
             assert_same(a, b)
             assert_same(copied, b)
@@ -414,6 +420,8 @@ def test_stats_and_their_table(pools):
         assert (capture.state, capture.graphs, capture.reason) == ("replaying", 1, "")
         assert capture.nbytes > 0
         assert "replaying" in collector.stats()._repr_html_()
+        shown = snapshot(collector.stats(), EpisodeTotals())
+        assert shown["capture"] == "replaying"
 
 
 def test_where_there_is_nothing_to_record():
@@ -543,12 +551,24 @@ def test_a_policy_that_keeps_its_last_observations(pools):
             return self.net(self.sums["obs"]).argmax(-1), {"change": change.clone()}
 
     with Twins(CartPole, Keeps, execution=Execution(executor=False)) as twins:
-        kept = [twins.do(Collector.next) for _ in range(5)]
+        twins.alike(4)
+        kept = [twins.do(Collector.next) for _ in range(4)]
         copies = [b.clone() for _, b in kept]
-        twins.alike(3)
+        twins.alike(5)
         for (a, b), copied in zip(kept, copies, strict=True):
             assert_same(a, b)
             assert_same(copied, b)
+        assert twins.replays >= 4
+
+
+def test_two_batches_at_a_time(pools):
+    """As in a loop over a collector: a batch is held until the next one has come."""
+    with Twins(CartPole, POLICIES["head"]) as twins:
+        held = twins.do(Collector.next)
+        for _ in range(8):
+            held = twins.do(Collector.next)
+            assert_same(*held)
+        assert len(pools[0].made) == 2
         assert twins.replays >= 4
 
 

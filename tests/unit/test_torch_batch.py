@@ -679,7 +679,9 @@ def test_an_isaac_lab_without_last_observations_is_marked(declares):
     )
     unknown = ~batch["collector", "next_obs_valid"]
     assert torch.equal(unknown, batch["next", "done"][..., 0])
-    assert batch["next", "policy"][unknown].isnan().all()
+    ended = batch["next", "terminated"][..., 0]
+    assert (batch["next", "policy"][unknown & ended] == 0).all()
+    assert batch["next", "policy"][unknown & ~ended].isnan().all()
 
 
 @named("mani_skill.vector.wrappers.gymnasium")

@@ -55,7 +55,7 @@ class CudaPool:
     """Memory for the intermediate results of graphs that are never replayed at the same time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = device  # with or without a number
         self._stream: Any = None
         self._handle: Any = None
         self._nbytes = 0

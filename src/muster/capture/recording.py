@@ -26,6 +26,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -114,8 +115,8 @@ class GraphRecorder:
         nbytes = 0 if self._pool is None else self._pool.nbytes
         return CaptureStats(state, self._refused, len(self._graphs), self._replays, nbytes)
 
-    def run(self, running: Rollout, prepared: Prepared, by_rows: Callable[[], None]) -> bool:
-        """Fill the rest of the lane, by a replay or by ``by_rows``; return whether it was a replay.
+    def run(self, running: Rollout, prepared: Prepared, by_rows: Callable[[], None]) -> None:
+        """Fill the rest of the lane, by a replay or by ``by_rows``.
 
         Raises:
             CaptureRefused: see ``refuse``.
@@ -126,25 +127,23 @@ class GraphRecorder:
         if self._refused or not self._is_whole(running):
             by_rows()
             lane.cache.setdefault(key, FILLED)
-            return False
+            return
         if isinstance(found, RecordedRollout):
             stale = self._staleness(found, prepared)
             if not stale:
                 self._replay(found, running)
-                return True
+                return
             lane.cache[key] = FILLED
             self._release(found)
             self._note_try(stale)
         if found is None or self._refused or not self._has_room():
             by_rows()
             lane.cache[key] = FILLED
-            return False
-        if runs_beside_user():
+        elif runs_beside_user():
             by_rows()
             self._give_up(running, prepared, BESIDE)
         else:
             self._try(running, prepared, by_rows)
-        return False
 
     def _staleness(self, found: RecordedRollout, prepared: Prepared) -> str:
         """Return why a graph cannot be replayed now; "" if it can."""
@@ -334,8 +333,9 @@ class Trial:
             found = self._record(graph, prepared, held, first)
             tensors = held.tensors
         except BaseException:
-            graph.release()
             after.set_back()
+            with suppress(Exception):  # of a graph that was not recorded to its end
+                graph.release()
             raise
         finally:
             counted.load(tensors, besides=self._block)

@@ -228,7 +228,7 @@ class _Walk:
 
     def __init__(self, device: torch.device) -> None:
         self.found = Survey()
-        self._device = device
+        self._device = with_index(device)
         self._seen: dict[int, Any] = {}  # the objects, too: an id belongs to a living object
         self._visited = 0
 
@@ -262,7 +262,7 @@ class _Walk:
         self._open(obj, path, depth + 1)
 
     def _note_tensor(self, tensor: torch.Tensor, path: str) -> None:
-        if tensor.device == self._device:
+        if with_index(tensor.device) == self._device:
             self.found.tensors[path] = tensor
         elif tensor.device.type == "cpu" and tensor.layout is torch.strided:
             self.found.values[path] = _digest(tensor.detach().numpy(force=True))
@@ -272,7 +272,7 @@ class _Walk:
     def _note_random_state(self, obj: Any, path: str) -> bool:
         """Note the state of a generator; return whether ``obj`` is one."""
         if isinstance(obj, torch.Generator):
-            if obj.device == self._device:
+            if with_index(obj.device) == self._device:
                 self.found.generators[path] = obj
             else:
                 self.found.values[path] = _digest(obj.get_state().cpu().numpy())
@@ -414,6 +414,13 @@ class _Walk:
 
 
 _LIBRARIES = ("builtins", "torch", "tensordict", "torchrl", "gymnasium", "abc", "typing", "muster")
+
+
+def with_index(device: torch.device) -> torch.device:
+    """Return a device with its number: "cuda" is the current one."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class Length(int):

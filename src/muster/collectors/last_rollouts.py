@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -116,6 +117,7 @@ class EndedEpisodes:
         self._curve = EpisodeCurve()
         # not in the statistics yet, with the number of frames until then
         self._unread: deque[tuple[int, PendingEpisodes]] = deque()
+        self._reading = threading.Lock()  # other threads look at ``stats()``, too
         self.collected: Episodes = NO_EPISODES
         self.shown: Episodes = NO_EPISODES
 
@@ -153,11 +155,12 @@ class EndedEpisodes:
         ``most``.
         """
         unread = self._unread
-        while unread and (len(unread) > most or not unread[0][1].would_wait):
-            frames, episodes = unread.popleft()
-            if len(episodes):
-                self._window.add(episodes)
-                self._curve.add(frames, episodes)
+        with self._reading:
+            while unread and (len(unread) > most or not unread[0][1].would_wait):
+                frames, episodes = unread.popleft()
+                if len(episodes):
+                    self._window.add(episodes)
+                    self._curve.add(frames, episodes)
 
     def join(self, episodes: Episodes) -> None:
         """Take these for the episodes of the last batch, whose steps were collected one by one."""

@@ -323,6 +323,7 @@ class DeviceBytes:
     """
 
     def __init__(self, block: torch.Tensor) -> None:
+        self.block = block  # kept as long as the tensors
         self.__cuda_array_interface__ = {
             "shape": (block.numel(),),
             "typestr": "|u1",

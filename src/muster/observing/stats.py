@@ -92,6 +92,11 @@ class CaptureStats:
     replays: int = 0
     nbytes: int = 0
 
+    @property
+    def text(self) -> str:
+        """The state, and the reason if there is one."""
+        return f"{self.state}: {self.reason}" if self.reason else self.state
+
     @staticmethod
     def of_all(parts: Sequence[CaptureStats]) -> CaptureStats | None:
         """Return those of all groups; None if there are none."""
@@ -137,7 +142,8 @@ class CollectorStats:
         frames_per_s: delivered frames per second of collecting. The user's own time does not count,
             except where workers continue meanwhile.
         env_s, policy_s, copy_s, rest_s: time of rollouts by part in seconds, summed over workers.
-            ``env_s`` and ``policy_s`` are estimated from every 16th step.
+            ``env_s`` and ``policy_s`` are estimated from every 16th step; those of replays
+            (``capture``) are in ``rest_s``.
         wait_s: time in seconds that this process has waited for workers.
         policy_path: how actions are computed: "module", "torch executor", "numpy executor",
             "random", ...
@@ -250,8 +256,7 @@ def _rows(stats: CollectorStats) -> Iterator[tuple[str, str]]:
     if stats.engine:
         yield "engine", stats.engine
     if stats.capture is not None:
-        reason = f": {stats.capture.reason}" if stats.capture.reason else ""
-        yield "capture", f"{stats.capture.state}{reason}"
+        yield "capture", stats.capture.text
     if stats.ended_by:
         yield "ended by", stats.ended_by
 

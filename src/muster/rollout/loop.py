@@ -32,10 +32,8 @@ TIMED_EVERY = 16  # a power of two; only one of so many steps is timed, so timin
 class RolloutRecorder(Protocol):
     """Makes whole rollouts by a recorded function instead of row by row; see ``muster.capture``."""
 
-    def run(self, running: Rollout, prepared: Prepared, by_rows: Callable[[], None]) -> bool:
-        """Fill the rest of the lane, or call ``by_rows``, which does; return whether the lane was
-        filled otherwise.
-        """
+    def run(self, running: Rollout, prepared: Prepared, by_rows: Callable[[], None]) -> None:
+        """Fill the rest of the lane, or call ``by_rows``, which does."""
 
 
 def rollout(
@@ -98,10 +96,8 @@ def rollout(
             run = (running, prepared, prepared.act, lane.acts_from, lane.acts_until, signals)
             if recorder is None:
                 _run(*run)
-            elif recorder.run(running, prepared, partial(_run, *run)) and signals.noted:
-                running.pause(prepared)
-                signals.deliver()
-                running.unpause()
+            else:
+                recorder.run(running, prepared, partial(_run, *run))
     completing = time.perf_counter_ns()
     outcome = running.settle() if request.stays_open else running.finish()
     cells[PHASE] = Phase.IDLE

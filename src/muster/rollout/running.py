@@ -640,9 +640,13 @@ class Rollout:
         if not self._is_computed:
             self.prepare_there()
             self.compute_there()
+        closes = self.request.closes
+        if group.options.set_truncated and closes:
+            limited = bool(group.options.max_frames_per_traj)
+            mark_end(lane, lane.T - 1, group.env.spec, limited=limited, there=True)
         lane.completed_there()
         group.closed()
-        if group.options.reset_at_each_iter and self.request.closes:
+        if group.options.reset_at_each_iter and closes:
             group.reset()
         return RolloutOutcome(lane.T * lane.B, lane.T, on_device.send(rows))
 

@@ -128,7 +128,9 @@ class WorkerOptions(RolloutOptions):
         capture: record whole rollouts as one CUDA graph of all operations of policy and
             environments, and replay it. True: raise ``CaptureRefused`` if that is impossible;
             "auto": run row by row then, for a reason that ``stats().capture`` has. Only for
-            environments whose tensors are on a GPU. See docs/gpu.md.
+            environments whose tensors are on a GPU. A lane's first two rollouts run row by row; the
+            second one is checked against two replays, bit for bit. False is the default until
+            recorded rollouts have been in use on many GPUs. See docs/gpu.md.
         exploration_type: how heads and TensorDict modules choose actions: "random", "mode", "mean",
             "median" or "deterministic", or TorchRL's ``ExplorationType``.
         info: fields of the ``info`` of ``reset`` and ``step`` to store, as ``("info", name)`` and

@@ -171,7 +171,8 @@ class Worker:
         server's first call.
         """
         for group in self.groups:
-            begin_episodes(group)
+            if group.open is None:
+                begin_episodes(group)
         return {
             group.number: (
                 {key: np.array(group.carry[key][0]) for key in group.env.spec.observation_specs},
@@ -187,11 +188,17 @@ class Worker:
             self._version = self._version_for(version)
             phase = self.progress.begin(Phase.POLICY)
             for group in self.groups:
+                # after an error, a rollout may be continued: the resets that are due belong to it
+                is_open = group.open is not None
                 if isinstance(policy, ServedPolicy):
-                    begin_episodes(group)  # the server makes the first call
+                    if not is_open:
+                        begin_episodes(group)  # the server makes the first call
                 else:
                     with _gradients(policy, enabled=grad):
-                        outputs = prime(group, policy, self._version)
+                        if is_open:
+                            outputs = probe(group, policy)
+                        else:
+                            outputs = prime(group, policy, self._version)
                     if name == "policy":
                         self._known = policy, outputs.objects
             if name != "policy" and isinstance(policy, RandomPolicy):

@@ -65,7 +65,6 @@ __all__ = [
     "RayEvalWorker",
     "submitit_delayed_launcher",
 ]
-_PER_NODE = ("device", "storing_device", "env_device", "policy_device", "policy_factory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +118,14 @@ class _OverNodes:
         ]
         # a service has no policy here that would show the form of actions
         shown = not isinstance(policy, ServedModule)
-        envs = [ActedOn(make, make_policy) if shown and callable(make) else make for make in given]
+        makers = [make_policy] * len(given)
+        if isinstance(make_policy, (list, tuple)):
+            makers = list(make_policy)[: len(given)]
+            makers += makers[:1] * (len(given) - len(makers))  # Muster refuses such a list
+        envs = [
+            ActedOn(make, maker) if shown and callable(make) else make
+            for make, maker in zip(given, makers, strict=True)
+        ]
         super().__init__(  # type: ignore[call-arg]
             envs if several else envs[0], None if made_by_nodes else policy, **told
         )
@@ -537,7 +543,11 @@ def _translated(
         joins: TorchRL concatenates the batches of the nodes, with ``sync=True``.
     """
     told = _with_effect(options)
-    told |= {name: _one(name, value) for name, value in told.items() if name in _PER_NODE}
+    for name in ("device", "env_device", "policy_device", "policy_factory"):
+        if name in told:
+            told[name] = _without_repeats(told[name])
+    if "storing_device" in told:
+        told["storing_device"] = _one("storing_device", told["storing_device"])
     of_nodes = told.get("collector_kwargs")
     several = isinstance(of_nodes, (list, tuple))
     every = [
@@ -679,12 +689,20 @@ def _nodes(create_env_fn: Any, options: dict[str, Any]) -> int:
 
 def _one(name: str, given: Any) -> Any:
     """Return the value that all nodes share; ``given`` is this value, or a list with one per node."""
-    if not isinstance(given, (list, tuple)):
-        return given
-    if not given or any(other != given[0] for other in given):
+    found = _without_repeats(given)
+    if isinstance(found, (list, tuple)):
         raise BadOption(
             f"{name}={given!r}: all nodes share one here; expected it, or a list with equal entries"
         )
+    return found
+
+
+def _without_repeats(given: Any) -> Any:
+    """Return the value of a list with equal entries; anything else unchanged."""
+    if not isinstance(given, (list, tuple)) or not given:
+        return given
+    if any(other != given[0] for other in given):
+        return given
     return given[0]
 
 
