@@ -12,10 +12,11 @@ import sys
 import tempfile
 
 import pytest
+import torch
 
 from benchmarks import fault_matrix, fault_matrix_cells
 from benchmarks.fault_matrix_cells import BACKENDS, ENDS, FAULTS, Backend, Case, always
-from muster import Collector, DistributedCollector, MultiSyncCollector, load
+from muster import Collector, DistributedCollector, MultiSyncCollector, RPCCollector, load
 from muster.errors import BadRecording, WorkerDied
 from muster.testing import CountingEnv, OracleEnv
 from tests.fakes import faults
@@ -201,9 +202,20 @@ def test_a_collector_that_lacks_descriptors_leaves_none(left):
 
 @pytest.mark.parametrize("left", [0, 1, 2, 3, 4, 5])
 def test_nodes_that_lack_descriptors_leave_none(left):
+    check_nodes_that_lack_descriptors(DistributedCollector, left)
+
+
+@pytest.mark.skipif(not torch.distributed.rpc.is_available(), reason="this PyTorch has no RPC")
+@pytest.mark.parametrize("left", [0, 4, 8, 12])
+def test_agents_that_lack_descriptors_do_not_end_the_program(left):
+    """As TensorPipe would, whose own threads notice it."""
+    check_nodes_that_lack_descriptors(RPCCollector, left)
+
+
+def check_nodes_that_lack_descriptors(kind, left):
     """Those that lack more than the first few are lost with that reason while they join."""
     before, errors = fault_matrix_cells.resources(), (OSError, ValueError, WorkerDied)
     with descriptors_left(left), pytest.raises(errors, match="open files|descriptors"):
-        DistributedCollector([CountingEnv] * 2, None, frames_per_batch=20, launcher="mp")
+        kind([CountingEnv] * 2, None, frames_per_batch=20, launcher="mp")
     gc.collect()  # would find what is not closed
     wait_until(lambda: not fault_matrix_cells.more_than(before))

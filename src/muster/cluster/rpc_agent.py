@@ -33,6 +33,7 @@ from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
 from muster.utils.private_names import usable
 from muster.utils.texts import first_line
+from muster.workers.launch import check_descriptors
 
 # of TensorPipe; its own ones keep a processor busy, and listen at 17 ports
 DEFAULTS: Mapping[str, Any] = {
@@ -51,6 +52,7 @@ PRIVATE = (  # of torch.distributed.rpc
 )
 core: Any = rpc  # for its private names
 HIGHEST_NUMBER = 32767  # of an agent in a group
+DESCRIPTORS = 16  # an agent opens 10, and more for each process that it knows
 SHUTDOWN_S = 5.0  # for functions that others have called here
 INTERFACE = "TP_SOCKET_IFNAME"  # read by TensorPipe
 _SIOCGIFADDR = 0x8915  # the IPv4 address of an interface, on Linux
@@ -93,10 +95,11 @@ class OwnAgent:
 
     Raises:
         BadOption: TensorPipe refuses the settings, or would listen at another address than
-            ``host``.
+            ``host``; or this process has too few descriptors, for which TensorPipe would abort it.
     """
 
     def __init__(self, name: str, number: int, settings: Settings) -> None:
+        check_descriptors("the agent of torch RPC", DESCRIPTORS)
         self.settings = settings
         self.numbers = itertools.count(number + 1)  # for those that join
         self._members = threading.Lock()

@@ -86,7 +86,7 @@ def launch(
     method = method or ("spawn" if sys.platform == "darwin" else "forkserver")
     if method not in METHODS:
         raise BadOption(f"start method {method!r} is unknown; there are {sorted(METHODS)}.")
-    _check_descriptors(name)
+    check_descriptors(name)
     alone = method == "spawn" or sys.platform != "linux"
     here = [*sys.modules] if not alone and (preload or light not in _ForkServer.shared) else []
     suits = LIGHT.__contains__ if light else _preloadable
@@ -430,19 +430,20 @@ def _preloadable(module: str) -> bool:
     )
 
 
-def _check_descriptors(name: str) -> None:
+def check_descriptors(name: str, needed: int = SPARE_DESCRIPTORS) -> None:
+    """Raise BadOption if this process cannot open so many files, which ``name`` needs to start."""
     free: list[int] = []
     try:
         with contextlib.suppress(OSError):
-            while len(free) < SPARE_DESCRIPTORS:
+            while len(free) < needed:
                 free.append(os.dup(0 if _is_open(0) else 2))
-        if len(free) < SPARE_DESCRIPTORS:
+        if len(free) < needed:
             import resource
 
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             raise BadOption(
                 f"{name} cannot be started: of the {limit} descriptors that this process may have"
-                f" (RLIMIT_NOFILE), {len(free)} are left, and {SPARE_DESCRIPTORS} are needed. Use"
+                f" (RLIMIT_NOFILE), {len(free)} are left, and {needed} are needed. Use"
                 " fewer workers, or allow more with `ulimit -n 4096` before starting Python."
             )
     finally:
