@@ -35,6 +35,7 @@ help:
 	@echo "make format   let ruff rewrite what it can"
 	@echo "make bench    measure against a bare loop and the peers    (ARGS goes to the benchmarks)"
 	@echo "make curves   learning curves of the examples, and the table of docs/examples.md (ARGS='--example sac --seeds 1')"
+	@echo "make device   tests and benchmarks that need a CUDA device: eight minutes"
 	@echo "make soak     every backend in turn for 30 minutes, with kills: memory, descriptors and counts"
 	@echo "make faults   every fault on every backend with every on_failure: docs/fault_matrix.md"
 	@echo "make clean    remove $(VENV), $(PEERS), runs/ and caches"
@@ -116,6 +117,10 @@ bench: $(STAMPS)/bench $(PEERS)/stamp
 # CleanRL beside them: benchmarks/README.md says how to install it.
 curves: $(STAMPS)/test
 	"$(BIN)/python" -m benchmarks.curves $(ARGS)
+
+# Needs an NVIDIA GPU, and a torch with CUDA in $(VENV).
+device: $(STAMPS)/test
+	PYTHON="$(BIN)/python" scripts/on_device.sh
 
 # Half an hour: ARGS="--minutes 5" for a look.
 soak: $(STAMPS)/test

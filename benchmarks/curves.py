@@ -78,6 +78,12 @@ CURVES = {
     ),
     "ppo_lstm": Curve("PPO with LSTM, CartPole-v1 without velocities", 102_400),
     "appo_vtrace": Curve("APPO with V-trace, two workers, CartPole-v1", 102_400),
+    "ppo_on_gpu": Curve(
+        "PPO on tensors until solved, 512 CartPoles, on the CPU",
+        2_000_000,
+        options="--device cpu --envs 512 --eval-episodes 1",
+        window=100,
+    ),
     "self_play": Curve("PPO against itself, tic-tac-toe (PettingZoo)", 160_000, options=""),
     "sac": Curve(
         "SAC, HalfCheetah-v5 (MuJoCo)",

@@ -141,7 +141,12 @@ class ActsWhenReady(Protocol):
     ready_envs: Array
 
     def start_ready(
-        self, lane: Lane, prepare: Callable[[Lane], Act], written: Collection[Key]
+        self,
+        lane: Lane,
+        prepare: Callable[[Lane], Act],
+        written: Collection[Key],
+        *,
+        acted_last: bool,
     ) -> Step:
         """Prepare to write into ``lane``, in place of ``EnvBatch.start``.
 
@@ -149,6 +154,8 @@ class ActsWhenReady(Protocol):
             prepare: prepares the policy to act in a lane with one column for each of
                 ``ready_envs``.
             written: keys of the policy's columns.
+            acted_last: it is the policy of the last rollout. Another one acts in its first step of
+                each environment as at the start of an episode: ``is_init`` is True for it.
 
         Returns:
             ``step(t)``, as ``start`` does. It also writes action row ``t``, and what else the

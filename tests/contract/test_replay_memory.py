@@ -189,7 +189,7 @@ def test_stacks_of_frames(tmp_path, rows, padding, options):
         frames_per_batch=2 * rows,
         **options,
     )
-    assert memory.rings[0].tensors["observation",].shape[1:] == (2, 6)
+    assert memory.rings[0].stored.tensors["observation",].shape[1:] == (2, 6)
 
 
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector], ids=lambda cls: cls.__name__)
@@ -261,6 +261,67 @@ def test_tensors(mode, final_obs):
     torch.testing.assert_close(batch["next", "observation"][known], after[known])
     if not final_obs:
         assert not batch["next", "truncated"].any()
+
+
+def test_an_episode_begins_after_an_end_that_is_no_transition():
+    """The last observation of a truncated episode is unknown, so its last cell is left out."""
+    make = partial(
+        TorchCartPole, 1, autoreset=AutoresetMode.SAME_STEP, final_obs=False, max_steps=3
+    )
+    memory = ReplayMemory(100, seed=0)
+    with Collector(make, None, frames_per_batch=30, replay_buffer=memory, seed=0) as collector:
+        collector.next()
+    assert len(memory) == 20
+    begins = memory.sample(200, sequence=2)["is_init"].squeeze(-1)
+    assert torch.equal(begins, torch.tensor([[True, False]]).expand(200, 2))
+
+
+def test_an_episode_begins_after_a_surplus_cell_in_a_loaded_memory():
+    """The third step has two environments, and one of its cells is too many."""
+    memory = ReplayMemory(100, seed=0)
+    make = partial(CountingEnv, 1)
+    with Collector(make, None, num_envs=2, frames_per_batch=2, replay_buffer=memory) as collector:
+        collector.collect(n_step=5)
+        memory.load_state_dict(memory.state_dict())
+        collector.next()
+    assert memory.sample(100, sequence=1)["is_init"].all()
+
+
+class StopsAfter:
+    """An interruptor that ends every batch after some of its steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.calls = 0
+
+    def collection_stopped(self) -> bool:
+        self.calls += 1
+        return self.calls % self.steps == 0
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("compact", [False, True], ids=["whole", "compact"])
+def test_batches_that_are_stopped(tmp_path, steps, compact):
+    """The observation after the newest row is there, also if no row follows it, or that of a reset."""
+    memory = ReplayMemory(100, seed=0)
+    collector = Collector(
+        partial(OracleEnv, tmp_path / "oracle", 0, 2),
+        None,
+        num_envs=2,
+        frames_per_batch=12,
+        interruptor=StopsAfter(steps),
+        compact_obs=compact,
+        replay_buffer=memory,
+        seed=0,
+    )
+    for number in range(20):
+        collector.next()
+        check_oracle(memory[:])
+        if number % 3 == 2:
+            collector.reset([number % 2])
+            check_oracle(memory[:])
+    assert len(memory) == min(20 * 2 * steps, 100)
+    collector.shutdown()
 
 
 @pytest.mark.filterwarnings("ignore:EnvPool cannot be seeded")
@@ -799,6 +860,25 @@ def collecting(memory: ReplayMemory, env: Any = CountingEnv, **options: Any) -> 
 def test_options_that_change_batches(options, match):
     with pytest.raises(BadOption, match=match):
         collecting(ReplayMemory(10), **options)
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector], ids=lambda cls: cls.__name__)
+def test_batches_after_episodes_if_columns_are_hidden(cls):
+    options: dict[str, Any] = {} if cls is Collector else {"backend": "threads"}
+    memory = ReplayMemory(100)
+    with cls(
+        [CountingEnv],
+        None,
+        frames_per_batch=5,
+        track_traj_ids=False,
+        replay_buffer=memory,
+        **options,
+    ) as collector:
+        collector.collect(n_episode=2)
+        collector.next()
+        collector.next()
+        assert_accounted(collector)
+    assert len(memory) == 16
 
 
 def test_a_memory_that_is_too_small():

@@ -19,7 +19,6 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from tensordict.nn import TensorDictModule
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from muster import policies
 from muster.envs.torch_batch import TorchEnvs
@@ -38,6 +37,7 @@ from muster.rollout.request import RolloutRequest
 from muster.rollout.running import Rollout
 from muster.rollout.tally import Tally
 from muster.testing import TorchCartPole
+from tests.fakes.waiting import Waits
 from tests.tools import assert_same
 
 B = 5
@@ -407,37 +407,6 @@ def test_a_head_follows_a_change_of_its_network():
     with torch.no_grad():
         head.net[2].bias.copy_(torch.tensor([0.0, 0.0, 9.0]))
     assert (following.batch()["action"] == 2).all()
-
-
-WAITS = {
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "unique",
-    "unique2",
-    "multinomial",
-    "is_nonzero",
-    "equal",
-}
-
-
-class Waits(TorchDispatchMode):
-    """Counts what would make the host wait for a device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-        self.calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        self.calls += 1
-        by_mask = name in ("index", "index_put", "index_put_") and any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        )
-        if name in WAITS or by_mask:
-            self.found[name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def waits(make: Any, T: int) -> Counter[str]:

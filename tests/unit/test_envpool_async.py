@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from muster import Collector, MultiAsyncCollector, MultiSyncCollector
+from muster import Collector, MultiAsyncCollector, MultiSyncCollector, policies
 from muster.envs.envpool import adapt
 from muster.envs.envpool_async import AsyncPoolEnvs
 from muster.errors import BadEnvOutput, BadOption, EnvError, PolicyError, UnsupportedEnv
 from muster.testing import ChainEnv, CountingEnv, EnvContract
 from tests.fakes.envpool import GymnasiumEnvPool
+from tests.fakes.telling import Counts
 from tests.tools import assert_accounted, assert_chain, assert_same, collect, column
 
 NO_PARTIAL_RESETS = "EnvPool resets single environments only at the ends of their episodes"
@@ -172,6 +173,29 @@ def test_recurrent_states_stay_with_their_environments(policy):
     alone = collect(pool(5, 5), policy, **options)
     assert_same(collect(pool(5, 3, order=1), policy, **options), alone)
     assert len(alone["action"].unique()) == 2
+
+
+@pytest.mark.parametrize("random", [0, 12], ids=["", "after random frames"])
+def test_stored_states_are_those_that_the_policy_began_with(random: int) -> None:
+    policy = policies.recurrent(Counts(), initial_state="h0")
+    batch = collect(
+        pool(4, 2, partial(CountingEnv, 9)),
+        policy,
+        frames_per_batch=12,
+        batches=6,
+        init_random_frames=random,
+        seed=0,
+    )
+    assert batch["is_init"][..., 0].int()[0].tolist() == [1, *[0] * 8] * 2
+    for states, seen in zip(
+        batch["recurrent_state"][..., 0].tolist(), batch["seen"][..., 0].tolist(), strict=True
+    ):
+        of_policy = next(t for t, value in enumerate(seen) if value == value)
+        # some environments are ahead when the policy begins to act
+        assert random // 4 <= of_policy < (9 if random else 1)
+        assert states[:of_policy] == [0.0] * of_policy
+        expected = [5.0 + t for t in range(9 - of_policy)] + [5.0 + t for t in range(9)]
+        assert states[of_policy:] == seen[of_policy:] == expected
 
 
 def test_the_version_of_each_row_is_that_of_the_weights_that_acted():

@@ -24,6 +24,7 @@ from examples import (
     ppo_atari,
     ppo_cartpole,
     ppo_lstm,
+    ppo_on_gpu,
     ray_cluster,
     sac,
     self_play,
@@ -32,7 +33,9 @@ from examples import (
     truncation,
 )
 from muster import Collector, policies
+from muster.testing import TorchCartPole
 from tests.fakes.ray_cluster import cluster, environment, needs_ray
+from tests.unit.test_device_lanes import Waits
 
 EXAMPLES = Path(ppo_cartpole.__file__).parent
 
@@ -100,6 +103,69 @@ def test_algorithms_run_and_print_the_rows_of_a_curve(example, frames, capsys):
     found, mean = last_row(capsys.readouterr().out)
     assert found == frames // 1024 * 1024
     assert (score < 0) == (mean < 0) == (example in (sac, td3))  # Pendulum's rewards are negative
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("threads")
+def test_ppo_on_tensors_solves_cart_pole(capsys):
+    options = ["--device", "cpu", "--envs", "256", "--total-frames", "500_000"]
+    score = ppo_on_gpu.main(options)
+
+    frames, mean = last_row(capsys.readouterr().out)
+    assert score > 475
+    assert mean >= 475
+    assert frames < 500_000, "it ends when it is solved"
+
+
+@pytest.mark.usefixtures("threads")
+def test_ppo_on_tensors_prints_the_rows_of_a_curve(capsys):
+    frames = 3 * 32 * ppo_on_gpu.T
+    options = ["--device", "cpu", "--envs", "32", "--total-frames", str(frames)]
+    score = ppo_on_gpu.main([*options, "--eval-episodes", "2"])
+
+    found, mean = last_row(capsys.readouterr().out)
+    assert found == frames
+    assert 10 < mean < 100
+    assert 8 <= score <= 500
+
+
+def test_no_update_on_tensors_waits_for_the_device():
+    learner = ppo_on_gpu.Learner("cpu")
+    actor = policies.categorical(learner.net)
+    env = TorchCartPole(8)
+    with Collector(env, actor, frames_per_batch=64, layout="time_major", seed=0) as collector:
+        batch = collector.next()
+    before = [parameter.clone() for parameter in learner.parameters]
+    with Waits() as seen:
+        learner.update(batch, 0.0)
+    assert seen.calls > 1000  # it has been looking
+    assert not seen.found
+    pairs = zip(before, learner.parameters, strict=True)
+    assert not any(torch.equal(old, new) for old, new in pairs)
+
+
+def test_advantages_on_tensors_are_those_of_the_definition():
+    gamma, lam = ppo_on_gpu.GAMMA, ppo_on_gpu.LAMBDA
+    learner = ppo_on_gpu.Learner("cpu")
+    make = lambda: TorchCartPole(5, max_steps=16)  # noqa: E731
+    with Collector(make, None, frames_per_batch=150, layout="time_major", seed=0) as collector:
+        batch = collector.next()
+    advantage, target = learner.advantages(batch)
+
+    after = batch["next"]
+    assert after["terminated"].any()
+    assert (after["truncated"] & ~after["terminated"]).any()
+    with torch.no_grad():
+        value = learner.critic(batch["observation"])[..., 0].tolist()
+        following = learner.critic(after["observation"])[..., 0].tolist()
+    for b in range(5):
+        total = 0.0
+        for t in reversed(range(30)):
+            bootstrap = 0 if after["terminated"][t, b] else following[t][b]
+            delta = 1 + gamma * bootstrap - value[t][b]
+            total = delta + (0 if after["done"][t, b] else gamma * lam * total)
+            assert advantage[t, b].item() == pytest.approx(total, abs=1e-4)
+            assert target[t, b].item() == pytest.approx(total + value[t][b], abs=1e-4)
 
 
 @pytest.mark.usefixtures("threads")

@@ -281,6 +281,46 @@ def test_previous_actions_and_rewards_are_observations():
         assert torch.equal(batch[key][:, 1:][going].reshape(-1), before[going].reshape(-1))
 
 
+class Awaited:
+    """A ``Wide`` with coroutine functions."""
+
+    def __init__(self) -> None:
+        self._wide = Wide()
+        self.observation_space = self._wide.observation_space
+        self.action_space = self._wide.action_space
+
+    async def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return self._wide.reset(seed=seed)
+
+    async def step(self, action: Any) -> Any:
+        return *self._wide.step(action)[:4], {"cost": 1.0}
+
+
+class Costly(Wide):
+    """A ``Wide`` with an info."""
+
+    def step(self, action: Any) -> Any:
+        return *super().step(action)[:4], {"cost": 1.0}
+
+
+@pytest.mark.parametrize("num_envs", [None, 2])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (Wide, {"prev_action_reward": True}),
+        (Costly, {"info": ["cost"]}),
+        (Costly, {"info": ["cost"], "prev_action_reward": True}),
+        (Awaited, {}),
+    ],
+    ids=["previous", "infos", "both", "coroutines"],
+)
+def test_environments_that_add_columns(make, options, num_envs):
+    batch = collect(make, None, num_envs=num_envs, frames_per_batch=12, obs_dtype=F32, **options)
+    lines = batch["observation"].reshape(-1, 12 // (num_envs or 1), 2)
+    for line in lines:
+        assert torch.equal(line, rows(0, len(line)))
+
+
 def test_a_resumed_collection_goes_on_in_the_same_dtype(tmp_path):
     make = partial(Collector, Wide, categorical(net()), num_envs=2, frames_per_batch=8, seed=1)
     with make() as collector:

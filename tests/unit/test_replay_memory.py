@@ -100,7 +100,7 @@ class Written:
         B = self.sizes[ring]
         made = [[self._cell(ring, env, ends, gaps) for env in range(B)] for _ in range(n)]
         self.cells[ring] += made
-        finals = [cell.after for row in made for cell in row if cell.done]
+        finals = [cell.after for row in made for cell in row if cell.done and cell.valid]
         done = each(made, "done", bool)
         valid = each(made, "valid", bool)
         obs = each(made, "obs", np.int64)
@@ -113,7 +113,7 @@ class Written:
         rows = {**rows, ("next", "done"): done}
         for flag in FLAGS[1:]:
             rows[("next", flag)] = each(made, flag, bool)
-        stored = {column.key for column in self.memory.rings[ring].columns}
+        stored = {column.key for column in self.memory.rings[ring].stored.columns}
         last = self.carried(np.array(self.now[ring]))
         self.memory.write(
             ring,
@@ -267,9 +267,9 @@ def check_nothing_is_left(memory: ReplayMemory) -> None:
     """Only what is of readable rows is kept aside, and no stack but where one begins."""
     for ring in memory.rings:
         there = ring.places_of(np.arange(ring.lo * ring.B, ring.hi * ring.B))
-        assert len(ring._asides) == ring._asides.has(there).sum()
-        if ring._frames is not None:
-            assert len(ring._frames.wholes) == (ring._frames.depth == 0).sum()
+        assert len(ring.stored.asides) == ring.stored.asides.has(there).sum()
+        if ring.stored.frames is not None:
+            assert len(ring.stored.frames.wholes) == (ring.stored.frames.depth == 0).sum()
 
 
 def check_n_step(written: Written, n_step: int = 3, gamma: float = 0.5) -> None:
@@ -773,7 +773,7 @@ def test_frames_are_stored_once():
     memory = ReplayMemory(3000, stack=4, seed=0)
     memory.open(columns, [OBS], [1], 1)
     rng = np.random.default_rng(0)
-    rows = {c.key: np.zeros((1, 1, *c.shape), c.dtype) for c in memory.rings[0].columns}
+    rows = {c.key: np.zeros((1, 1, *c.shape), c.dtype) for c in memory.rings[0].stored.columns}
     stack = rng.integers(0, 255, (1, 4, 84, 84), np.uint8)
     for t in range(1000):
         done = t % 250 == 249
@@ -811,8 +811,8 @@ def test_observations_that_are_no_stacks():
 def like(written: Written, **options: Any) -> ReplayMemory:
     """An empty memory with the same options."""
     memory = written.memory
-    given: dict[str, Any] = {"capacity": memory.capacity, "stack": memory._stack}
-    given |= {"alpha": memory._alpha, "keep": memory._keep}
+    given: dict[str, Any] = {"capacity": memory.capacity, "stack": memory._stored.stack}
+    given |= {"alpha": memory._alpha, "keep": memory._stored.keep}
     return ReplayMemory(**{**given, **options})
 
 

@@ -130,6 +130,47 @@ def test_a_reset_without_a_seed():
         check(collect(lambda: Unseeded(Mode.DISABLED), frames_per_batch=42, seed=0))
 
 
+@pytest.mark.parametrize("mode", [Mode.SAME_STEP, Mode.DISABLED])
+@pytest.mark.parametrize("limit", [None, 4])
+def test_environments_that_wait_begin_the_next_batch_with_a_reset(mode, limit):
+    lengths = [min(length, limit or length) for length in LENGTHS]
+    with Collector(
+        lambda: Counting(mode),
+        None,
+        frames_per_batch=12,
+        reset_when_done=False,
+        max_frames_per_traj=limit,
+    ) as collector:
+        steps = [0, 0, 0]  # of the episode under way
+        for _ in range(6):
+            batch = collector.next()
+            valid = batch["collector", "valid"]
+            for i, length in enumerate(lengths):
+                count = min(4, length - steps[i])
+                assert valid[i].tolist() == [True] * count + [False] * (4 - count)
+                seen = batch["observation"][i, :count, 1].tolist()
+                assert seen == [float(steps[i] + k) for k in range(count)]
+                steps[i] = (steps[i] + count) % length
+        assert {(r.length, r.episode_return) for r in collector.episodes} <= {
+            (n, n * (n + 1) / 2) for n in lengths
+        }
+        assert_accounted(collector)
+
+
+def test_environments_that_cannot_be_reset_one_by_one_cannot_wait():
+    with pytest.raises(BadOption, match="reset_when_done=False resets.*cannot reset single"):
+        Collector(AllAtOnce, None, frames_per_batch=12, reset_when_done=False)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_random_actions_in_batches_of_few_rows(rows):
+    with Collector(Counting, None, frames_per_batch=3 * rows, seed=0) as collector:
+        batches = [collector.next().clone() for _ in range(12 // rows)]
+        collector.collect(n_step=3)
+    with Collector(Counting, None, frames_per_batch=36, seed=0) as collector:
+        assert torch.equal(torch.cat(batches, -1)["action"], collector.next()["action"])
+
+
 # --- expected arrays ------------------------------------------------------------------------------
 
 

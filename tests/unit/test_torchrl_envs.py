@@ -710,6 +710,19 @@ def test_a_primer_in_each_of_several_environments_gives_the_state_after_a_reset(
     assert len([key for key in set(batch.keys()) if "init" in key]) == 1
 
 
+@pytest.mark.parametrize("num_envs", [None, 2])
+def test_after_random_frames_the_policy_begins_with_the_state_of_a_primer(num_envs):
+    def make() -> Any:
+        primer = TensorDictPrimer(memory=Unbounded((1,)), default_value=5.0)
+        return TransformedEnv(Counter(6), Compose(InitTracker(), primer))
+
+    frames = 4 * (num_envs or 1)
+    options: Any = {"frames_per_batch": frames, "init_random_frames": frames}
+    batch = collect(make, Remembers(), num_envs=num_envs, batches=3, **options)
+    for row in batch["memory"][..., 0].reshape(-1, 12).tolist():
+        assert row == [5, 5, 5, 5, 5, 6, 5, 6, 7, 8, 9, 10]
+
+
 def test_functions_and_heads_see_the_observation_and_not_what_transforms_count():
     def make() -> Any:
         env = GymEnv("CartPole-v1", categorical_action_encoding=True)

@@ -287,6 +287,8 @@ class Engine:
                 self.ended.show(pipeline.ready[0].episodes)
                 # the pipeline has no reference to it while the next one is collected
                 yield pipeline.take()
+        for group in [] if self.local is None else self.local.groups:
+            group.check_earlier(wait=True)
         # a Ctrl-C that came while the last batch was used; after the loop the program may have no
         # handler
         checkpoint()
@@ -364,7 +366,9 @@ class Engine:
         filled, batch = self.next_batch.make(
             request, self._discard_unmade, memory=memory, shown=shown
         )
-        hidden = self.views.hidden_keys(filled.layout) if self.views.shows_hidden else []
+        hidden = []
+        if batch is not None and self.views.shows_hidden:
+            hidden = self.views.hidden_keys(filled.layout)
         frames, episodes = self.last.replace(filled.results, hidden, self.weights)
         cut_short = 0
         if self.source.preempts:

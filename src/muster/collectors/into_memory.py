@@ -109,16 +109,27 @@ class MemoryWriter:
             self._written += 1
         self._under_way = None
 
-    def write_lane(self, lane: Lane, first: int, result: RolloutResult) -> None:
-        """Write the rows of a result, which begin with row ``first`` of its lane."""
+    def write_lane(
+        self, lane: Lane, first: int, result: RolloutResult, *, goes_on: bool = False
+    ) -> None:
+        """Write the rows of a result, which begin with row ``first`` of its lane.
+
+        Rows on a device are looked at on the host, which waits for them.
+
+        Args:
+            goes_on: the rollout stays open for further rows.
+        """
+        if lane.mirrored:
+            lane.bring_to_host()
         with self._memory.lock:  # nothing is sampled between breaking off and writing
             ring = self._memory.rings[result.group]
             known = self._known_of(ring, lane, first, result.group)
             valid = _valid(lane, first, result)
-            if result.rows == 1 and valid is None and not lane.mirrored and ring.takes_rows:
+            is_one = result.rows == 1 and (goes_on or lane.T == 1)
+            if is_one and valid is None and not lane.mirrored and ring.takes_rows:
                 self._write_row(lane, first, result, known)
             else:
-                self._write_rows(lane, first, result, known, valid)
+                self._write_rows(lane, first, result, known, valid, goes_on=goes_on)
 
     def _known_of(self, ring: Ring, lane: Lane, t: int, group: int) -> _Known:
         """Return what was written last of a group, before row ``t`` of a lane is written."""
@@ -134,7 +145,14 @@ class MemoryWriter:
         return known
 
     def _write_rows(
-        self, lane: Lane, first: int, result: RolloutResult, known: _Known, valid: Array | None
+        self,
+        lane: Lane,
+        first: int,
+        result: RolloutResult,
+        known: _Known,
+        valid: Array | None,
+        *,
+        goes_on: bool,
     ) -> None:
         """Write the rows of a rollout, which begin with row ``first`` of its lane."""
         ring = known.ring
@@ -143,10 +161,9 @@ class MemoryWriter:
         others = np.flatnonzero(known.ids != ids[first])
         if len(others):
             ring.break_off(others)
-        source = lane.tensors if lane.mirrored or ring.on_device else lane.data
+        source = lane.tensors if lane.mirrored or ring.stored.device is not None else lane.data
         done = lane.arrays[DONE][first:rows]
-        if valid is not None:
-            done = done & valid
+        ends = done if valid is None else done & valid
         has_ends = done.any()
         begin = first
         while begin < rows:
@@ -155,11 +172,15 @@ class MemoryWriter:
             finals = None
             if has_ends:
                 part = done[begin - first : end - first]
-                finals = self._finals(lane, result.finals, part, begin)
+                known_ends = ends[begin - first : end - first]
+                finals = self._finals(lane, result.finals, known_ends, begin)
+            last = {c.key: source[c.key][end] for c in ring.stored.columns if c.carry}
+            if end == rows < lane.T and not goes_on:
+                last |= self._after_stop(lane, source, end, result.finals)
             self._memory.write(
                 result.group,
-                {c.key: _at(ring, source[c.key][begin:end]) for c in ring.columns},
-                {c.key: _at(ring, source[c.key][end]) for c in ring.columns if c.carry},
+                {c.key: _at(ring, source[c.key][begin:end]) for c in ring.stored.columns},
+                {key: _at(ring, row) for key, row in last.items()},
                 done=part,
                 finals=finals,
                 valid=None if valid is None else valid[begin - first : end - first],
@@ -193,6 +214,23 @@ class MemoryWriter:
         else:
             self._memory.add_row(result.group)
         known.wrote(ids)
+
+    def _after_stop(
+        self, lane: Lane, source: Mapping[Key, Any], end: int, kept: Sequence[Final]
+    ) -> dict[Key, Any]:
+        """Return the observations after the last row of a lane that was stopped there: row ``end``
+        itself is blank.
+        """
+        if next_of(self._observed[0]) in lane.data:
+            return {key: source[next_of(key)][end - 1] for key in self._observed}
+        after = {}
+        for key in self._observed:
+            row = as_tensor(source[key][end]).clone()
+            for final in kept:
+                if final.t == end - 1:
+                    row[final.envs] = torch.as_tensor(final.leaves[key], device=row.device)
+            after[key] = row if isinstance(source[key], torch.Tensor) else row.numpy()
+        return after
 
     def _finals(
         self, lane: Lane, kept: Sequence[Final], done: Array, begin: int
@@ -254,7 +292,9 @@ class _Copies:
         self.simple = [(there, lane.data[key]) for key, there in simple]
         self.carried = [(there, lane.data[key]) for key, there in carried]
         # a policy may write its state in the row in which an episode begins
-        states = [(there, lane.data[key]) for key, there in carried if key not in ring.observed]
+        states = [
+            (there, lane.data[key]) for key, there in carried if key not in ring.stored.observed
+        ]
         self.simple += states
         self.done = lane.arrays[DONE]
         self.ids = lane.arrays[TRAJ_IDS]
@@ -281,6 +321,6 @@ def _valid(lane: Lane, first: int, result: RolloutResult) -> Array | None:
 
 def _at(ring: Ring, rows: Any) -> Any:
     """Return rows as the ring takes them: tensors for a ring on a device, else arrays."""
-    if ring.on_device or not isinstance(rows, torch.Tensor):
+    if ring.stored.device is not None or not isinstance(rows, torch.Tensor):
         return rows
     return rows.cpu().numpy()

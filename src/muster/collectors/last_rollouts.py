@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from muster.episodes.curve import EpisodeCurve
-from muster.episodes.record import NO_EPISODES, Episodes, join_episodes
+from muster.episodes.record import NO_EPISODES, Episodes, PendingEpisodes, join_episodes
 from muster.episodes.summary import EpisodeWindow
 from muster.keys import Key
 from muster.memory.specs import Array
@@ -17,6 +17,9 @@ from muster.rollout.marks import Final
 from muster.weights.publish import PolicyWeights
 from muster.workers.counters import FrameCounters
 from muster.workers.messages import RolloutResult
+
+# batches whose records are on their way from a device at the same time
+MOST_UNREAD = 4
 
 
 class LastRollouts:
@@ -84,16 +87,19 @@ class LastRollouts:
 class EndedEpisodes:
     """The episodes that have ended: those of the last batch, and statistics of all.
 
+    Records that are on their way from a device are added to the statistics when they have arrived,
+    or when these are looked at.
+
     Attributes:
         collected: those of the last batch that was collected.
         shown: those of the last batch that the user got.
-        window: statistics of the newest.
-        curve: returns over frames.
     """
 
     def __init__(self) -> None:
-        self.window = EpisodeWindow()
-        self.curve = EpisodeCurve()
+        self._window = EpisodeWindow()
+        self._curve = EpisodeCurve()
+        # not in the statistics yet, with the number of frames until then
+        self._unread: deque[tuple[int, PendingEpisodes]] = deque()
         self.collected: Episodes = NO_EPISODES
         self.shown: Episodes = NO_EPISODES
 
@@ -103,8 +109,39 @@ class EndedEpisodes:
             self.collected = NO_EPISODES
             return
         self.collected = join_episodes(episodes)
-        self.window.add(self.collected)
-        self.curve.add(frames, self.collected)
+        if isinstance(self.collected, PendingEpisodes):
+            self._unread.append((frames, self.collected))
+            self._read(MOST_UNREAD)
+            return
+        if self._unread:
+            self._read(0)
+        self._window.add(self.collected)
+        self._curve.add(frames, self.collected)
+
+    @property
+    def window(self) -> EpisodeWindow:
+        """Statistics of the newest."""
+        if self._unread:
+            self._read(0)
+        return self._window
+
+    @property
+    def curve(self) -> EpisodeCurve:
+        """Returns over frames."""
+        if self._unread:
+            self._read(0)
+        return self._curve
+
+    def _read(self, most: int) -> None:
+        """Add the records that have arrived to the statistics; wait for them if there are more than
+        ``most``.
+        """
+        unread = self._unread
+        while unread and (len(unread) > most or not unread[0][1].would_wait):
+            frames, episodes = unread.popleft()
+            if len(episodes):
+                self._window.add(episodes)
+                self._curve.add(frames, episodes)
 
     def join(self, episodes: Episodes) -> None:
         """Take these for the episodes of the last batch, whose steps were collected one by one."""

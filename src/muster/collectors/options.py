@@ -279,8 +279,9 @@ class CollectorOptions(BatchOptions, WorkerOptions):
             is not one.
         init_random_frames: number of frames with uniformly random actions at the start, rounded up
             to whole batches. Columns that the policy would have filled (log-probabilities, values)
-            are NaN, 0 or False there, and recurrent states are those of a new episode. The policy
-            is called once before, to find its columns. None, 0 or negative: none.
+            are NaN, 0 or False there, and recurrent states 0; the first step of the policy after
+            them starts from the state of a new episode. The policy is called once before, to find
+            its columns. None, 0 or negative: none.
         create_env_kwargs: keyword arguments for the env id or function; a dict, or a list with a
             dict for each group.
         policy_factory: function without arguments that makes the policy; replaces ``policy``. With

@@ -76,7 +76,7 @@ class RowByRow:
             self._group.leave()
         for made in results:
             if made.rows:
-                self._writer.write_lane(lane, lane.done_steps - 1, made)
+                self._writer.write_lane(lane, lane.done_steps - 1, made, goes_on=True)
         return results
 
     def _prepared(self, policy: str, version: int | str) -> Lane:

@@ -161,6 +161,6 @@ def keywords_of(kwargs: Any, count: int) -> Sequence[Mapping[str, Any] | None]:
 def _memory(options: CollectorOptions, device: torch.device | None) -> Memory:
     """Return where to allocate slots."""
     storing = options.devices.storing
-    if device is not None and device.type != "cpu":
+    if device is not None:
         return device
     return "pinned" if storing is not None and storing.type == "cuda" else "heap"

@@ -232,9 +232,13 @@ class AsyncPoolEnvs(
         lane: Lane,
         prepare: Callable[[Lane], Act],
         written: Collection[Key],
+        *,
+        acted_last: bool,
     ) -> Step:
         arrays = lane.arrays
         rows = self._rows
+        if not acted_last:
+            rows.begins[:] = True
         ready: ReadyRows | None = lane.cache.get(self)
         if ready is None:
             columns = {*self.spec.action_specs, *written}
@@ -247,6 +251,7 @@ class AsyncPoolEnvs(
         version = arrays[POLICY_VERSION][lane.done_steps, 0] if ready.stamps else None
         ready.begin(prepare, version)
         carried = [(column.key, arrays[column.key]) for column in ready.kept if column.carry]
+        states = [(key, column) for key, column in carried if key in rows.states]
         others = [(column.key, arrays[column.key]) for column in ready.kept if not column.carry]
         terminated = arrays[next_of(TERMINATED)]
         truncated = arrays[next_of(TRUNCATED)]
@@ -257,6 +262,8 @@ class AsyncPoolEnvs(
             while rows.behind:
                 self._advance(ready, window)
             for key, column in others:
+                column[t] = rows.first(key)
+            for key, column in states:  # the policy may have set those that it began with
                 column[t] = rows.first(key)
             if self._shows:
                 for key, column in carried:
@@ -314,6 +321,7 @@ class AsyncPoolEnvs(
             if actions:
                 sent = self._actions.build([leaf[near] for leaf in actions])
                 self._send(sent, acting)
+                rows.begins[acting] = False
             self._receive()
         except BaseException:  # also Ctrl-C
             self.executed_in_row = self._ahead
@@ -424,12 +432,14 @@ class RowsAhead:
             column.
         steps: number of rows that each environment has completed, ``[num_envs]``.
         over: environments whose episode has ended, and whose next one has no observation yet.
+        begins: environments whose next step is the first of a policy that did not act last.
         last: last observations of the ended episodes of each environment, oldest first.
     """
 
     def __init__(self, num_envs: int) -> None:
         self.steps = np.zeros(num_envs, np.int64)
         self.over = np.ones(num_envs, bool)
+        self.begins = np.zeros(num_envs, bool)
         self.last: list[deque[list[Array]]] = [deque() for _ in range(num_envs)]
         self.flat: dict[Key, Array] = {}
         self.states: dict[Key, Array] = {}
@@ -548,6 +558,8 @@ class ReadyRows:
         k = self._row
         for key, column in self._inputs:
             column[k] = rows.flat[key][cells]
+            if key == IS_INIT:
+                column[k] |= rows.begins[ids]
         self._act(k)
         self._row += 1
         for key, column in self._outputs:
@@ -555,5 +567,6 @@ class ReadyRows:
         if self.stamps:
             rows.flat[POLICY_VERSION][cells] = self._version
         for key, column in self._states:
+            rows.flat[key][cells] = column[k]
             rows.states[key][ids] = column[k + 1]
         return [self._lane.arrays[key][k].copy() for key in actions]

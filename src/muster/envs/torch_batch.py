@@ -37,6 +37,7 @@ from muster.envs.spaces import SpaceCodec, action_codec, action_masks, observati
 from muster.envs.vector import autoreset_mode
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv, UnsupportedSpace
 from muster.keys import IS_INIT, NEXT_OBS_VALID, REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
+from muster.memory.joint_rows import joint_rows
 from muster.memory.slots import Lane, as_tensor, torch_dtype
 from muster.memory.specs import ArraySpec, choices_of, is_joint_mask
 from muster.protocols import EnvBatch, Step
@@ -162,15 +163,18 @@ class TorchEnvs(
         """Draw like ``SpaceCodec.sample``, on the device of the rows. Each row has a seed of its
         own, so the numbers do not depend on the division of steps into batches.
         """
-        rows = []
+        rows: list[list[torch.Tensor]] = [[] for _ in self._draws]
         for _ in range(math.prod(shape[:-1])):
             seed = int(rng.stream(0).integers(2**63))
             self._generator.manual_seed(seed)
-            rows.append([draw(self._generator) for draw in self._draws])
+            for steps, draw in zip(rows, self._draws, strict=True):
+                steps.append(draw(self._generator))
         drawn: dict[Key, Any] = {}
-        for key, steps in zip(self.spec.action_specs, zip(*rows, strict=True), strict=True):
-            leaf = torch.stack(steps)
-            leaf = leaf.reshape(*shape, *steps[0].shape[1:])
+        for (key, spec), steps in zip(self.spec.action_specs.items(), rows, strict=True):
+            leaf = torch.empty((0,), dtype=torch_dtype(spec.dtype), device=self._generator.device)
+            if steps:  # none, if the only row has an action of the policy's first call
+                leaf = torch.stack(steps)
+            leaf = leaf.reshape(*shape, *spec.shape)
             drawn[key] = leaf if self.spec.device else leaf.numpy()
         return drawn
 
@@ -241,13 +245,19 @@ class TorchEnvs(
         observations = [rows_of(key) for key in keys]
         after = [rows_of(next_of(key)) for key in keys]
         actions = [rows_of(key) for key in self.spec.action_specs]
-        rewards = rows_of(REWARD)
-        terminated = rows_of(next_of(TERMINATED))
-        truncated = rows_of(next_of(TRUNCATED))
         valid = rows_of(NEXT_OBS_VALID) if NEXT_OBS_VALID in tensors else None
         carried = [column.key for column in lane.layout.columns if column.carry]
         recurrent = [key for key in carried if key not in self.spec.observation_specs]
-        states = [(rows_of(key), key == IS_INIT) for key in recurrent]
+        begins = [(rows_of(key), 1) for key in recurrent if key == IS_INIT]
+        states = [rows_of(key) for key in recurrent if key != IS_INIT]
+        flags = [rows_of(next_of(TERMINATED)), rows_of(next_of(TRUNCATED))]
+        columns = [(rows, 0) for rows in (*after, rows_of(REWARD), *flags)]
+        # environments that reset themselves have returned the observations of the next row
+        next_rows = [(rows, 1) for rows in observations] if self._self_resetting else []
+        # the rows with the observations of environments that go on
+        kept = observations if self._self_resetting else after
+        later = 1 if self._self_resetting else 0
+        write = joint_rows([*columns, *begins, *next_rows])
         on = self._on
 
         def step(t: int) -> None:
@@ -256,10 +266,6 @@ class TorchEnvs(
                 obs, reward, ended, cut, info = self._step(action, t)
                 done = ended | cut
                 last, unknown = self._last(obs, done, info) if self._self_resetting else (obs, None)
-                for rows, leaf in zip(after, last, strict=True):
-                    rows[t].copy_(leaf)
-                for rows, leaf in zip(observations, obs, strict=True):
-                    rows[t + 1].copy_(leaf)
                 if valid is not None:
                     if unknown is None:
                         valid[t].fill_(True)
@@ -273,18 +279,20 @@ class TorchEnvs(
                     done = done | late
                     waiting = late if self._self_resetting else done
                     self._count.masked_fill_(done, 0)
-                rewards[t].copy_(reward)
-                terminated[t].copy_(ended)
-                truncated[t].copy_(cut)
+                # before a reset, which may write into the tensors that ``step`` has returned
+                values = [*last, reward, ended, cut]
+                if begins:
+                    values.append(done)
+                if next_rows:
+                    values += obs
+                write(t, values)
                 if waiting is not None:
                     first = self._reset_some(waiting, {})
-                    for rows, leaf in zip(observations, first, strict=True):
-                        rows[t + 1].copy_(_where(waiting, leaf, rows[t + 1].to(on)))
-                for rows, is_init in states:  # recurrent states at the start of an episode
-                    if is_init:
-                        rows[t + 1].copy_(done)
-                    else:
-                        rows[t + 1].masked_fill_(_like(done.to(rows[t].device), rows[t]), 0)
+                    for rows, others, leaf in zip(observations, kept, first, strict=True):
+                        _choose(waiting, leaf, others[t + later], rows[t + 1])
+                for rows in states:  # recurrent states at the start of an episode
+                    row = rows[t + 1]
+                    row.masked_fill_(_like(done.to(row.device), row), 0)
             self.executed_in_row = 0
 
         return step
@@ -491,6 +499,14 @@ def _like(mask: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
 
 def _where(mask: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where(_like(mask, a), a, b)
+
+
+def _choose(mask: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Write ``a`` into ``out`` where the mask is, and ``b`` elsewhere."""
+    if a.dtype == out.dtype and a.device == out.device:
+        torch.where(_like(mask, a), a, b, out=out)
+    else:
+        out.copy_(_where(mask, a, b.to(a.device)))
 
 
 def _describe(value: Any) -> str:

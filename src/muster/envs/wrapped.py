@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from muster.capabilities import Bypasses, CountsSteps, Wraps, capability
@@ -29,6 +30,12 @@ class WrappedEnvs(Wraps, CountsSteps):
     def bypassed(self) -> Collection[int]:
         """The environments that are not stepped."""
         return () if self._bypassing is None else self._bypassing.bypassed
+
+    def store_as(self, spec: EnvSpec) -> None:
+        super().store_as(spec)
+        own = self.inner.spec
+        observed = {key: spec.observation_specs[key] for key in own.observation_specs}
+        self.inner.store_as(replace(own, batch_shape=spec.batch_shape, observation_specs=observed))
 
     def reset(
         self,

@@ -26,6 +26,9 @@ class TrajectoryClock:
 
     Ids are ``env_id + total_envs * episode``: unique over all groups without communication,
     independent of where a group runs, and never reused.
+
+    Rewards are added one after another, in the order of the steps: returns do not depend on how the
+    steps of an episode are divided into rollouts, and ``TensorClock`` has the same.
     """
 
     def __init__(self, env_ids: Array, total_envs: int) -> None:
@@ -38,7 +41,7 @@ class TrajectoryClock:
         self._returns = np.zeros(len(env_ids), np.float64)
         # rows not yet added to ``_returns``, and their dtypes
         self._rewards: list[tuple[bytes, Any]] = []
-        self._ids = env_ids.copy()  # ids of the current trajectories
+        self._ids: Array = env_ids.copy()  # ids of the current trajectories
 
     @property
     def steps(self) -> Array:
@@ -72,6 +75,18 @@ class TrajectoryClock:
                 self._returns += np.frombuffer(row, dtype)
             self._rewards.clear()
         return self._returns
+
+    @property
+    def ids(self) -> Array:
+        """Ids of the current trajectories, ``[B]`` int64."""
+        return self._ids
+
+    def set(self, ids: Array, steps: Array, returns: Array) -> None:
+        """Set the ids, steps and returns of the current trajectories, ``[B]`` each."""
+        self.episode[...] = (ids - self.env_ids) // self.total_envs
+        self.steps[...] = steps
+        self.returns[...] = returns
+        self._number()
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all variables, and the environments that they belong to."""
@@ -152,8 +167,9 @@ class TrajectoryClock:
             if T == 1 and len(self._rewards) < MOST_REWARDS:
                 self._rewards.append((reward.tobytes(), reward.dtype))
             else:
-                returns = self.returns
-                returns += np.add.reduce(reward, 0, np.float64)
+                sums = np.concatenate((self.returns[None], reward), dtype=np.float64)
+                np.add.accumulate(sums, 0, out=sums)
+                self._returns[...] = sums[-1]
             return NO_EPISODES
         if T == 1 or B >= MANY:
             return self._advance_by_rows(reward, terminated, truncated, done)
@@ -162,10 +178,12 @@ class TrajectoryClock:
         env, t = np.divmod(end, T)
         lane = np.arange(B) * T  # first row of each environment
         begin = np.union1d(lane, end[t < T - 1] + 1)  # first rows of pieces of episodes
-        total = np.add.reduceat(reward.T.reshape(-1).astype(np.float64), begin)
+        rewards = reward.T.reshape(-1).astype(np.float64)
+        rewards[lane] += self.returns
+        piece_of = np.repeat(np.arange(len(begin)), np.diff(begin, append=B * T))
+        total = np.bincount(piece_of, rewards)  # adds one after another, other than ``reduceat``
         # first piece of each environment, which continues from earlier rows
         first = np.searchsorted(begin, lane)
-        total[first] += self.returns
         begin[first] -= self.steps
         number = np.arange(len(end)) - np.searchsorted(env, env)  # of the end, of its environment
         piece = first[env] + number

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
@@ -102,6 +102,42 @@ class Episodes(Sequence[EpisodeRecord]):
         return own if self.info is None else (*own, self.info)
 
 
+class PendingEpisodes(Episodes):
+    """Records that are on their way from a device: the first look at them reads them, and waits if
+    they have not arrived.
+
+    Args:
+        read: returns the records.
+        have_arrived: returns whether ``read`` does not wait.
+    """
+
+    def __init__(self, read: Callable[[], Episodes], have_arrived: Callable[[], bool]) -> None:
+        vars(self)["source"] = (read, have_arrived)
+
+    @property
+    def would_wait(self) -> bool:
+        """Whether a look at them would wait."""
+        source = vars(self).get("source")
+        if source is None:
+            return False
+        _, have_arrived = source
+        return not have_arrived()
+
+    def __getattr__(self, name: str) -> Any:
+        columns = vars(self)
+        source = columns.get("source")
+        if source is not None and not name.startswith("_"):
+            read, _ = source
+            columns.update(vars(read()))
+            columns.pop("source", None)  # with the memory of the device that it refers to
+        if name not in columns:
+            raise AttributeError(name)
+        return columns[name]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Episodes, self.columns()
+
+
 NO_EPISODES = Episodes(
     traj_id=np.empty(0, np.int64),
     env_id=np.empty(0, np.int64),
@@ -114,7 +150,20 @@ NO_EPISODES = Episodes(
 
 
 def join_episodes(parts: Sequence[Episodes]) -> Episodes:
-    """Join the episodes of several groups, group by group."""
+    """Join the episodes of several groups, group by group; pending ones are read when the result
+    is used.
+    """
+    pending = [part for part in parts if isinstance(part, PendingEpisodes)]
+    if pending and len(parts) == 1:
+        return pending[0]
+    if any(part.would_wait for part in pending):
+        return PendingEpisodes(
+            lambda: _join(parts), lambda: not any(part.would_wait for part in pending)
+        )
+    return _join(parts)
+
+
+def _join(parts: Sequence[Episodes]) -> Episodes:
     parts = [part for part in parts if len(part)]
     if not parts:
         return NO_EPISODES

@@ -6,32 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from muster.keys import Key
+from muster.memory.native import Rows, gathered, scatter, zeros
 from muster.memory.specs import Array
 
 FEWEST = 16
-
-
-def gathered(rows: torch.Tensor, index: Array | torch.Tensor) -> torch.Tensor:
-    """Return copies of some rows. NumPy takes half of the time of ``index_select``, and no threads.
-
-    An index that is a tensor is on the device of the rows.
-    """
-    if rows.device.type == "cpu":
-        return torch.from_numpy(rows.numpy().take(np.asarray(index), 0))
-    if isinstance(index, np.ndarray):
-        index = torch.from_numpy(index).to(rows.device)
-    return rows.index_select(0, index)
-
-
-def scatter(rows: torch.Tensor, there: torch.Tensor, index: Array) -> None:
-    """Copy rows to some rows of ``there``."""
-    if there.device.type == "cpu":
-        there.numpy()[index] = rows.cpu().numpy()
-    else:
-        there.index_copy_(0, torch.from_numpy(index).to(there.device), rows.to(there.device))
 
 
 class Asides:
@@ -39,13 +19,13 @@ class Asides:
 
     Args:
         cells: number of cells of the ring.
-        leaves: zeros of one row of each observation, ``[*shape]``, on the device of the ring.
+        leaves: one row of each observation, ``[*shape]``: its shape and kind.
     """
 
-    def __init__(self, cells: int, leaves: Mapping[Key, torch.Tensor]) -> None:
+    def __init__(self, cells: int, leaves: Mapping[Key, Rows]) -> None:
         self._places = np.zeros(cells, np.int32)  # place + 1 in the store of each cell; 0: none
         self._free: list[int] = []
-        self._store = {key: leaf.new_zeros((FEWEST, *leaf.shape)) for key, leaf in leaves.items()}
+        self._store = {key: zeros((FEWEST, *leaf.shape), leaf) for key, leaf in leaves.items()}
         self._used = 0  # places that were ever used
 
     def __len__(self) -> int:
@@ -54,13 +34,13 @@ class Asides:
     @property
     def nbytes(self) -> int:
         """Size of the store."""
-        return sum(rows.nbytes for rows in self._store.values())
+        return sum(int(rows.nbytes) for rows in self._store.values())
 
     def keep(self, cells: Array, leaves: Mapping[Key, Any]) -> None:
         """Keep an observation for each of ``cells``, ``[n, *shape]`` per leaf."""
         places = self._take_places(len(cells))
         for key, rows in leaves.items():
-            scatter(torch.as_tensor(rows), self._store[key], places)
+            scatter(rows, self._store[key], places)
         self._places[cells] = places + 1  # last: others may read
 
     def has(self, cells: Array) -> Array:
@@ -71,26 +51,26 @@ class Asides:
     def drop(self, first: int, end: int) -> None:
         """Forget those of the cells from ``first`` to ``end``."""
         part = self._places[first:end]
-        kept = part[part > 0]
-        if len(kept):
-            self._free.extend((kept - 1).tolist())
-            part[...] = 0
+        if not part.any():
+            return
+        self._free += (part[part > 0] - 1).tolist()
+        part[...] = 0
 
-    def put_into(self, rows: Mapping[Key, torch.Tensor], cells: Array) -> None:
+    def put_into(self, rows: Mapping[Key, Rows], cells: Array) -> None:
         """Replace the rows, ``[n, *shape]``, whose cell has an observation here."""
-        places = self._places[cells]
-        index = np.flatnonzero(places)
+        places = self._places.take(cells)
+        (index,) = places.nonzero()
         if not len(index):
             return
-        kept = places[index].astype(np.int64) - 1
+        kept = places[index] - 1
         for key, here in rows.items():
             scatter(gathered(self._store[key], kept), here, index)
 
-    def of_cells(self, cells: Array) -> tuple[Array, dict[Key, torch.Tensor]]:
+    def of_cells(self, cells: Array) -> tuple[Array, dict[Key, Rows]]:
         """Return those of ``cells`` that have an observation here, by their places, and these."""
         places = self._places[cells]
-        index = np.flatnonzero(places)
-        kept = places[index].astype(np.int64) - 1
+        (index,) = places.nonzero()
+        kept = places[index] - 1
         return index, {key: gathered(rows, kept) for key, rows in self._store.items()}
 
     def _take_places(self, n: int) -> Array:
@@ -101,7 +81,7 @@ class Asides:
         self._used += n - reused
         for key, rows in self._store.items():
             if self._used > len(rows):
-                grown = rows.new_zeros((max(2 * len(rows), self._used), *rows.shape[1:]))
+                grown = zeros((max(2 * len(rows), self._used), *rows.shape[1:]), rows)
                 grown[: len(rows)] = rows
                 self._store[key] = grown
         return np.array(places, np.int64)

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from muster.keys import Key
-from muster.memory.asides import Asides, gathered, scatter
+from muster.memory.asides import Asides
+from muster.memory.native import Rows, gathered, scatter, zeros
 from muster.memory.specs import Array
 
 
@@ -30,7 +30,7 @@ class Frames:
         frames: newest frames by key and place, ``[places + 1, B, *frame shape]``.
     """
 
-    def __init__(self, size: int, frames: Mapping[Key, torch.Tensor]) -> None:
+    def __init__(self, size: int, frames: Mapping[Key, Rows]) -> None:
         self.size = size
         self._frames = dict(frames)
         first = next(iter(frames.values()))
@@ -39,7 +39,7 @@ class Frames:
         self.depth = np.full((self._places + 1, self._B), size - 1, np.int16)
         self.wholes = Asides(
             self.depth.size,
-            {key: rows.new_zeros((size, *rows.shape[2:])) for key, rows in frames.items()},
+            {key: zeros((size, *rows.shape[2:]), rows) for key, rows in frames.items()},
         )
 
     def write(
@@ -78,14 +78,14 @@ class Frames:
                 }
                 self._keep(place, others, parts)
 
-    def of(self, key: Key, cells: Array) -> torch.Tensor:
+    def of(self, key: Key, cells: Array) -> Rows:
         """Return the stacks at places of cells, ``[n, size, ...]``."""
         frames = self._frames[key]
         depth = self.depth.reshape(-1)[cells].astype(np.int64)
         back = np.minimum(np.arange(self.size)[::-1], depth[:, None])
         index = self._before(cells[:, None], back)
-        stacks = gathered(frames.view(-1, *frames.shape[2:]), index.reshape(-1))
-        stacks = stacks.view(len(cells), self.size, *frames.shape[2:])
+        stacks = gathered(frames.reshape(-1, *frames.shape[2:]), index.reshape(-1))
+        stacks = stacks.reshape(len(cells), self.size, *frames.shape[2:])
         short = np.flatnonzero(depth < self.size - 1)
         if len(short):
             begins = self._before(cells[short], depth[short])
@@ -99,7 +99,7 @@ class Frames:
                     )
         return stacks
 
-    def restore(self, place: int, depth: Array, stacks: Mapping[Key, torch.Tensor]) -> None:
+    def restore(self, place: int, depth: Array, stacks: Mapping[Key, Rows]) -> None:
         """Note what follows the newest row, at ``place``."""
         self.depth[place] = depth
         envs = np.flatnonzero(depth == 0)

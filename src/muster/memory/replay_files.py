@@ -26,10 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from muster.errors import BadCheckpoint, FileError
 from muster.memory.ring import Ring
+from muster.memory.saved_rows import SavedRows, Tensors
 from muster.utils import tensor_files
 from muster.utils.whole_files import make_folder, open_regular, write_whole
 
@@ -39,8 +38,6 @@ BLOCK_BYTES = 1 << 24  # of rows in a file
 FILE = re.compile(r"(rows-\d+-\d+-\d+|newest-\d+)-[0-9a-f]{16}\.safetensors")
 LEFT_OVER = re.compile(FILE.pattern + r"\.[0-9a-f]{12}\.tmp")
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError)
-
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -89,9 +86,11 @@ class MemoryFiles:
             tensors: Tensors = {}
             ends = []
             for number, (ring, newest) in enumerate(zip(rings, now.newest, strict=True)):
-                end = max(ring.kept, (ring.hi - 1) // _block_rows(ring) * _block_rows(ring))
+                rows_of = SavedRows(ring)
+                size = _block_rows(ring)
+                end = max(rows_of.kept, (ring.hi - 1) // size * size)
                 ends.append(end)
-                rows = ring.rows(end, ring.hi)
+                rows = rows_of.rows(end, ring.hi)
                 tensors |= {f"{number}.{name}": values for name, values in newest.items()}
                 tensors |= {f"{number}.rows.{name}": values for name, values in rows.items()}
         name = f"newest-{self._serial}-{self._origin}.safetensors"
@@ -133,12 +132,13 @@ class MemoryFiles:
         for block in range(max(0, lo - ring.reach) // size, end // size):
             name = self._names.get((number, block))
             if name is None or not (directory / name).is_file():
+                rows_of = SavedRows(ring)
                 with lock:
-                    first = max(block * size, ring.kept)
+                    first = max(block * size, rows_of.kept)
                     if first >= (block + 1) * size:  # overwritten meanwhile
                         found.clear()
                         continue
-                    rows = ring.rows(first, (block + 1) * size)
+                    rows = rows_of.rows(first, (block + 1) * size)
                 name = f"rows-{number}-{first}-{(block + 1) * size}-{self._origin}.safetensors"
                 _write(directory / name, rows, {})
                 self._names[number, block] = name
@@ -219,13 +219,13 @@ class Loaded:
 
 def _block_rows(ring: Ring) -> int:
     """Return the number of rows of a block."""
-    return max(1, BLOCK_BYTES // ring.row_bytes)
+    return max(1, BLOCK_BYTES // ring.stored.row_bytes)
 
 
 def _put(ring: Ring, first: int, rows: Tensors, saved: Mapping[str, Any], path: Path) -> None:
     """Put rows of a file into the ring."""
     try:
-        ring.put_rows(first, rows, saved["lo"], saved["hi"])
+        SavedRows(ring).put(first, rows, saved["lo"], saved["hi"])
     except UNREADABLE as error:
         raise BadCheckpoint(f"{path} does not fit to its manifest: {str(error)[:200]}") from error
 

@@ -123,7 +123,8 @@ class Lane:
         block: the bytes of all tensor columns.
         tensors: ``[T, B, *shape]`` per tensor column (``[T + 1, ...]`` if carried).
         arrays: the same memory as NumPy arrays, and the object columns. On a device, only ``host``
-            columns have an array, in host memory; ``pull`` and ``push`` copy it.
+            columns have an array, in host memory; ``pull`` and ``push`` copy it. Rows that are
+            completed on the device are not in it before ``bring_to_host``.
         data: arrays if the lane is in host memory, else tensors (and arrays of objects).
         done_steps: number of rows with complete transitions; a rollout continues there after an
             error.
@@ -143,6 +144,7 @@ class Lane:
         tensors: dict[Key, torch.Tensor] = {}
         self.cache: dict[Any, Any] = {}
         self.mirrored = not isinstance(block, np.ndarray)
+        self._is_ahead = False  # the tensors have rows that the arrays do not
         self.done_steps = 0
         self.acts_from = 0
         self.acts_until = layout.T
@@ -226,6 +228,18 @@ class Lane:
             array = array.reshape(len(array), *self.layout.lead, *array.shape[2:])
         return list(array) if len(array) <= MAX_ROW_VIEWS else array
 
+    def completed_there(self) -> None:
+        """Note that the rows were completed on the device: the arrays do not have them."""
+        self._is_ahead = True
+
+    def bring_to_host(self) -> None:
+        """Copy the ``host`` columns of rows that were completed on the device to their arrays; waits
+        for the device.
+        """
+        if self._is_ahead:
+            self.pull(column.key for column in self.layout.tensor_columns if column.host)
+            self._is_ahead = False
+
     def pull(self, keys: Iterable[Key]) -> None:
         """Copy columns from the device to their arrays; waits for the device."""
         if self.mirrored:
@@ -235,6 +249,7 @@ class Lane:
     def push(self, keys: Iterable[Key]) -> None:
         """Copy columns from their arrays to the device."""
         if self.mirrored:
+            self._is_ahead = False
             for key in keys:
                 self.tensors[key].copy_(torch.from_numpy(self.arrays[key]))
 

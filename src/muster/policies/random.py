@@ -53,7 +53,8 @@ class RandomPolicy:
     the allowed ones. Rollouts have the columns of the collector's policy, so that all its batches
     have the same columns. Rows without an output of that policy are filled: extras with ``unknown``
     (integers 0, flags False, objects None), and recurrent states with those of the start of an
-    episode, from which the policy continues.
+    episode, from which the policy continues: zeros, or what the environment's reset has written
+    (TorchRL's ``TensorDictPrimer``).
     """
 
     name = path = "random"
@@ -111,16 +112,17 @@ class RandomPolicy:
         return self._columns
 
     def start(self, lane: Lane, rng: GroupRng) -> Act:
-        """Fill all remaining rows; the returned ``act`` only draws actions with a mask."""
+        """Fill all remaining rows; the returned ``act`` only does what depends on each row."""
         begin = lane.acts_from
         until = lane.acts_until
-        draws = []
+        acts = []
         for place, mask in enumerate(self._masks):
             stream = rng.stream(FIRST_MASKED + place)
-            draws.append(self._masked(mask, lane, stream))
+            acts.append(self._masked(mask, lane, stream))
         # also without a row: environments that choose actions themselves notice the rollout
         for key, drawn in self._sample(rng, (max(0, until - begin), lane.B)).items():
             lane.data[key][begin:until] = drawn
+        of_env = {column.key for column in lane.layout.columns if column.by_policy}
         for column in self._columns:
             rows = lane.data[column.key]
             begin = lane.done_steps
@@ -128,14 +130,19 @@ class RandomPolicy:
                 rows[begin:until] = self._emptied(self._cells[column.key].flat[0])
             elif not column.carry:
                 rows[begin:until] = self._empty(column)
+            elif column.key in of_env:
+                hold = _holds(rows)
+                acts.append(hold)
+                for t in range(begin, lane.acts_from):  # rows that have an action already
+                    hold(t)
             elif column.key != IS_INIT:  # the loop writes IS_INIT
                 rows[begin + 1 : until + 1] = 0
-        if not draws:
+        if not acts:
             return _nothing
 
         def act(t: int) -> None:
-            for draw_allowed in draws:
-                draw_allowed(t)
+            for each in acts:
+                each(t)
 
         return act
 
@@ -179,6 +186,15 @@ class RandomPolicy:
         if tensor.is_floating_point() or tensor.is_complex():
             return torch.full_like(tensor, self._unknown)
         return torch.zeros_like(tensor)
+
+
+def _holds(rows: Any) -> Act:
+    """Return the function that keeps the state of a row for the next one."""
+
+    def hold(t: int) -> None:
+        rows[t + 1] = rows[t]
+
+    return hold
 
 
 def _nothing(t: int) -> None:

@@ -50,7 +50,8 @@ def recurrent(policy: P, *, batch_dim: Any = None, initial_state: Any = None) ->
             function, a function without arguments. It is a state as the policy returns it, without
             the dimension of environments. It is read whenever an episode starts, so a parameter
             can be learned. Batches then have ``is_init``, which is True at the first step of an
-            episode.
+            episode. If the episode began with random frames, the policy's first step in it starts
+            from this state, too, and ``is_init`` is False there.
 
     Returns:
         ``policy``, which gets attributes that say so.

@@ -19,6 +19,7 @@ from muster.rollout.acting import env_error
 from muster.rollout.carry import Carry
 from muster.rollout.context import Contexts
 from muster.rollout.ends import Bypass
+from muster.rollout.on_device import OnDevice
 from muster.rollout.options import RolloutOptions
 from muster.rollout.progress import Phase, Progress
 from muster.rollout.resets import Due, ResetListener
@@ -133,7 +134,9 @@ class Group:
         shares_batch: all groups fill a batch together; False: this group fills batches of its own.
 
     Attributes:
-        clock: numbers, steps and returns of the current episodes.
+        env_ids: see above.
+        on_device: the clock on the device of the rows, and what is on its way from there; None: the
+            rows are on the host.
         reports: see ``Reports``.
         sharing: indices of the environments among those of the same batch, ``[B]``, and their
             number, unless a request says otherwise.
@@ -163,11 +166,13 @@ class Group:
         self.sharing = (env_ids, total_envs)
         if not shares_batch:
             self.sharing = (np.arange(env.spec.num_envs), env.spec.num_envs)
-        self.clock: TrajectoryClock | AgentClock
+        self.env_ids = env_ids
+        clock: TrajectoryClock | AgentClock
         if env.spec.agents:
-            self.clock = AgentClock(env_ids, total_envs, env.spec.agents)
+            clock = AgentClock(env_ids, total_envs, env.spec.agents)
         else:
-            self.clock = TrajectoryClock(env_ids, total_envs)
+            clock = TrajectoryClock(env_ids, total_envs)
+        self._clock = clock
         self.agent_returns: AgentReturns | None = None
         if env.spec.agent_rewards:
             self.agent_returns = AgentReturns(env.spec.agent_rewards, env.spec.num_envs)
@@ -181,12 +186,24 @@ class Group:
         self.first_call: FirstCall | None = None
         self.contexts = Contexts(rng, options)
         self.can = Abilities(env, options)
-        self.seeding = EpisodeSeeding(options, env.spec, self.clock, tells=not self.can.write_next)
+        self.seeding = EpisodeSeeding(options, env.spec, clock, tells=not self.can.write_next)
+        self.on_device: OnDevice | None = None
+        if env.spec.device is not None and isinstance(clock, TrajectoryClock):
+            self.on_device = OnDevice(clock, env.spec, options, self.can)
 
     @property
     def B(self) -> int:  # noqa: N802 (the field's name)
         """Number of environments."""
         return self.env.spec.num_envs
+
+    @property
+    def clock(self) -> TrajectoryClock | AgentClock:
+        """Numbers, steps and returns of the current episodes. If they are on a device, they are
+        copied from there, which waits.
+        """
+        if self.on_device is None:
+            return self._clock
+        return self.on_device.clock.on_host()
 
     @property
     def rng(self) -> GroupRng:
@@ -201,12 +218,12 @@ class Group:
     @property
     def agent_clock(self) -> AgentClock | None:
         """The clock, if agents take turns."""
-        return self.clock if isinstance(self.clock, AgentClock) else None
+        return self._clock if isinstance(self._clock, AgentClock) else None
 
     @property
     def track(self) -> int:
         """The group's number on the timeline: that of its first environment."""
-        return int(self.clock.env_ids[0])
+        return int(self.env_ids[0])
 
     def observations(self) -> dict[Key, torch.Tensor]:
         """Return the observations for the policy's next call, ``[*batch_shape, *shape]`` per leaf."""
@@ -319,6 +336,18 @@ class Group:
         self.first_call = None
 
     # --- rollouts ---------------------------------------------------------------------------------
+
+    def check_earlier(self, *, wait: bool = False) -> None:
+        """Raise the error of an earlier rollout on the device that has been noticed since; ``wait``
+        for all of them. The environments are reset then.
+        """
+        if self.on_device is None:
+            return
+        self.on_device.look(wait=wait)
+        error = self.on_device.take_bad()
+        if error is not None:
+            self.lose()
+            raise error
 
     def opened(self, rollout: OpenRollout) -> None:
         """Note the rollout that begins; an earlier one is given up."""

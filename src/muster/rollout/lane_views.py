@@ -32,7 +32,9 @@ class LaneViews:
         states: rows of carried columns that the environments do not write, and their values at a
             reset.
         marks: columns of ``marks_of``, and the values.
-        fills: functions that fill these columns, and the values.
+        fills: functions that fill these columns, and the values; those of a device if the rows are
+            there.
+        host_fills: the same for the arrays of columns on a device.
         is_fine: see ``quick_check``; None: every rollout needs ``first_bad_value``.
         row_is_fine: see ``quick_row_check``; None: every row needs ``first_bad_value``.
         mirrored: keys of columns to copy to the device after a rollout.
@@ -70,10 +72,10 @@ class LaneViews:
             for key, value in values.items():
                 if key in part:
                     self.marks.append((part[key], value))
+        self.fills = _fills(lane, values)
+        self.host_fills: list[tuple[Callable[[Any], Any], Any]] = []
         if lane.mirrored:
-            self.fills = [(_fill_of(rows), value) for rows, value in self.marks]
-        else:
-            self.fills = _fills(lane, values)
+            self.host_fills = [(arrays[key].fill, values[key]) for key in values if key in arrays]
         self.mirrored: list[Key] = []
         if lane.mirrored:
             self.mirrored = [column.key for column in lane.layout.tensor_columns if column.host]
@@ -82,13 +84,9 @@ class LaneViews:
         self.version = arrays.get(POLICY_VERSION)
         self.valid = arrays.get(VALID)
         self.resumed = arrays.get(RESUMED)
+        self.version_there = data.get(POLICY_VERSION)
+        self.resumed_there = data.get(RESUMED)
         self.seed = arrays.get(SEED)
-
-
-def _fill_of(rows: Any) -> Callable[[Any], Any]:
-    """Return the function that fills a tensor, or an array."""
-    fill: Callable[[Any], Any] | None = getattr(rows, "fill_", None)
-    return rows.fill if fill is None else fill
 
 
 def _fills(lane: Lane, values: Mapping[Key, bool]) -> list[tuple[Callable[[Any], Any], Any]]:
@@ -105,6 +103,12 @@ def _fills(lane: Lane, values: Mapping[Key, bool]) -> list[tuple[Callable[[Any],
         keys = [column.key for column in columns]
         last = keys[-1]
         first = offsets[keys[0]]
-        end = offsets[last] + lane.arrays[last].nbytes
-        fills.append((block[first:end].fill, value))
+        end = offsets[last] + _nbytes(lane, last)
+        part = block[first:end]
+        fills.append((part.fill_ if lane.mirrored else part.fill, value))
     return fills
+
+
+def _nbytes(lane: Lane, key: Key) -> int:
+    rows: Any = lane.data[key]
+    return int(rows.nbytes)

@@ -71,6 +71,8 @@ def rollout(
             else:
                 running.go_on(request, tally, listener, watch)
         else:
+            if group.on_device is not None:
+                group.check_earlier()
             running = Rollout(group, request, lane, tally, listener, watch)
             group.opened(running)
             acted = running.begin()

@@ -30,6 +30,7 @@ from muster.rollout.group import FirstCall, Group, Reports
 from muster.rollout.hooks import rendering, watching
 from muster.rollout.lane_views import TERMINATED, TRUNCATED, LaneViews
 from muster.rollout.marks import NextObservations, end_agents, mark_end, mark_valid
+from muster.rollout.on_device import DeviceRows, OnDevice, device_rows, needs_of_request
 from muster.rollout.progress import BEFORE, KNOWN, Phase, Progress
 from muster.rollout.request import RolloutOutcome, RolloutRequest, Watch
 from muster.rollout.resets import ResetListener
@@ -104,6 +105,9 @@ class Rollout:
             self.reports = _reports_of(group, request, listener)
         self._watch = watch
         self.absent = request.absent
+        # its rows are completed on the device, and the host does not wait for them
+        self._there: DeviceRows | None = None
+        self._is_computed = False  # see ``compute_there``
         self.waiting: Waiting
         self.ends: Ends
         self._limit: StepLimit | None = None
@@ -145,9 +149,21 @@ class Rollout:
             self.reports.progress.mark_unwritten(lane, group.env.spec.reward_key, 0)
         for fill, value in views.fills:
             fill(value)
-        if views.resumed is not None:
-            views.resumed[...] = False
-            views.resumed[0, group.take_resumed()] = True
+        version = views.version
+        resumed = views.resumed
+        if group.on_device is not None:
+            self._there = self._rows_there(group.on_device)
+            if self._there is None:
+                for fill, value in views.host_fills:
+                    fill(value)
+            else:
+                version = views.version_there
+                resumed = views.resumed_there
+        if resumed is not None:
+            resumed[...] = False
+            which = group.take_resumed()
+            if which:
+                resumed[0, which] = True
         for key, _, first, _ in views.carried:
             first[...] = group.carry[key]
         for array, is_init in views.states:
@@ -158,8 +174,8 @@ class Rollout:
             call = group.take_call()
         if self.reports.progress.watched:
             self.reports.progress.count(waits=self.ends.leaves_out)
-        if views.version is not None:
-            self._stamp(views.version, 0, call)
+        if version is not None:
+            self._stamp(version, 0, call)
         if views.seed is not None:
             views.seed[...] = group.seeding.current
         if call is not None:
@@ -188,8 +204,9 @@ class Rollout:
             self._cut(self.lane.done_steps - 1)
         if self.reports.progress.watched:
             self.reports.progress.count(waits=self.ends.leaves_out)
-        if self.views.version is not None:
-            self._stamp(self.views.version, self.lane.done_steps, None)
+        version = self.views.version if self._there is None else self.views.version_there
+        if version is not None:
+            self._stamp(version, self.lane.done_steps, None)
 
     def next_row(self, request: RolloutRequest, tally: Tally) -> None:
         """Make one more row for another request; none if an error has left a row that is complete."""
@@ -198,6 +215,19 @@ class Rollout:
         if self.views.version is not None:
             self.views.version[self._settled] = request.version
         self.lane.act_until(self._settled + 1)
+
+    def _rows_there(self, on_device: OnDevice) -> DeviceRows | None:
+        """Return the rows of the lane if it is completed on the device; None if the host needs
+        them.
+        """
+        if on_device.needs or needs_of_request(self.request, self._watch):
+            return None
+        if not self.lane.mirrored:  # in shared memory
+            return None
+        rows: DeviceRows | None = self.lane.cache.get(DeviceRows)
+        if rows is None:
+            rows = self.lane.cache[DeviceRows] = device_rows(self.lane, self.group.env.spec)
+        return rows
 
     def _begin_episodes(self) -> None:
         """Execute the resets that are due, except those of environments that make no steps because
@@ -225,7 +255,7 @@ class Rollout:
         group = self.group
         watchers: list[Watch] = []
         if group.options.on_step is not None and not self.request.is_random_start:
-            env_ids = group.clock.env_ids
+            env_ids = group.env_ids
             on_step = group.options.on_step
             repeats = group.env.spec.repeats
             watchers.append(watching(on_step, env_ids, self.waiting, repeats, self.next_obs))
@@ -446,11 +476,17 @@ class Rollout:
         over = done
         if self.group.options.traj_done_key is not None:
             over = lane.arrays[TRAJ_DONE][t:n]
-        episodes = self._advance_clock(t, flags, over)
+        episodes = self._advance_clock(self.group.clock, t, flags, over)
         self._settled = n
         return RolloutOutcome((n - t) * lane.B, n - t, episodes, self.next_obs.take_finals())
 
-    def _advance_clock(self, begin: int, flags: Sequence[Array], over: Array) -> Episodes:
+    def _advance_clock(
+        self,
+        clock: TrajectoryClock | AgentClock,
+        begin: int,
+        flags: Sequence[Array],
+        over: Array,
+    ) -> Episodes:
         """Write the ids and step counts of the complete rows from ``begin`` on, and return the
         episodes that ended in them.
 
@@ -461,7 +497,6 @@ class Rollout:
         lane = self.lane
         group = self.group
         reward, _, terminated, truncated, ids = flags
-        clock = group.clock
         clock.fill_ids(ids, over)
         if group.options.max_frames_per_traj:
             rows = slice(begin, lane.done_steps)
@@ -501,6 +536,12 @@ class Rollout:
             cells = self.reports.progress.cells
             cells[KNOWN] = self.waiting.executed(0, n) + cells[BEFORE]
         self.next_obs.copy(n)
+        if self._there is not None:
+            is_whole = n == lane.T and self.waiting.is_idle
+            if is_whole and not needs_of_request(self.request, self._watch):
+                return self._finish_there(self._there)
+            lane.completed_there()
+            lane.bring_to_host()
         if lane.mirrored:
             lane.pull((group.env.spec.reward_key, TERMINATED, TRUNCATED))
         flags = views.flags if n == lane.T else [rows[:n] for rows in views.flags]
@@ -517,7 +558,7 @@ class Rollout:
         clock = group.clock
         if isinstance(clock, AgentClock):
             clock.sort(lane.arrays[AGENT][:n])
-        episodes = self._advance_clock(0, flags, over)
+        episodes = self._advance_clock(clock, 0, flags, over)
         if group.agent_returns is not None:
             returns = group.agent_returns.advance(lane.arrays, over)
             if returns:
@@ -553,6 +594,50 @@ class Rollout:
             frames, n, episodes, self.next_obs.finals, left_out=not self.waiting.is_idle
         )
 
+    @property
+    def is_completed_there(self) -> bool:
+        """Whether its columns are completed on the device, as far as is known now."""
+        return self._there is not None and self.waiting.is_idle
+
+    def prepare_there(self) -> None:
+        """Prepare ``compute_there``; some of it is done on the host."""
+        on_device = self.group.on_device
+        assert on_device is not None and self._there is not None
+        on_device.look()
+        on_device.prepare(self._there)
+
+    def compute_there(self) -> None:
+        """Complete all columns on the device, and carry the last rows on.
+
+        These are operations of the device only, and the same for each rollout into the lane, which
+        can be recorded as a graph: then ``computed_there`` follows its replay.
+        """
+        on_device = self.group.on_device
+        assert on_device is not None and self._there is not None
+        on_device.compute(self._there)
+        for key, _, _, last in self.views.carried:
+            self.group.carry.take(key, last, ())
+        self._is_computed = True
+
+    def computed_there(self) -> None:
+        """Note that a graph has done what ``compute_there`` does."""
+        self._is_computed = True
+
+    def _finish_there(self, rows: DeviceRows) -> RolloutOutcome:
+        """Complete all columns on the device."""
+        group = self.group
+        lane = self.lane
+        on_device = group.on_device
+        assert on_device is not None
+        if not self._is_computed:
+            self.prepare_there()
+            self.compute_there()
+        lane.completed_there()
+        group.closed()
+        if group.options.reset_at_each_iter and self.request.closes:
+            group.reset()
+        return RolloutOutcome(lane.T * lane.B, lane.T, on_device.send(rows))
+
     def _carry_on_lives(self) -> None:
         """Let environments that only lost a life continue from their last observation."""
         group = self.group
@@ -568,6 +653,8 @@ class Rollout:
         clock = self.group.clock
         assert isinstance(clock, TrajectoryClock)  # agents that take turns do not wait
         ended = [i for i, t in self.waiting.since.items() if over[t, i]]
+        if self.group.can.write_next and self.ends.repeats_flags:
+            ended = np.flatnonzero(over.any(axis=0)).tolist()  # no step has told of them
         clock.take_back(without.sum(axis=0), ended)
         self.group.due.add(ended)
         if not self.group.bypass.is_possible:

@@ -81,6 +81,7 @@ class WhenReady:
 
     def __init__(self, env: ActsWhenReady) -> None:
         self._env = env
+        self._last: Policy | None = None  # the policy of the last rollout
 
     def seen(self, obs: Seen) -> Seen:
         return {key: rows[self._env.ready_envs] for key, rows in obs.items()}
@@ -88,7 +89,10 @@ class WhenReady:
     def start(self, policy: Policy, lane: Lane, rng: GroupRng, cells: Array) -> tuple[Act, Step]:
         written = [column.key for column in policy.columns()]
         prepare = partial(_acting_in_phase, policy, rng, cells)
-        return no_act, self._env.start_ready(lane, prepare, written)
+        acted_last = self._last is policy
+        self._last = policy
+        step = self._env.start_ready(lane, prepare, written, acted_last=acted_last)
+        return no_act, step
 
 
 def no_act(t: int) -> None:

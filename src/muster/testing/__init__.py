@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from muster.testing.envs import ChainEnv, CountingEnv, FaultyEnv, InfoEnv, SpaceEnv, TorchCartPole
+from muster.testing.envs import ChainEnv, CountingEnv, FaultyEnv, InfoEnv, SpaceEnv
 from muster.testing.oracle import Fault, OracleEnv, check_stream
+from muster.testing.torch_envs import TorchCartPole, TorchGridWorld, TorchPendulum
 
 if TYPE_CHECKING:
     from muster.testing.contracts import EnvContract
@@ -21,6 +22,8 @@ __all__ = [
     "OracleEnv",
     "SpaceEnv",
     "TorchCartPole",
+    "TorchGridWorld",
+    "TorchPendulum",
     "check_stream",
 ]
 

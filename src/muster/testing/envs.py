@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    import torch
-else:
-    from muster.utils import lazy_torch as torch
 
 Info = dict[str, Any]
 Array = NDArray[Any]
@@ -274,91 +268,3 @@ class FaultyEnv(CountingEnv):
             return self.output["all"]
         named = zip(names, values, strict=True)
         return tuple(self.output.get(name, value) for name, value in named)
-
-
-class TorchCartPole:
-    """A batch of B CartPole-v1 environments on tensors, like a simulator on a GPU.
-
-    It never synchronizes.
-
-    Args:
-        num_envs: B.
-        device: device of all tensors.
-        autoreset: SAME_STEP (``info["final_obs"]`` has the last observations) or DISABLED
-            (``reset`` by mask).
-        final_obs: False leaves out the last observations, as some simulators do.
-        max_steps: episodes are truncated after this number of steps.
-
-    Attributes:
-        state: ``[B, 4]`` float32: position, velocity, angle, angular velocity.
-    """
-
-    def __init__(
-        self,
-        num_envs: int,
-        device: torch.device | str = "cpu",
-        *,
-        autoreset: AutoresetMode = AutoresetMode.SAME_STEP,
-        final_obs: bool = True,
-        max_steps: int = 500,
-    ) -> None:
-        self.num_envs = num_envs
-        self.device = torch.device(device)
-        self.final_obs = final_obs
-        self.max_steps = max_steps
-        self.metadata = {"autoreset_mode": autoreset}
-        high = np.array([4.8, np.inf, 24 * np.pi / 180, np.inf], np.float32)
-        self.single_observation_space = spaces.Box(-high, high)
-        self.single_action_space = spaces.Discrete(2)
-        self.muster_exact = final_obs  # masks are respected, and every last observation is returned
-        self._generator = torch.Generator(self.device)
-        self._generator.seed()
-        self.state = torch.zeros(num_envs, 4, device=self.device)
-        self._steps = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
-
-    def reset(
-        self, *, seed: int | None = None, options: Info | None = None
-    ) -> tuple[torch.Tensor, Info]:
-        """Start new episodes, in all environments or those of ``options["reset_mask"]`` (bool
-        ``[B]``).
-        """
-        if seed is not None:
-            self._generator.manual_seed(seed)
-        everywhere = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
-        given = options or {}
-        self._begin(given.get("reset_mask", everywhere))
-        return self.state.clone(), {}
-
-    def step(
-        self, action: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Info]:
-        _, x_dot, theta, theta_dot = self.state.unbind(1)
-        sin = theta.sin()
-        cos = theta.cos()
-        push = (action * 20.0 - 10.0 + 0.05 * theta_dot**2 * sin) / 1.1
-        inertia = 0.5 * (4 / 3 - 0.1 * cos**2 / 1.1)
-        theta_acc = (9.8 * sin - cos * push) / inertia
-        x_acc = push - 0.05 * theta_acc * cos / 1.1
-        rates = torch.stack([x_dot, x_acc, theta_dot, theta_acc], 1)
-        self.state = self.state + 0.02 * rates
-        self._steps += 1
-        left = self.state[:, 0].abs() > 2.4
-        fell = self.state[:, 2].abs() > 12 * 2 * np.pi / 360
-        terminated = left | fell
-        truncated = self._steps >= self.max_steps
-        info: Info = {}
-        if self.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP:
-            if self.final_obs:
-                info["final_obs"] = self.state.clone()
-            self._begin(terminated | truncated)
-        reward = torch.ones(self.num_envs, device=self.device)
-        return self.state.clone(), reward, terminated, truncated, info
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    def _begin(self, where: torch.Tensor) -> None:
-        drawn = torch.rand(self.num_envs, 4, generator=self._generator, device=self.device)
-        fresh = drawn * 0.1 - 0.05
-        self.state = torch.where(where[:, None], fresh, self.state)
-        self._steps.masked_fill_(where, 0)

@@ -12,12 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muster.capabilities import AwaitsCoroutines, CastsValues, TellsInfos, WritesNext, capability
+from muster.capabilities import (
+    AwaitsCoroutines,
+    CastsValues,
+    LimitsResets,
+    TellsInfos,
+    WritesNext,
+    capability,
+)
 from muster.env_spec import EnvSpec
 from muster.envs.build import build_env, is_environment
 from muster.envs.infos import Seen, look_at, with_infos
 from muster.envs.previous import with_previous
-from muster.errors import BadOption
+from muster.errors import BadOption, UnsupportedEnv
 from muster.keys import ACTION_MASK, STEP_COUNT, TRUNCATED, dotted, next_of
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import ArraySpec
@@ -300,6 +307,15 @@ def _check_env(env: EnvBatch, options: RolloutOptions) -> None:
             " set"
             " aside"
         )
+    limiting = capability(env, LimitsResets)
+    if not options.reset_when_done and limiting is not None:
+        try:
+            limiting.check_partial_reset()
+        except UnsupportedEnv as error:
+            raise BadOption(
+                "reset_when_done=False resets those environments before the next batch that have"
+                f" ended: {error}"
+            ) from None
 
 
 def _innermost(env: Any) -> Any:

@@ -94,7 +94,7 @@ def load(
     group.reset(lost)
     group.mark_resumed(lost)
     return {
-        int(group.clock.env_ids[i]): str(reasons[i] if per_env else next(filter(None, reasons)))
+        int(group.env_ids[i]): str(reasons[i] if per_env else next(filter(None, reasons)))
         for i in lost
     }
 

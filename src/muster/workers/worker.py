@@ -287,6 +287,8 @@ class Worker:
         # collector
         error = None
         if self._log is not None:
+            if lane.mirrored:
+                lane.bring_to_host()
             self._log(result, lane, begin)
         return result
 
@@ -322,7 +324,7 @@ class Worker:
         if seed is None:
             return
         for group in self.groups:
-            ids = [0] * group.B if static else group.clock.env_ids.tolist()
+            ids = [0] * group.B if static else group.env_ids.tolist()
             device = self._device or group.env.spec.device
             rng = GroupRng(seed, group.number, device, self._generation)
             group.reseed(rng, seeds_of(seed, ids, self._generation))

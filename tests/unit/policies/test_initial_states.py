@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from muster import Collector, policies
+from muster import Collector, MultiSyncCollector, ReplayMemory, policies
 from muster.errors import BadOption, BadPolicyOutput
 from tests.fakes.telling import Counts
 from tests.tools import assert_same, counting
@@ -93,6 +93,83 @@ def test_it_is_read_when_an_episode_starts() -> None:
             policy.h0.fill_(1.0)
         later = c.next()["recurrent_state"][0, :, 0].tolist()
     assert later == [6.0, 7.0, 1.0, 2.0]
+
+
+# --- after random frames --------------------------------------------------------------------------
+
+# two random steps, and then those of the policy in the same episode; and the next episode
+CONTINUED = [0.0, 0.0, 5.0, 6.0, 7.0, 8.0, 5.0, 6.0]
+
+
+@pytest.mark.parametrize("frames", [2, 4])
+def test_the_first_step_after_random_frames_starts_from_it(frames: int) -> None:
+    policy = policies.recurrent(Counts(), initial_state="h0")
+    with Collector(
+        counting(6), policy, num_envs=2, frames_per_batch=frames, init_random_frames=4
+    ) as c:
+        batches = [c.next().clone() for _ in range(16 // frames)]
+    batch = torch.cat(batches, -1)
+    for env in range(2):
+        assert batch["recurrent_state"][env, :, 0].tolist() == CONTINUED
+        assert batch["seen"][env, 2:, 0].tolist() == CONTINUED[2:], "stored as it was used"
+        assert batch["is_init"][env, :, 0].int().tolist() == [1, 0, 0, 0, 0, 0, 1, 0]
+
+
+def test_it_is_that_of_the_first_step_after_random_frames() -> None:
+    policy = policies.recurrent(Counts(), initial_state="h0")
+    with Collector(counting(6), policy, num_envs=1, frames_per_batch=2, init_random_frames=2) as c:
+        c.next()
+        with torch.no_grad():
+            policy.h0.fill_(1.0)
+        assert c.next()["recurrent_state"][0, :, 0].tolist() == [1.0, 2.0]
+
+
+def test_sequences_of_a_memory_have_it_after_random_frames() -> None:
+    policy = policies.recurrent(Counts(), initial_state="h0")
+    memory = ReplayMemory(16, keep=["recurrent_state"])
+    with Collector(
+        counting(6),
+        policy,
+        num_envs=2,
+        frames_per_batch=2,
+        init_random_frames=4,
+        replay_buffer=memory,
+    ) as c:
+        for _ in range(8):
+            c.next()
+    assert memory.newest(16)["recurrent_state"][::2, 0].tolist() == CONTINUED
+    sample = memory.sample(32, sequence=4, across_episodes=True)
+    after_random = sample["recurrent_state"][..., 0] >= 5
+    expected = 5 + sample["observation"][..., 1] - 2 * (sample["index"] < 12)
+    assert after_random.any()
+    assert torch.equal(
+        sample["recurrent_state"][..., 0][after_random], expected[after_random].float()
+    )
+
+
+@pytest.mark.parametrize("inference", ["worker", "server"])
+def test_workers_start_from_it_after_random_frames(inference: Any) -> None:
+    policy = policies.recurrent(Counts(), initial_state="h0")
+    with MultiSyncCollector(
+        [counting(6)] * 2,
+        policy,
+        frames_per_batch=4,
+        init_random_frames=4,
+        backend="threads",
+        inference=inference,
+    ) as c:
+        batch = torch.cat([c.next().clone() for _ in range(2)], -1)
+    assert batch["recurrent_state"][0, :, 0].tolist() == [0.0, 0.0, 5.0, 6.0]
+
+
+def test_a_state_without_it_is_zero_after_random_frames() -> None:
+    def act(obs: torch.Tensor, state: Any) -> Any:
+        before = torch.zeros(obs.shape[:-1]) if state is None else state
+        return torch.zeros(obs.shape[:-1], dtype=torch.long), before + 1
+
+    with Collector(counting(6), act, num_envs=2, frames_per_batch=4, init_random_frames=4) as c:
+        batch = torch.cat([c.next().clone() for _ in range(4)], -1)
+    assert batch["recurrent_state"][0].tolist() == [0, 0, 0, 1, 2, 3, 0, 1]
 
 
 def test_functions() -> None:

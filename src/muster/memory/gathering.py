@@ -1,0 +1,185 @@
+"""From cells of a ring to the TensorDicts that learners get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from muster.keys import IS_INIT, Key, next_of
+from muster.memory.ring import Ring
+from muster.memory.specs import Array, Column
+from muster.utils.private_names import tensordict_maker
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+INDEX: Key = ("index",)
+GAMMA: Key = ("gamma",)
+STEPS: Key = ("steps_to_next_obs",)
+LATER: Key = ("steps",)  # of the second TensorDict of ``relabel``
+
+
+class Gathering:
+    """Gathers the transitions of a ring. What can be looked up before a sample is drawn is kept.
+
+    Args:
+        ring: has the rows.
+        keep: keys of samples beside observations, actions and what a step returns.
+        number: number of the ring.
+        count: number of rings of the memory.
+    """
+
+    def __init__(self, ring: Ring, keep: Sequence[Key], number: int, count: int) -> None:
+        stored = ring.stored
+        shown = [
+            column.key
+            for column in stored.columns
+            if column.key in stored.observed or column.key in keep or is_action(column)
+        ]
+        returned = [c.key for c in stored.columns if c.key[0] == "next" and c.key not in shown]
+        following = list(map(next_of, stored.observed))
+        self._ring = ring
+        self._number = number
+        self._count = count
+        self._shown = [stored.reads[key] for key in shown]
+        self._returned = [stored.reads[key] for key in returned]
+        self._keys = (*shown, *returned, INDEX, *following)
+        self._rewards = [key for key in returned if key[-1] == "reward"]
+        self._tree = KeyTree(self._keys)
+
+    def transitions(self, cells: Array) -> TensorDict:
+        """Return transitions, ``[n]``."""
+        places = self._ring.places_of(cells)
+        size = torch.Size((len(cells),))
+        return self._tree.made(self._columns(cells, places, places), size)
+
+    def n_step(self, cells: Array, n_step: int, gamma: float) -> TensorDict:
+        """Return transitions of up to ``n_step`` steps, ``[n]``."""
+        ring = self._ring
+        stored = ring.stored
+        read = stored.reads
+        places = ring.places_of(cells)
+        first = stored.on_device(places)
+        rewards = {key: stored.to_tensor(read[key](first, 0)) for key in self._rewards}
+        last = cells.copy()
+        steps = np.ones(len(cells), np.int64)
+        goes_on = np.ones(len(cells), bool)
+        for k in range(1, n_step):
+            later = cells + k * ring.B
+            goes_on &= ring.continues(cells, later)
+            if not goes_on.any():
+                break
+            last[goes_on] = later[goes_on]
+            steps += goes_on
+            there = stored.on_device(ring.places_of(np.where(goes_on, later, cells)))
+            factors = self._tensor(goes_on * gamma**k)
+            for key, reward in rewards.items():
+                more = stored.to_tensor(read[key](there, 0))
+                more = more * factors.reshape(-1, *[1] * (reward.ndim - 1))
+                rewards[key] = reward + more.to(reward.dtype)
+        columns = self._columns(cells, places, ring.places_of(last))
+        entries = dict(zip(self._keys, columns, strict=True))
+        entries |= rewards
+        entries[STEPS] = self._tensor(steps).unsqueeze(-1)
+        entries[GAMMA] = (gamma ** entries[STEPS].double()).to(torch.float32)
+        return tensordict_of(entries, [len(cells)])
+
+    def sequences(self, cells: Array, length: int) -> TensorDict:
+        """Return consecutive transitions that begin with cells, ``[n, length]``."""
+        ring = self._ring
+        every = (cells[:, None] + np.arange(length) * ring.B).reshape(-1)
+        places = ring.places_of(every)
+        columns = self._columns(every, places, places)
+        entries = dict(zip(self._keys, columns, strict=True))
+        begins = ring.stored.begins.reshape(-1)[places]
+        entries[IS_INIT] = self._tensor(begins).unsqueeze(-1)
+        shaped = {
+            key: rows.reshape(len(cells), length, *rows.shape[1:]) for key, rows in entries.items()
+        }
+        return tensordict_of(shaped, [len(cells), length])
+
+    def later(self, cells: Array, steps: Array) -> TensorDict:
+        """Return the observations after the transitions that are so many steps after ``cells``."""
+        ring = self._ring
+        later = cells + steps * ring.B
+        entries: dict[Key, torch.Tensor] = {}
+        for key, rows in ring.stored.next_observations(ring.places_of(later)).items():
+            entries[key] = ring.stored.to_tensor(rows)
+        entries[LATER] = self._tensor(steps).unsqueeze(-1)
+        entries[INDEX] = self._index_of(later)
+        return tensordict_of(entries, [len(cells)])
+
+    def _columns(self, cells: Array, places: Array, ends: Array) -> list[torch.Tensor]:
+        """Return the columns of transitions in the order of ``_keys``. They begin with the cells at
+        ``places``, and what the last step returned is that of the cells at ``ends``.
+        """
+        stored = self._ring.stored
+        to_tensor = stored.to_tensor
+        first = stored.on_device(places)
+        last = first if ends is places else stored.on_device(ends)
+        found = [to_tensor(read(first, 0)) for read in self._shown]
+        found += [to_tensor(read(last, 0)) for read in self._returned]
+        found.append(self._index_of(cells))
+        found += [to_tensor(rows) for rows in stored.next_observations(ends).values()]
+        return found
+
+    def _index_of(self, cells: Array) -> torch.Tensor:
+        if self._count == 1:
+            return self._tensor(cells)
+        return self._tensor(cells * self._count + self._number)
+
+    def _tensor(self, values: Array) -> torch.Tensor:
+        tensor = torch.from_numpy(values)
+        device = self._ring.stored.device
+        return tensor if device is None else tensor.to(device)
+
+
+class KeyTree:
+    """Makes TensorDicts with nested keys, which are looked at once.
+
+    Args:
+        keys: keys of the leaves.
+    """
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        nodes: list[Key] = [()]
+        for key in keys:
+            for depth in range(1, len(key)):
+                if key[:depth] not in nodes:
+                    nodes.append(key[:depth])
+        self._leaves = [(nodes.index(key[:-1]), key[-1]) for key in keys]
+        # inner ones first
+        self._inner = [
+            (i, nodes.index(node[:-1]), node[-1]) for i, node in reversed([*enumerate(nodes)][1:])
+        ]
+        self._count = len(nodes)
+
+    def made(self, values: Sequence[Any], size: torch.Size) -> TensorDict:
+        """Return a TensorDict of leaves in the order of ``keys``."""
+        make = tensordict_maker()
+        nodes: list[dict[str, Any]] = [{} for _ in range(self._count)]
+        for (node, name), value in zip(self._leaves, values, strict=True):
+            nodes[node][name] = value
+        for node, outer, name in self._inner:
+            nodes[outer][name] = make(nodes[node], batch_size=size, names=None, device=None)
+        found: TensorDict = make(nodes[0], batch_size=size, names=None, device=None)
+        return found
+
+
+def tensordict_of(entries: Mapping[Key, torch.Tensor], shape: Sequence[int]) -> TensorDict:
+    """Return a TensorDict of leaves with nested keys."""
+    return _tree(tuple(entries)).made([*entries.values()], torch.Size(shape))
+
+
+@lru_cache(maxsize=64)
+def _tree(keys: tuple[Key, ...]) -> KeyTree:
+    return KeyTree(keys)
+
+
+def is_action(column: Column) -> bool:
+    """Return whether a column is an action, or a part of it."""
+    return column.key[-1] == "action" and column.key[0] not in ("next", "collector")

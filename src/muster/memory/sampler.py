@@ -1,0 +1,372 @@
+"""Drawing cells of rings, with the same probability or in proportion to priorities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from muster.errors import NothingToSample
+from muster.keys import Key
+from muster.memory.gathering import INDEX, Gathering
+from muster.memory.priorities import Priorities
+from muster.memory.ring import Ring
+from muster.memory.specs import Array
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+Make = Callable[[Gathering, Array], "TensorDict"]
+DRAWS = 8  # draws of cells that have to fulfil a condition, before all cells are looked at
+
+
+class InSequence:
+    """The condition that a sequence of so many transitions begins with a cell."""
+
+    def __init__(self, length: int, across_episodes: bool) -> None:
+        self.length = length
+        self._across = across_episodes
+
+    def holds(self, ring: Ring, cells: Array) -> Array:
+        """Return which cells fulfil it."""
+        fine = np.ones(len(cells), bool)
+        for k in range(1, self.length):
+            later = cells + k * ring.B
+            if self._across:
+                fine &= later < ring.hi * ring.B
+                fine &= ring.stored.is_transition(ring.places_of(later))
+            else:
+                fine &= ring.continues(cells, later)
+        return fine
+
+
+class Drawn(NamedTuple):
+    """Drawn cells.
+
+    Attributes:
+        numbers: numbers of their rings, ``[n]``; None: there is one ring.
+        cells: the cells, ``[n]``.
+        lo: the first readable rows of the rings when they were drawn.
+    """
+
+    numbers: Array | None
+    cells: Array
+    lo: Sequence[int]
+
+
+class Sampler:
+    """The rings of a memory, their priorities, and drawing from them. Callers hold the memory's lock,
+    except for ``gathered``.
+
+    Args:
+        rings: one for each group of environments.
+        keep: see ``Gathering``.
+        alpha: see ``ReplayMemory``.
+        rng: generator of draws.
+
+    Attributes:
+        priorities: those of each ring; empty: all cells have the same probability.
+    """
+
+    def __init__(
+        self,
+        rings: Sequence[Ring],
+        keep: Sequence[Key],
+        alpha: float | None,
+        rng: np.random.Generator,
+    ) -> None:
+        self.rings = list(rings)
+        self.priorities: list[Priorities] = []
+        if alpha is not None:
+            self.priorities = [Priorities(ring.places * ring.B, alpha) for ring in rings]
+        self._rng = rng
+        self._gatherings = [Gathering(ring, keep, i, len(rings)) for i, ring in enumerate(rings)]
+        self._only = self.rings[0] if len(rings) == 1 else None
+
+    def __len__(self) -> int:
+        return sum([ring.transitions for ring in self.rings])
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def add_row(self, number: int, done: Array | None, finals: Mapping[Key, Any] | None) -> None:
+        """See ``Ring.add_row``."""
+        ring = self.rings[number]
+        lo = ring.lo
+        ring.add_row(done, finals)
+        if self.priorities:
+            self._prioritize(number, lo, ring.hi - 1)
+
+    def write(
+        self, number: int, rows: Mapping[Key, Any], last: Mapping[Key, Any], **ends: Any
+    ) -> None:
+        """See ``Ring.write``."""
+        ring = self.rings[number]
+        lo = ring.lo
+        hi = ring.hi
+        ring.write(rows, last, **ends)
+        if self.priorities:
+            self._prioritize(number, lo, hi)
+
+    def clear(self) -> None:
+        """Drop all transitions."""
+        for number, ring in enumerate(self.rings):
+            if self.priorities:
+                self.priorities[number].forget(self.places(number))
+            ring.clear()
+
+    def places(self, number: int) -> Array:
+        """Return the places of the readable cells of a ring."""
+        ring = self.rings[number]
+        return ring.places_of(np.arange(ring.lo * ring.B, ring.hi * ring.B))
+
+    def update_priority(self, index: Array, priorities: Array) -> None:
+        """Set priorities of transitions by their ``index``; those that were dropped are ignored."""
+        count = len(self.rings)
+        for number, ring in enumerate(self.rings):
+            mine = index % count == number
+            cells = index[mine] // count
+            there = (cells >= ring.lo * ring.B) & (cells < ring.hi * ring.B)
+            places = ring.places_of(cells[there])
+            self.priorities[number].update(places, priorities[mine][there])
+
+    def _prioritize(self, number: int, lo: int, hi: int) -> None:
+        """Set the priorities of rows that were dropped since the rows from ``lo`` to ``hi`` were
+        readable, and of those that were added.
+        """
+        ring = self.rings[number]
+        priorities = self.priorities[number]
+        priorities.forget(ring.places_of(np.arange(lo * ring.B, ring.lo * ring.B)))
+        added = ring.places_of(np.arange(max(hi, ring.lo) * ring.B, ring.hi * ring.B))
+        priorities.add(added[ring.stored.is_transition(added)])
+
+    # --- drawing ----------------------------------------------------------------------------------
+
+    def draw(self, n: int, condition: InSequence | None) -> Drawn:
+        """Draw ``n`` cells with a transition that fulfils the condition: each has the same
+        probability, or that of its priority.
+
+        Raises:
+            NothingToSample: there are none.
+        """
+        only = self._only
+        if only is not None and condition is None and not only.num_masked:
+            if only.lo == only.hi:
+                raise nothing_yet()
+            return Drawn(None, self._proposed_of(0, n), (only.lo,))
+        if not len(self):
+            raise nothing_yet()
+        numbers, cells = self._draw(n, condition)
+        return Drawn(None if only else numbers, cells, [ring.lo for ring in self.rings])
+
+    def is_there(self, drawn: Drawn) -> bool:
+        """Return whether all drawn cells are still readable: then nothing was overwritten while they
+        were read, since only places of earlier rows are.
+        """
+        for number, ring in enumerate(self.rings):
+            if ring.lo > drawn.lo[number]:
+                cells = drawn.cells
+                if drawn.numbers is not None:
+                    cells = cells[drawn.numbers == number]
+                if len(cells) and cells.min() < ring.lo * ring.B:
+                    return False
+        return True
+
+    def weights(self, drawn: Drawn, beta: float) -> torch.Tensor:
+        """Return importance weights, at most 1 (Schaul et al., 2016)."""
+        share = np.empty(len(drawn.cells))
+        for number, mine, cells in self._by_ring(drawn):
+            share[mine] = self.priorities[number].of(self.rings[number].places_of(cells))
+        share /= sum(priorities.total for priorities in self.priorities)
+        weights = (len(self) * share) ** -beta
+        weights /= weights.max()
+        return torch.from_numpy(weights.astype(np.float32))
+
+    def later_steps(self, drawn: Drawn) -> Array:
+        """Draw how many steps later than a drawn one a transition of the same episode is."""
+        steps = np.empty(len(drawn.cells), np.int64)
+        for number, mine, cells in self._by_ring(drawn):
+            ring = self.rings[number]
+            left = (ring.last_of_episode(cells) - cells) // ring.B
+            steps[mine] = (self._rng.random(len(cells)) * (left + 1)).astype(np.int64)
+        return steps
+
+    def _draw(self, n: int, condition: InSequence | None) -> tuple[Array, Array]:
+        """Draw cells that fulfil a condition; return numbers of rings, and cells."""
+        if condition is None and not any(ring.num_masked for ring in self.rings):
+            return self._proposed(n)
+        numbers = np.empty(0, np.int64)
+        cells = np.empty(0, np.int64)
+        for _ in range(DRAWS):
+            some, proposed = self._proposed(n)
+            fine = np.zeros(n, bool)
+            for number, ring in enumerate(self.rings):
+                (mine,) = (some == number).nonzero()
+                fine[mine] = fulfils(ring, proposed[mine], condition)
+            numbers = np.concatenate([numbers, some[fine]])
+            cells = np.concatenate([cells, proposed[fine]])
+            if len(cells) >= n:
+                return numbers[:n], cells[:n]
+        rest, others = self._chosen_of_all(n - len(cells), condition)
+        return np.concatenate([numbers, rest]), np.concatenate([cells, others])
+
+    def _proposed(self, n: int) -> tuple[Array, Array]:
+        """Draw readable cells; return numbers of rings, and cells."""
+        if self._only is not None:
+            return np.zeros(n, np.int64), self._proposed_of(0, n)
+        sizes = [float(ring.cells) for ring in self.rings]
+        if self.priorities:
+            sizes = [priorities.total for priorities in self.priorities]
+        ends = np.cumsum(sizes)
+        numbers = np.searchsorted(ends, self._rng.random(n) * ends[-1], side="right")
+        cells = np.empty(n, np.int64)
+        for number in range(len(self.rings)):
+            (mine,) = (numbers == number).nonzero()
+            if len(mine):
+                cells[mine] = self._proposed_of(number, len(mine))
+        return numbers, cells
+
+    def _proposed_of(self, number: int, n: int) -> Array:
+        """Draw readable cells of a ring."""
+        ring = self.rings[number]
+        if not self.priorities:
+            drawn: Array = (self._rng.random(n) * ring.cells).astype(np.int64)
+            drawn += ring.lo * ring.B
+            return drawn
+        places = self.priorities[number].draw(n, self._rng)
+        first = ring.lo * ring.B
+        cells: Array = first + (places - first) % (ring.places * ring.B)
+        return cells
+
+    def _chosen_of_all(self, n: int, condition: InSequence | None) -> tuple[Array, Array]:
+        """Draw from a list of all cells that fulfil a condition, which few do."""
+        every = [all_cells(ring, condition) for ring in self.rings]
+        sizes = [len(cells) for cells in every]
+        if not sum(sizes):
+            raise _no_sequence(condition)
+        numbers = np.repeat(np.arange(len(sizes)), sizes)
+        cells = np.concatenate(every)
+        share = None
+        if self.priorities:
+            powers = [
+                priorities.of(ring.places_of(mine))
+                for priorities, ring, mine in zip(self.priorities, self.rings, every, strict=True)
+            ]
+            share = np.concatenate(powers)
+            share /= share.sum()
+        chosen = self._rng.choice(len(cells), n, p=share)
+        return numbers[chosen], cells[chosen]
+
+    def _by_ring(self, drawn: Drawn) -> list[tuple[int, Any, Array]]:
+        """Return the rings of drawn cells: their numbers, the indices of their cells, and these."""
+        if drawn.numbers is None:
+            return [(0, slice(None), drawn.cells)]
+        found = []
+        for number in range(len(self.rings)):
+            (mine,) = (drawn.numbers == number).nonzero()
+            if len(mine):
+                found.append((number, mine, drawn.cells[mine]))
+        return found
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def gathered(self, drawn: Drawn, make: Make) -> TensorDict:
+        """Return what ``make`` returns for the cells of each ring, in the order of ``drawn``."""
+        if drawn.numbers is None:
+            return make(self._gatherings[0], drawn.cells)
+        parts = []
+        places = []
+        for number, mine, cells in self._by_ring(drawn):
+            parts.append(make(self._gatherings[number], cells))
+            places.append(mine)
+        if not parts:
+            return make(self._gatherings[0], drawn.cells)
+        return _in_places(parts, places)
+
+    def later(self, drawn: Drawn, steps: Array) -> TensorDict:
+        """Return the observations after the transitions so many steps later than drawn ones."""
+        parts = []
+        places = []
+        for number, mine, cells in self._by_ring(drawn):
+            parts.append(self._gatherings[number].later(cells, steps[mine]))
+            places.append(np.arange(len(cells)) if drawn.numbers is None else mine)
+        return _in_places(parts, places)
+
+    def in_order(self, chosen: Array) -> Drawn:
+        """Return the cells of transitions by their numbers in order of time."""
+        ends = np.cumsum([ring.transitions for ring in self.rings])
+        numbers = np.searchsorted(ends, chosen, side="right")
+        cells = np.empty(len(chosen), np.int64)
+        for number, ring in enumerate(self.rings):
+            (mine,) = (numbers == number).nonzero()
+            nth = chosen[mine] - (ends[number] - ring.transitions)
+            if ring.num_masked:
+                cells[mine] = all_cells(ring, None)[nth]
+            else:
+                cells[mine] = nth + ring.lo * ring.B
+        lo = [ring.lo for ring in self.rings]
+        return Drawn(numbers if self._only is None else None, cells, lo)
+
+    def newest(self, n: int) -> Array:
+        """Return the numbers of the newest transitions: those of the newest rows of each ring."""
+        if self._only is not None:
+            return np.arange(max(0, len(self) - n), len(self))
+        every = []
+        first = 0
+        for ring in self.rings:
+            rows = (all_cells(ring, None) // ring.B) - ring.hi
+            every.append(np.stack([rows, np.arange(first, first + len(rows))]))
+            first += len(rows)
+        ages = np.concatenate(every, axis=1)
+        order = np.lexsort((ages[1], ages[0]))[-n:]
+        found: Array = ages[1][order]
+        return found
+
+    def transitions_between(self, number: int, first: int, end: int) -> TensorDict:
+        """Return the transitions of a ring in the rows from ``first`` to ``end`` that are still
+        readable.
+        """
+        ring = self.rings[number]
+        cells = np.arange(max(first, ring.lo) * ring.B, end * ring.B)
+        return self._gatherings[number].transitions(cells[fulfils(ring, cells, None)])
+
+
+def fulfils(ring: Ring, cells: Array, condition: InSequence | None) -> Array:
+    """Return which of the readable cells are transitions that fulfil a condition."""
+    fine = ring.stored.is_transition(ring.places_of(cells))
+    if condition is not None:
+        fine &= condition.holds(ring, cells)
+    return fine
+
+
+def all_cells(ring: Ring, condition: InSequence | None) -> Array:
+    """Return all readable cells of transitions that fulfil a condition."""
+    cells = np.arange(ring.lo * ring.B, ring.hi * ring.B)
+    return cells[fulfils(ring, cells, condition)]
+
+
+def nothing_yet() -> NothingToSample:
+    """Return the error of a sample from an empty memory."""
+    return NothingToSample(
+        "ReplayMemory.sample: there are no transitions yet. Collect some first: `for _"
+        " in collector`, or `init_random_frames` with a first batch"
+    )
+
+
+def _no_sequence(condition: InSequence | None) -> NothingToSample:
+    length = 1 if condition is None else condition.length
+    return NothingToSample(
+        f"ReplayMemory.sample(sequence={length}): no episode has so many consecutive transitions"
+        " yet. Collect more, shorten the sequences, or allow them to continue in the next episode"
+        " (across_episodes=True)"
+    )
+
+
+def _in_places(parts: Sequence[TensorDict], places: Sequence[Array]) -> TensorDict:
+    """Return the joined parts in the order of their places."""
+    if len(parts) == 1:
+        return parts[0]
+    joined: TensorDict = torch.cat(list(parts))
+    order = torch.from_numpy(np.argsort(np.concatenate(places)))
+    return joined[order.to(joined[INDEX].device)]

@@ -1,0 +1,158 @@
+"""Rows of a ring as they are saved: plain tensors in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from muster.keys import Key
+from muster.memory.native import Rows
+from muster.memory.ring import Ring
+from muster.memory.slots import as_tensor
+from muster.memory.specs import Array
+
+Tensors = dict[str, torch.Tensor]
+
+
+class SavedRows:
+    """Takes rows from a ring, and puts them into another one.
+
+    1. ``rows`` returns copies of rows, which do not change any more once they are in a ring.
+       ``newest`` returns copies of what the next row continues, and changes with each row.
+    2. In an empty ring, ``put`` writes rows to their places, any number of times.
+    3. ``restore`` makes them readable, and the next row continues from ``newest``.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._stored = ring.stored
+
+    @property
+    def kept(self) -> int:
+        """The first row that is there: readable, or necessary for a readable one."""
+        return max(0, self._ring.lo - self._ring.reach)
+
+    def rows(self, first: int, end: int) -> Tensors:
+        """Return copies of the rows from ``first`` to ``end``: of all columns, and of what is kept
+        aside.
+        """
+        stored = self._stored
+        found: Tensors = {}
+        for i, column in enumerate(stored.columns):
+            found[f"column.{i}"] = self._copied(stored.data[column.key], first, end)
+        found["episodes"] = self._copied(stored.episodes, first, end)
+        found["begins"] = self._copied(stored.begins, first, end)
+        if stored.masked is not None:
+            found["masked"] = self._copied(stored.masked, first, end)
+        places = self._ring.places_of(np.arange(first * self._ring.B, end * self._ring.B))
+        index, leaves = stored.asides.of_cells(places)
+        found["aside"] = torch.from_numpy(index)
+        for i, key in enumerate(stored.observed):
+            found[f"aside.{i}"] = as_tensor(leaves[key]).cpu()
+        if stored.frames is not None:
+            found["depth"] = self._copied(stored.frames.depth, first, end)
+            index, leaves = stored.frames.wholes.of_cells(places)
+            found["whole"] = torch.from_numpy(index)
+            for i, key in enumerate(stored.stacked):
+                found[f"whole.{i}"] = as_tensor(leaves[key]).cpu()
+        return found
+
+    def newest(self) -> Tensors:
+        """Return copies of what the next row continues."""
+        ring = self._ring
+        stored = self._stored
+        place = ring.next_place
+        cells = place * ring.B + np.arange(ring.B)
+        found: Tensors = {}
+        for i, column in enumerate(stored.columns):
+            if column.carry:
+                found[f"last.{i}"] = as_tensor(stored.of(column.key, cells)).cpu()
+        if stored.frames is not None:
+            found["depth"] = torch.from_numpy(stored.frames.depth[place].copy())
+        found["episode"] = torch.from_numpy(ring.episode.copy())
+        found["fresh"] = torch.from_numpy(ring.fresh.copy())
+        return found
+
+    def put(self, first: int, rows: Mapping[str, torch.Tensor], lo: int, hi: int) -> None:
+        """Put rows from ``rows()`` where they belong in a ring in which the rows from ``lo`` to
+        ``hi`` will be readable; those that it has no room for are left out.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        ring = self._ring
+        stored = self._stored
+        n = len(rows["episodes"])
+        lo = max(lo, hi - ring.capacity)
+        skipped = min(n, max(0, lo - ring.reach - first))
+        for i, column in enumerate(stored.columns):
+            self._put(stored.data[column.key], first, rows[f"column.{i}"], skipped)
+        self._put(stored.episodes, first, rows["episodes"], skipped)
+        self._put(stored.begins, first, rows["begins"], skipped)
+        if "masked" in rows:
+            self._put(stored.make_maskable(), first, rows["masked"], skipped)
+        index = rows["aside"].numpy()
+        chosen = np.flatnonzero(index >= (lo - first) * ring.B)
+        if len(index) and not 0 <= index.min() <= index.max() < n * ring.B:
+            raise ValueError("what is kept aside is of no row")
+        stored.asides.keep(
+            ring.places_of(first * ring.B + index[chosen]),
+            {key: rows[f"aside.{i}"][chosen] for i, key in enumerate(stored.observed)},
+        )
+        if stored.frames is not None:
+            self._put(stored.frames.depth, first, rows["depth"], skipped)
+            index = rows["whole"].numpy()
+            chosen = np.flatnonzero(index >= skipped * ring.B)
+            stored.frames.wholes.keep(
+                ring.places_of(first * ring.B + index[chosen]),
+                {key: rows[f"whole.{i}"][chosen] for i, key in enumerate(stored.stacked)},
+            )
+
+    def restore(self, lo: int, hi: int, newest: Mapping[str, torch.Tensor]) -> None:
+        """Make the rows from ``lo`` to ``hi`` readable, which were put, and continue from
+        ``newest()``.
+        """
+        ring = self._ring
+        stored = self._stored
+        lo = max(lo, hi - ring.capacity)
+        ring.continue_from(lo, hi, newest["episode"].numpy(), newest["fresh"].numpy())
+        place = ring.next_place
+        seam = hi // ring.places * ring.places  # the newest row at place 0
+        has_seam = (
+            lo - ring.reach < seam < hi
+        )  # what follows the row before it is in the extra place
+        stacks: dict[Key, torch.Tensor] = {}
+        for i, column in enumerate(stored.columns):
+            if not column.carry:
+                continue
+            last = newest[f"last.{i}"]
+            if column.key in stored.stacked:
+                stacks[column.key] = last
+                last = last[:, -1]
+            there = as_tensor(stored.data[column.key])
+            there[place] = last.to(there.device)
+            if has_seam:
+                there[ring.places] = there[0]
+        if stored.frames is not None:
+            stored.frames.restore(place, newest["depth"].numpy(), stacks)
+            if has_seam:
+                stored.frames.copy_to_end()
+
+    def _copied(self, rows: Rows, first: int, end: int) -> torch.Tensor:
+        parts = self._stored.parts(first, end)
+        return torch.cat([as_tensor(rows[part]).cpu() for part in parts])
+
+    def _put(self, there: Rows | Array, first: int, rows: torch.Tensor, skipped: int) -> None:
+        into = as_tensor(there)
+        if rows.shape[1:] != into.shape[1:] or rows.dtype != into.dtype:
+            raise ValueError(
+                f"rows of shape {list(rows.shape[1:])} and {rows.dtype}, and the memory has"
+                f" {list(into.shape[1:])} and {into.dtype}"
+            )
+        begin = skipped
+        for part in self._stored.parts(first + skipped, first + len(rows)):
+            end = begin + part.stop - part.start
+            into[part] = rows[begin:end].to(into.device)
+            begin = end

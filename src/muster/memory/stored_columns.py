@@ -1,0 +1,122 @@
+"""Which columns of rollouts a ``ReplayMemory`` stores, and the rings for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from muster.errors import BadOption
+from muster.keys import FLAGS, Key, dotted, next_of
+from muster.memory.gathering import is_action
+from muster.memory.ring import Ring
+from muster.memory.specs import Column
+from muster.memory.stored_rows import is_stack
+
+
+class StoredColumns:
+    """Makes the rings of a memory, and refuses what they cannot store with ``BadOption``.
+
+    Args:
+        capacity, stack: see ``ReplayMemory``.
+        keep: keys of further columns.
+    """
+
+    def __init__(self, capacity: int, keep: Sequence[Key], stack: int) -> None:
+        self.keep = list(keep)
+        self.stack = stack
+        self._capacity = capacity
+
+    def of(self, columns: Sequence[Column], observed: Sequence[Key]) -> list[Column]:
+        """Return the columns that are stored."""
+        known = {column.key: column for column in columns}
+        needed = {*observed, *self.keep}
+        for key in self.keep:
+            if key not in known:
+                raise BadOption(
+                    f"ReplayMemory(keep=): there is no {dotted(key)}. There are"
+                    f" {sorted(dotted(key) for key in known if key[0] != 'next')}"
+                )
+        for column in columns:
+            if not column.is_tensor and column.key in needed:
+                raise BadOption(
+                    f"ReplayMemory stores tensors, and {dotted(column.key)} are Python objects."
+                    " Use TorchRL's ReplayBuffer(storage=ListStorage(n)), or make arrays of them"
+                    " in the environment"
+                )
+        return [column for column in columns if column.is_tensor and _is_stored(column, needed)]
+
+    def rings(
+        self,
+        columns: Sequence[Column],
+        observed: Sequence[Key],
+        sizes: Sequence[int],
+        margin: int,
+        device: torch.device | None,
+    ) -> list[Ring]:
+        """Return empty rings for stored columns."""
+        rows = self.rows_of(sizes)
+        return [Ring(columns, observed, size, rows, margin, device, self.stack) for size in sizes]
+
+    def check_stacks(self, columns: Sequence[Column], observed: Sequence[Key]) -> None:
+        """Raise ``BadOption`` if no observation is a stack of frames, and the option says so."""
+        shapes = {dotted(c.key): list(c.shape) for c in columns if c.key in observed}
+        if self.stack > 1 and not any(is_stack(shape, self.stack) for shape in shapes.values()):
+            raise BadOption(
+                f"ReplayMemory(stack={self.stack}): no observation is a stack of {self.stack} frames"
+                f" in its first dimension; the shapes are {shapes}. Leave stack out"
+            )
+
+    def rows_of(self, sizes: Sequence[int]) -> int:
+        """Return the number of rows of each ring."""
+        total = sum(sizes)
+        if self._capacity < total:
+            raise BadOption(
+                f"ReplayMemory(capacity={self._capacity}) is smaller than one row of"
+                f" {total} environments: a capacity of at least {total} is necessary, and of some"
+                " thousand rows is usual"
+            )
+        return self._capacity // total
+
+
+def check_same(rings: Sequence[Ring], columns: Sequence[Column], sizes: Sequence[int]) -> None:
+    """Raise ``BadOption`` if rows with these columns do not fit to those that are stored."""
+    have = {column.key: (column.shape, column.dtype) for column in rings[0].stored.columns}
+    given = {column.key: (column.shape, column.dtype) for column in columns}
+    here = [ring.B for ring in rings]
+    if have == given and here == list(sizes):
+        return
+    differing = sorted(dotted(key) for key in {*have, *given} if have.get(key) != given.get(key))
+    raise BadOption(
+        f"this ReplayMemory has transitions of {here} environments, and the collector has"
+        f" {list(sizes)}; columns that differ: {differing}. Use a memory of its own"
+    )
+
+
+def described(column: Column) -> list[Any]:
+    """Return a column as JSON has it."""
+    shape = list(column.shape)
+    return [list(column.key), shape, column.dtype.str, column.carry, column.trailing, column.hidden]
+
+
+def column_of(described: Sequence[Any]) -> Column:
+    """Return the column of ``described``."""
+    key, shape, dtype, carry, trailing, hidden = described
+    return Column(
+        tuple(key),
+        tuple(shape),
+        np.dtype(dtype),
+        carry=carry,
+        trailing=trailing,
+        hidden=hidden,
+    )
+
+
+def _is_stored(column: Column, needed: Collection[Key]) -> bool:
+    """Return whether samples have a column: ``needed``, actions, and what a step returns."""
+    if column.key in needed or is_action(column):
+        return True
+    is_flag = column.key in map(next_of, FLAGS)
+    return column.key[0] == "next" and (is_flag or not column.hidden)

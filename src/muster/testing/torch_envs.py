@@ -1,0 +1,419 @@
+"""Batches of environments on tensors, as simulators on a GPU have them: for tests and benchmarks of
+collectors on a device.
+
+A step never waits for the device: it has no Python number that comes from a tensor, no tensor whose
+shape depends on data, and no state in Python objects. So it can be recorded as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from muster.utils import lazy_torch as torch
+
+Info = dict[str, Any]
+
+
+class _TorchEnvs:
+    """What batches of environments on tensors have in common: episodes, seeds and reset modes.
+
+    A subclass has ``_advance``, ``_observe`` and ``_begin``.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        device: torch.device | str,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        *,
+        autoreset: AutoresetMode,
+        max_steps: int,
+        final_obs: bool = True,
+    ) -> None:
+        self.num_envs = num_envs
+        self.device = torch.device(device)
+        self.final_obs = final_obs
+        self.max_steps = max_steps
+        self.metadata = {"autoreset_mode": autoreset}
+        self.single_observation_space = observation_space
+        self.single_action_space = action_space
+        self.muster_exact = final_obs  # masks are respected, and every last observation is returned
+        self._generator = torch.Generator(self.device)
+        self._generator.seed()
+        self._steps = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
+
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
+        """Start new episodes, in all environments or those of ``options["reset_mask"]`` (bool
+        ``[B]``).
+        """
+        if seed is not None:
+            self._generator.manual_seed(seed)
+        where = (options or {}).get("reset_mask")
+        if where is None:
+            where = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
+        self._restart(where)
+        return self._observe(), {}
+
+    def step(
+        self, action: torch.Tensor
+    ) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, Info]:
+        reward, terminated = self._advance(action)
+        self._steps += 1
+        truncated = self._steps >= self.max_steps
+        info: Info = {}
+        if self.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP:
+            if self.final_obs:
+                info["final_obs"] = self._observe()
+            self._restart(terminated | truncated)
+        return self._observe(), reward, terminated, truncated, info
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def _restart(self, where: torch.Tensor) -> None:
+        self._begin(where)
+        self._steps.masked_fill_(where, 0)
+
+    def _advance(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Change the state by one step; return rewards, and which episodes terminated."""
+        raise NotImplementedError
+
+    def _observe(self) -> Any:
+        """Return the observation of the state, in memory that no later step changes."""
+        raise NotImplementedError
+
+    def _begin(self, where: torch.Tensor) -> None:
+        """Draw first states for all environments, and set those of ``where``."""
+        raise NotImplementedError
+
+    def _uniform(self, *shape: int) -> torch.Tensor:
+        """Draw ``[B, *shape]`` numbers from 0 to 1."""
+        size = (self.num_envs, *shape)
+        return torch.rand(size, generator=self._generator, device=self.device)
+
+
+class TorchCartPole(_TorchEnvs):
+    """A batch of B CartPole-v1 environments on tensors, like a simulator on a GPU.
+
+    It never synchronizes.
+
+    Args:
+        num_envs: B.
+        device: device of all tensors.
+        autoreset: SAME_STEP (``info["final_obs"]`` has the last observations) or DISABLED
+            (``reset`` by mask).
+        final_obs: False leaves out the last observations, as some simulators do.
+        max_steps: episodes are truncated after this number of steps.
+
+    Attributes:
+        state: ``[B, 4]`` float32: position, velocity, angle, angular velocity. Each step replaces
+            the tensor.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        device: torch.device | str = "cpu",
+        *,
+        autoreset: AutoresetMode = AutoresetMode.SAME_STEP,
+        final_obs: bool = True,
+        max_steps: int = 500,
+    ) -> None:
+        high = np.array([4.8, np.inf, 24 * np.pi / 180, np.inf], np.float32)
+        super().__init__(
+            num_envs,
+            device,
+            spaces.Box(-high, high),
+            spaces.Discrete(2),
+            autoreset=autoreset,
+            max_steps=max_steps,
+            final_obs=final_obs,
+        )
+        self.state = torch.zeros(num_envs, 4, device=self.device)
+
+    def _advance(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _, x_dot, theta, theta_dot = self.state.unbind(1)
+        sin = theta.sin()
+        cos = theta.cos()
+        push = (action * 20.0 - 10.0 + 0.05 * theta_dot**2 * sin) / 1.1
+        inertia = 0.5 * (4 / 3 - 0.1 * cos**2 / 1.1)
+        theta_acc = (9.8 * sin - cos * push) / inertia
+        x_acc = push - 0.05 * theta_acc * cos / 1.1
+        rates = torch.stack([x_dot, x_acc, theta_dot, theta_acc], 1)
+        self.state = self.state + 0.02 * rates
+        left = self.state[:, 0].abs() > 2.4
+        fell = self.state[:, 2].abs() > 12 * 2 * np.pi / 360
+        return torch.ones(self.num_envs, device=self.device), left | fell
+
+    def _observe(self) -> torch.Tensor:
+        return self.state.clone()
+
+    def _begin(self, where: torch.Tensor) -> None:
+        fresh = self._uniform(4) * 0.1 - 0.05
+        self.state = torch.where(where[:, None], fresh, self.state)
+
+
+class TorchPendulum(_TorchEnvs):
+    """A batch of B double pendulums on tensors: swing the tip up with a torque at the elbow.
+
+    The task of Gymnasium's Acrobot-v1 (equations of motion of Sutton and Barto, "Reinforcement
+    Learning: An Introduction", first edition, section 11.3, with fourth-order Runge-Kutta steps),
+    but with a continuous torque. Every step costs 1 until the tip is one link above the pivot,
+    where the episode terminates. Without torque, energy is conserved.
+
+    Observations are ``[B, 6]`` float32: cosine and sine of the first angle, and of the second
+    angle, which is relative to the first link; then both angular velocities. Actions are ``[B, 1]``
+    from -1 to 1.
+
+    Args:
+        num_envs: B.
+        device: device of all tensors.
+        autoreset: SAME_STEP (``info["final_obs"]`` has the last observations) or DISABLED
+            (``reset`` by mask).
+        max_steps: episodes are truncated after this number of steps.
+        dt: seconds of a step.
+
+    Attributes:
+        state: ``[B, 4]`` float32: two angles, 0 when a link hangs down or is straight, from -pi to
+            pi; two angular velocities, at most ``4 * pi`` and ``9 * pi``. Changed in place.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        device: torch.device | str = "cpu",
+        *,
+        autoreset: AutoresetMode = AutoresetMode.SAME_STEP,
+        max_steps: int = 500,
+        dt: float = 0.2,
+    ) -> None:
+        high = np.array([1, 1, 1, 1, 4 * np.pi, 9 * np.pi], np.float32)
+        super().__init__(
+            num_envs,
+            device,
+            spaces.Box(-high, high),
+            spaces.Box(-1.0, 1.0, (1,), np.float32),
+            autoreset=autoreset,
+            max_steps=max_steps,
+        )
+        self.dt = dt
+        self.state = torch.zeros(num_envs, 4, device=self.device)
+
+    def energy(self) -> torch.Tensor:
+        """Return kinetic plus potential energy, ``[B]``, in joules."""
+        theta1, theta2, rate1, rate2 = self.state.unbind(1)
+        d1, d2 = _inertia(theta2)
+        kinetic = d1 * rate1**2 / 2 + d2 * rate1 * rate2 + 1.25 * rate2**2 / 2
+        potential = -9.8 * (1.5 * theta1.cos() + 0.5 * (theta1 + theta2).cos())
+        return kinetic + potential
+
+    def _advance(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        torque = action[:, 0].clamp(-1, 1)
+        dt = self.dt
+        k1 = _rates(self.state, torque)
+        k2 = _rates(self.state + dt / 2 * k1, torque)
+        k3 = _rates(self.state + dt / 2 * k2, torque)
+        k4 = _rates(self.state + dt * k3, torque)
+        after = self.state + dt / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+        angles = (after[:, :2] + math.pi).remainder(2 * math.pi) - math.pi
+        self.state[:, :2].copy_(angles)
+        self.state[:, 2].copy_(after[:, 2].clamp(-4 * math.pi, 4 * math.pi))
+        self.state[:, 3].copy_(after[:, 3].clamp(-9 * math.pi, 9 * math.pi))
+        height = -angles[:, 0].cos() - angles.sum(1).cos()
+        terminated = height > 1
+        return terminated.float() - 1, terminated
+
+    def _observe(self) -> torch.Tensor:
+        theta1, theta2, rate1, rate2 = self.state.unbind(1)
+        parts = [theta1.cos(), theta1.sin(), theta2.cos(), theta2.sin(), rate1, rate2]
+        return torch.stack(parts, 1)
+
+    def _begin(self, where: torch.Tensor) -> None:
+        fresh = self._uniform(4) * 0.2 - 0.1
+        self.state.copy_(torch.where(where[:, None], fresh, self.state))
+
+
+def _inertia(theta2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the entries ``d1`` and ``d2`` of the mass matrix ``[[d1, d2], [d2, 1.25]]``.
+
+    Links have mass 1 kg, length 1 m, their centre in the middle, and moment of inertia 1 kg m^2.
+    """
+    cos = theta2.cos()
+    return 3.5 + cos, 1.25 + 0.5 * cos
+
+
+def _rates(state: torch.Tensor, torque: torch.Tensor) -> torch.Tensor:
+    """Return the derivative of the pendulum's state in time, ``[B, 4]``."""
+    theta1, theta2, rate1, rate2 = state.unbind(1)
+    d1, d2 = _inertia(theta2)
+    sin = 0.5 * theta2.sin()
+    phi2 = 4.9 * (theta1 + theta2).sin()
+    phi1 = -sin * rate2**2 - 2 * sin * rate1 * rate2 + 14.7 * theta1.sin() + phi2
+    acc2 = (torque + d2 / d1 * phi1 - sin * rate1**2 - phi2) / (1.25 - d2**2 / d1)
+    acc1 = -(d2 * acc2 + phi1) / d1
+    return torch.stack([rate1, rate2, acc1, acc2], 1)
+
+
+class TorchGridWorld(_TorchEnvs):
+    """A batch of B grid worlds on tensors, with pixels and action masks: fetch the key, pass the
+    door, reach the goal.
+
+    A wall with a locked door divides the grid into two rooms. The agent and the key are in the left
+    one, the goal is in the right one; wall, door, agent, key and goal have new random places in
+    each episode. The agent takes the key when it enters its cell, and the door opens to an agent
+    with the key. The goal gives a reward of 1 and terminates the episode; other rewards are 0.
+
+    Observations are a dict. ``pixels``: ``[B, size * cell, size * cell, 3]`` uint8, each cell in
+    its colour of ``COLOURS``; an agent with the key has a colour of its own. ``action_mask``:
+    ``[B, 4]`` int8, 1 where the agent can move. Actions are 0 to 3: up, right, down, left. A move
+    that is not allowed has no effect.
+
+    Args:
+        num_envs: B.
+        device: device of all tensors.
+        size: cells of a row and a column, at least 5; those at the border are walls.
+        cell: pixels of a row and a column of a cell.
+        autoreset: SAME_STEP (``info["final_obs"]`` has the last observations) or DISABLED
+            (``reset`` by mask).
+        max_steps: episodes are truncated after this number of steps; None is ``4 * size**2``.
+
+    Attributes:
+        agent, key, door, goal: ``[B, 2]`` int64: row and column. Changed in place. The wall between
+            the rooms is the column of the door.
+        has_key: ``[B]`` bool. Changed in place.
+    """
+
+    COLOURS: ClassVar[dict[str, tuple[int, int, int]]] = {
+        "floor": (0, 0, 0),
+        "wall": (100, 100, 100),
+        "door": (150, 75, 0),
+        "key": (255, 255, 0),
+        "goal": (0, 255, 0),
+        "agent": (255, 0, 0),
+        "agent with key": (255, 150, 0),
+    }
+
+    def __init__(
+        self,
+        num_envs: int,
+        device: torch.device | str = "cpu",
+        *,
+        size: int = 8,
+        cell: int = 1,
+        autoreset: AutoresetMode = AutoresetMode.SAME_STEP,
+        max_steps: int | None = None,
+    ) -> None:
+        if size < 5:
+            raise ValueError(f"size={size}: two rooms between walls need at least 5 cells")
+        shape = (size * cell, size * cell, 3)
+        observation_space = spaces.Dict(
+            {
+                "pixels": spaces.Box(0, 255, shape, np.uint8),
+                "action_mask": spaces.MultiBinary(4),
+            }
+        )
+        super().__init__(
+            num_envs,
+            device,
+            observation_space,
+            spaces.Discrete(4),
+            autoreset=autoreset,
+            max_steps=4 * size**2 if max_steps is None else max_steps,
+        )
+        on = self.device
+        self.size = size
+        self.cell = cell
+        self.agent = torch.ones(num_envs, 2, dtype=torch.int64, device=on)
+        self.key = torch.ones_like(self.agent)
+        self.door = torch.ones_like(self.agent)
+        self.goal = torch.ones_like(self.agent)
+        self.has_key = torch.zeros(num_envs, dtype=torch.bool, device=on)
+        # Constants: a step must not copy from the host.
+        self._moves = torch.tensor([[-1, 0], [0, 1], [1, 0], [0, -1]], device=on)
+        colours = list(self.COLOURS.values())
+        self._colours = torch.tensor(colours, dtype=torch.uint8, device=on)
+        line = torch.arange(size, device=on)
+        self._rows = line[:, None].expand(size, size)
+        self._columns = line.expand(size, size)
+        at_end = (line == 0) | (line == size - 1)
+        self._border = at_end[:, None] | at_end
+
+    def _advance(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        allowed = self._allowed().gather(1, action[:, None])
+        self.agent.add_(self._moves[action] * allowed)
+        self.has_key.logical_or_(_same(self.agent, self.key))
+        terminated = _same(self.agent, self.goal)
+        return terminated.float(), terminated
+
+    def _observe(self) -> dict[str, torch.Tensor]:
+        return {"pixels": self._pixels(), "action_mask": self._allowed().to(torch.int8)}
+
+    def _allowed(self) -> torch.Tensor:
+        """Whether the agent can make each of the four moves, ``[B, 4]``."""
+        target = self.agent[:, None] + self._moves
+        inside = (target > 0) & (target < self.size - 1)
+        at_wall = target[..., 1] == self.door[:, None, 1]
+        at_door = at_wall & (target[..., 0] == self.door[:, None, 0])
+        passes = ~at_wall | (at_door & self.has_key[:, None])
+        return inside.all(-1) & passes
+
+    def _pixels(self) -> torch.Tensor:
+        walls = self._border | (self._columns == self.door[:, 1, None, None])
+        has_key = self.has_key[:, None, None]
+        kinds = walls.long()  # places in ``COLOURS``
+        kinds.masked_fill_(self._at(self.door), 2)
+        kinds.masked_fill_(self._at(self.key) & ~has_key, 3)
+        kinds.masked_fill_(self._at(self.goal), 4)
+        agent = self._at(self.agent)
+        kinds.masked_fill_(agent & ~has_key, 5)
+        kinds.masked_fill_(agent & has_key, 6)
+        pixels = self._colours[kinds]
+        if self.cell > 1:
+            pixels = pixels.repeat_interleave(self.cell, 1).repeat_interleave(self.cell, 2)
+        return pixels
+
+    def _at(self, place: torch.Tensor) -> torch.Tensor:
+        """Whether each cell is the given place, ``[B, size, size]``."""
+        row = self._rows == place[:, 0, None, None]
+        return row & (self._columns == place[:, 1, None, None])
+
+    def _begin(self, where: torch.Tensor) -> None:
+        u = self._uniform(6)
+        inner = self.size - 2  # rows and columns without the border
+        wall = 2 + _below(u[:, 0], inner - 2)  # a room has at least one column
+        door = torch.stack([1 + _below(u[:, 1], inner), wall], 1)
+        cells = inner * (wall - 1)  # of the left room
+        agent = _below(u[:, 2], cells)
+        key = (agent + 1 + _below(u[:, 3], cells - 1)) % cells
+        goal_column = wall + 1 + _below(u[:, 4], self.size - 2 - wall)
+        goal = torch.stack([1 + _below(u[:, 5], inner), goal_column], 1)
+        changed = where[:, None]
+        self.agent.copy_(torch.where(changed, _in_left_room(agent, inner), self.agent))
+        self.key.copy_(torch.where(changed, _in_left_room(key, inner), self.key))
+        self.door.copy_(torch.where(changed, door, self.door))
+        self.goal.copy_(torch.where(changed, goal, self.goal))
+        self.has_key.masked_fill_(where, False)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a == b).all(1)
+
+
+def _below(u: torch.Tensor, n: int | torch.Tensor) -> torch.Tensor:
+    """Return whole numbers from 0 to ``n - 1`` from numbers between 0 and 1."""
+    number = (u * n).long()
+    return number.clamp(max=n - 1)
+
+
+def _in_left_room(cell: torch.Tensor, inner: int) -> torch.Tensor:
+    """Return row and column of numbered cells of the left room, ``[B, 2]``."""
+    return torch.stack([1 + cell % inner, 1 + cell // inner], 1)

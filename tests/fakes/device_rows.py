@@ -1,0 +1,30 @@
+"""Rows on a device, on a machine without one: the CPU is taken for the device.
+
+Every path that rows on a GPU take is taken: slots of tensors, with arrays in host memory beside
+them, heads that sample with torch's noise, and no synchronisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from muster.envs.torch_batch import TorchEnvs
+
+
+def on_device(make: Callable[[], Any]) -> Callable[[], TorchEnvs]:
+    """Return a factory of ``make()``'s environments, whose rows are "on a device".
+
+    Pass it to a collector as ``create_env_fn``.
+    """
+    return partial(_on_device, make)
+
+
+def _on_device(make: Callable[[], Any]) -> TorchEnvs:
+    envs = TorchEnvs(make())
+    envs.store_as(replace(envs.spec, device=torch.device("cpu")))
+    return envs

@@ -1,0 +1,126 @@
+"""``benchmarks.on_device`` and ``benchmarks.ppo_on_device`` measure what they say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import on_device, ppo_on_device
+from benchmarks.on_device import CAPTURED, COMPILED, EAGER, Loop, Recorded, gates
+from examples.ppo_on_gpu import Learner, T
+from tests.unit.test_device_lanes import CUDA
+
+# us per time step, without and with a compiled step
+LIMITS = [(64, (125, 70)), (1024, (130, 75)), (16_384, (145, 80)), (131_072, (340, 260))]
+
+
+@pytest.mark.parametrize(
+    ("make", "device"), [(Loop, "cpu"), pytest.param(Recorded, "cuda:0", marks=CUDA.marks)]
+)
+def test_batches_of_the_loop_by_hand_are_one_stream_of_steps(make, device):
+    loop = make(32, 40, device)
+    first, second = loop.batch(), loop.batch()
+
+    joined = {key: torch.cat([first[key], second[key]]) for key in first}
+    done = joined["terminated"] | joined["truncated"]
+    assert done.any()
+    going_on = ~done[:-1]
+    before = joined["next_observation"][:-1]
+    after = joined["observation"][1:]
+    assert torch.equal(before[going_on], after[going_on])
+    assert not torch.equal(before, after)
+    fresh = after[done[:-1]]
+    assert (fresh.abs() <= 0.05).all(), "the first row of an episode is a first observation"
+    assert (
+        (joined["next_observation"][done][:, [0, 2]].abs() > torch.tensor([2.4, 0.2094]).to(device))
+        .any(1)
+        .all()
+    ), "the last observation is where the pole fell"
+    assert joined["reward"].eq(1).all()
+    assert set(joined["action"].unique().tolist()) == {0, 1}
+    assert (joined["log_prob"] < 0).all()
+
+
+def good(B: int) -> dict[str, Any]:
+    """Results that meet all goals."""
+    row = {"frames_per_s": 1, "us_per_step": 1.0, "of_loop": 1.0}
+    found: dict[str, Any] = {name: dict(row) for name in (on_device.BY_HAND, *EAGER)}
+    found |= {name: row | {"recording_s": 0.4, "graphs": 1} for name in (CAPTURED, COMPILED)}
+    return found
+
+
+@pytest.mark.parametrize(("B", "limits"), LIMITS)
+def test_goals_are_those_of_the_design(B, limits, capsys):
+    found = good(B)
+    assert all(goal["met"] for goal in gates(found, B))
+    assert len(gates(found, B)) == 3 + 2 + 2
+
+    for name, limit in zip((CAPTURED, COMPILED), limits, strict=True):
+        found = good(B)
+        found[name]["us_per_step"] = limit + 0.1
+        assert [goal["system"] for goal in gates(found, B) if not goal["met"]] == [name]
+    for name in EAGER:
+        found = good(B)
+        found[name]["of_loop"] = 0.949
+        (missed,) = [goal for goal in gates(found, B) if not goal["met"]]
+        assert missed == {
+            "system": name,
+            "what": "of_loop",
+            "goal": 0.95,
+            "measured": 0.949,
+            "met": False,
+        }
+    found = good(B)
+    found[CAPTURED]["recording_s"] = 1.2
+    found[COMPILED] = {"note": "BadOption: no"}
+    goals = gates(found, B)
+    on_device.show(B, found, goals)
+    said = capsys.readouterr().out
+    assert f"MISSED {CAPTURED}: recording_s 1.2, goal 1.0" in said
+    assert f"MISSED {COMPILED}: us_per_step None, goal {limits[1]}" in said
+    assert "BadOption: no" in said
+    assert said.count("met ") == len(goals) - 2
+
+
+@pytest.mark.slow
+def test_all_systems_without_a_gpu_are_measured(tmp_path, capsys):
+    file = tmp_path / "found.json"
+    on_device.main(["--device", "cpu", "--quick", "--output", str(file)])
+
+    found = json.loads(file.read_text())
+    assert found["card"] == "CPU"
+    rows = found["64"]
+    assert rows.pop("goals") == []
+    assert set(rows) == set(on_device.systems(64, 8, "cpu"))
+    assert all(row["us_per_step"] > 0 for row in rows.values()), "a system raised"
+    assert rows[on_device.BY_HAND]["of_loop"] == 1
+    assert "64 environments, 8 steps per batch, CPU" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_both_kinds_of_ppo_learn_with_one_learner(tmp_path, capsys):
+    file = tmp_path / "found.json"
+    frames = 12 * 64 * T
+    options = ["--device", "cpu", "--envs", "64", "--seeds", "1", "--output", str(file)]
+    ppo_on_device.main([*options, "--total-frames", str(frames)])
+
+    runs = json.loads(file.read_text())["runs"]
+    assert set(runs) == {"loop by hand", "Muster"}
+    for (run,) in runs.values():
+        assert run["rows"][-1][0] == frames
+        returns = [mean for _, mean, _ in run["rows"]]
+        seconds = [at for *_, at in run["rows"]]
+        assert returns[-1] > 40 > returns[0] > 10  # random actions: 22
+        assert seconds == sorted(seconds)
+    assert "not solved" in capsys.readouterr().out
+
+
+def test_the_returns_of_the_loop_by_hand_are_lengths_of_episodes(capsys):
+    torch.manual_seed(0)
+    curve = ppo_on_device.by_hand(Learner("cpu"), "cpu", 16, 4 * 16 * T, 0)
+    assert curve.episodes > 20
+    assert ((curve.recent >= 8) & (curve.recent <= 4 * T)).all()
+    assert "episodes" in capsys.readouterr().out
