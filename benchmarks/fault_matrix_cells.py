@@ -123,6 +123,9 @@ BACKENDS = {
     "torch.distributed": Backend(partial(DistributedCollector, launcher="mp", sync=True), "nodes"),
     "RPC": Backend(partial(RPCCollector, launcher="mp", sync=True), "nodes"),
     "Ray": Backend(partial(on_ray, sync=True), "nodes"),
+    "direct": Backend(
+        partial(DistributedCollector, transport="direct", launcher="mp", sync=True), "nodes"
+    ),
 }
 
 
@@ -398,7 +401,7 @@ FAULTS: dict[str, Case] = {
     "os._exit": dies(
         faults.exits_at_once,
         "exit code 0",
-        r"ended with exit code 0 during step\. .*called os\._exit",
+        r"ended with exit code 0 during step\. .*\(os\._exit, or",
     ),
     "hang in Python": hangs(faults.waits),
     "hang in C, GIL held": hangs(

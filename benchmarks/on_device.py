@@ -326,8 +326,12 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def reserved_mib(device: str) -> float:
-    return 0.0 if device == "cpu" else torch.cuda.memory_reserved() / 2**20
+def memory_mib(device: str) -> float:
+    """Memory of the device in use, with what belongs to graphs, without unused blocks."""
+    if device == "cpu":
+        return 0.0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved() / 2**20
 
 
 def card_of(device: str) -> str:
@@ -336,16 +340,17 @@ def card_of(device: str) -> str:
 
 def measure(B: int, T: int, device: str, rounds: int) -> dict[str, Any]:
     end = time.perf_counter() + SECONDS
+    torch.compiler.reset()  # else steps of several sizes are compiled for sizes that vary, or not
     running: dict[str, Running] = {}
     result: dict[str, Any] = {}
     for name, make in systems(B, T, device).items():
-        before = reserved_mib(device)
+        before = memory_mib(device)
         try:
             running[name] = make()
         except Exception as error:
             result[name] = {"note": f"{type(error).__name__}: {error}"[:300]}
             continue
-        running[name].memory_mib = reserved_mib(device) - before
+        running[name].memory_mib = memory_mib(device) - before
     times: dict[str, list[float]] = {name: [] for name in running}
     for number in range(rounds):
         if number >= LEAST_ROUNDS and time.perf_counter() > end:

@@ -21,6 +21,7 @@ PARTS = (  # classes of values inside public results
     "muster.evaluation.EvaluatedEpisode",
     "muster.evaluation.UnfinishedEpisode",
     "muster.observing.stats.WorkerStats",
+    "muster.observing.stats.CaptureStats",
     "muster.observing.profiling.ProfileConfig",
 )
 

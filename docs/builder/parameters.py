@@ -19,6 +19,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "create_env_kwargs",
         "info",
         "obs_dtype",
+        "compile_env",
         "prev_action_reward",
         "max_decorrelation_steps",
         "validate",
@@ -35,7 +36,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "num_sub_threads",
         "inference",
     ),
-    "Devices": ("device", "storing_device", "policy_device", "env_device"),
+    "Devices": ("device", "storing_device", "policy_device", "env_device", "capture"),
     "Weights": (
         "track_policy_version",
         "update_at_each_batch",

@@ -170,6 +170,13 @@ class LimitsResets(Protocol):
         """Raise ``UnsupportedEnv`` if single environments cannot be reset by the caller."""
 
 
+class CompilesSteps(Protocol):
+    """Can step its environments by a compiled function."""
+
+    def compile_step(self, options: Mapping[str, Any]) -> None:
+        """Apply ``torch.compile`` with these keyword arguments to the environments' ``step``."""
+
+
 class ResetsWithOptions(Protocol):
     """Passes keyword arguments to the environments' own reset.
 

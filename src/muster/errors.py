@@ -78,6 +78,10 @@ class BadPolicyOutput(MusterError, ValueError):
     """A policy returned a value that does not fit the action space or the batch."""
 
 
+class CaptureRefused(MusterError, RuntimeError):
+    """With ``capture=True``: rollouts cannot be recorded as a graph of the device's operations."""
+
+
 class BadWeights(MusterError, ValueError):
     """Published weights do not fit the policy, or are not finite. Nothing was changed."""
 

@@ -184,36 +184,35 @@ class GroupRng:
     def install(self) -> UserStreams:
         """Replace the global streams by the group's, until ``remove`` is called with the result."""
         numpy_user = _user_stream()
-        numpy_user.remember()
-        self._users_python = _user_python.state(self._users_python)
-        torch_user = cuda_user = None
+        numpy_user.give_way_to(self._legacy)
+        python_user = _user_python.exchange(self._python, self._users_python)
+        self._users_python = python_user
+        torch_user = None
+        cuda_user = None
         if "torch" in sys.modules:
             generator = torch.default_generator
             torch_user = generator.get_state()
             generator.set_state(self._torch_state() if self._torch is None else self._torch)
-        _user_python.restore(self._python)
-        self._legacy.install()
         if self._cuda is not None and self._cuda_state is not None:
             cuda_user = torch.cuda.get_rng_state(self._cuda)
             torch.cuda.set_rng_state(self._cuda_state, self._cuda)
-        return UserStreams(numpy_user, self._users_python, torch_user, cuda_user)
+        return UserStreams(numpy_user, python_user, torch_user, cuda_user)
 
     def remove(self, user: UserStreams) -> None:
         """Restore the user's streams."""
         # the program exits during a thread's rollout: there are no more draws
         if sys.is_finalizing():
             return
-        self._python = _user_python.state(self._python)
-        _user_python.restore(user.python)
-        self._legacy.remember()
-        user.numpy.install()
-        if user.torch is not None:
+        numpy_user, python_user, torch_user, cuda_user = user
+        self._python = _user_python.exchange(python_user, self._python)
+        self._legacy.give_way_to(numpy_user)
+        if torch_user is not None:
             generator = torch.default_generator
             self._torch = generator.get_state()
-            generator.set_state(user.torch)
-        if self._cuda is not None and user.cuda is not None:
+            generator.set_state(torch_user)
+        if self._cuda is not None and cuda_user is not None:
             self._cuda_state = torch.cuda.get_rng_state(self._cuda)
-            torch.cuda.set_rng_state(user.cuda, self._cuda)
+            torch.cuda.set_rng_state(cuda_user, self._cuda)
 
     def _torch_state(self) -> torch.Tensor:
         return (
@@ -241,18 +240,18 @@ class _NumpyStream:
             end = bit_generator.ctypes.state_address + MT_BYTES
             self._memory = (ctypes.c_char * MT_PROBE).from_address(end - MT_PROBE)
 
-    def install(self) -> None:
-        np.random.mtrand.set_bit_generator(self.bit_generator)
-        if self.in_hand:
-            np.random.set_state({**np.random.get_state(legacy=False), **self.in_hand})
+    def give_way_to(self, other: _NumpyStream) -> None:
+        """Save the cached number of this stream, which is installed, and install another one."""
+        memory = self._memory
+        if memory is None or self.in_hand or memory.raw != self._seen:
+            self._remember()
+        np.random.mtrand.set_bit_generator(other.bit_generator)
+        if other.in_hand:
+            np.random.set_state({**np.random.get_state(legacy=False), **other.in_hand})
 
-    def remember(self) -> None:
-        """Save the cached number, while this stream is installed."""
+    def _remember(self) -> None:
         if self._memory is not None:
-            now = self._memory.raw
-            if now == self._seen and not self.in_hand:
-                return
-            self._seen = now
+            self._seen = self._memory.raw
         state: dict[str, Any] = np.random.get_state(legacy=False)
         self.in_hand = (
             {key: state[key] for key in ("has_gauss", "gauss")} if state["has_gauss"] else {}
@@ -282,14 +281,25 @@ class _PythonStream:
             self._memory = (ctypes.c_char * MT_BYTES).from_address(id(generator) + offset)
             self._begin = (ctypes.c_char * MT_PROBE).from_address(id(generator) + offset)
 
-    def state(self, known: Any = None) -> Any:
-        """Return the state for ``restore``: ``known``, if nothing was drawn since."""
+    def state(self) -> Any:
+        """Return the state for ``restore``."""
         if self._memory is None:
             return self.generator.getstate()
+        return self._memory.raw, self.generator.gauss_next
+
+    def exchange(self, state: Any, known: Any) -> Any:
+        """Set a state from ``state()``, and return the one before: ``known``, if nothing was drawn
+        since.
+        """
+        if self._memory is None:
+            before = self.generator.getstate()
+            self.generator.setstate(state)
+            return before
         gauss = self.generator.gauss_next
-        if known is not None and known[1] == gauss and known[0].startswith(self._begin.raw):
-            return known
-        return self._memory.raw, gauss
+        if known is None or known[1] != gauss or not known[0].startswith(self._begin.raw):
+            known = self._memory.raw, gauss
+        self._memory.raw, self.generator.gauss_next = state
+        return known
 
     def restore(self, state: Any) -> None:
         """Set a state from ``state()``."""

@@ -204,6 +204,7 @@ class TestOptions:
             ([{"num_cpus": 1}], "1 entries for 2 nodes"),
             ({"max_restarts": 3}, "max_restarts, which Muster sets"),
             ({"num_cpu": 3}, "node 0: .*num_cpu"),
+            ([{}, {"enable_tensor_transport": True}], "Ray Direct Transport .* object store"),
         ],
     )
     def test_bad_remote_configs(self, nodes, configs, match):

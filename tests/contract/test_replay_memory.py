@@ -259,8 +259,39 @@ def test_tensors(mode, final_obs):
     after = model.step(batch["action"])[0]
     known = ~batch["next", "terminated"].squeeze(-1) | final_obs
     torch.testing.assert_close(batch["next", "observation"][known], after[known])
+    assert (batch["next", "observation"][~known] == 0).all()
     if not final_obs:
+        assert not known.all()
         assert not batch["next", "truncated"].any()
+
+
+@pytest.mark.parametrize("rows", [3, 30])
+def test_an_unknown_last_observation_is_never_that_of_a_reset(rows):
+    from torchrl.testing.mocking_classes import CountingBatchedEnv
+
+    class ResetsItself(CountingBatchedEnv):
+        """As TorchRL's simulators on a GPU do: a finished environment's next observation is its first
+        one, here 1.
+        """
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self._torchrl_native_autoreset = True
+
+        def _step(self, tensordict: Any) -> Any:
+            td = super()._step(tensordict)
+            self.count[td["done"]] = 0
+            return td.set("observation", self.count + 1)
+
+    memory = ReplayMemory(300, seed=0)
+    make = partial(ResetsItself, max_steps=torch.tensor([4, 5, 7]), batch_size=(3,))
+    with Collector(make, None, frames_per_batch=rows, replay_buffer=memory) as collector:
+        collector.collect(n_step=90)
+    batch = memory[:]
+    ended = batch["next", "terminated"].squeeze(-1)
+    assert ended.any()
+    assert (batch["next", "observation"][ended] == 0).all()
+    assert (batch["next", "observation"][~ended] > 0).all()
 
 
 def test_an_episode_begins_after_an_end_that_is_no_transition():

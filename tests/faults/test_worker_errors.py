@@ -10,12 +10,13 @@ from functools import partial
 import pytest
 import torch
 
-from muster import Collector, MultiSyncCollector
+from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadEnvOutput, BadOption, EnvError, PolicyError, RemoteError, WorkerError
-from muster.testing import Fault, OracleEnv
+from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, run
 from tests.fakes.node_runs import NODE_KINDS, sync_nodes
+from tests.tools import assert_accounted
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="no worker processes"),
@@ -333,3 +334,43 @@ def assert_names(error, text, phase, row=None):
     assert f"To see it happen again under a debugger: muster replay {error.crash_report}" in str(
         error
     ), str(error)
+
+
+def by_observation(obs: torch.Tensor) -> torch.Tensor:
+    return obs.sum(-1) % 5
+
+
+@pytest.mark.parametrize("cls", [AsyncCollector, MultiAsyncCollector])
+@pytest.mark.parametrize("inference", ["worker", "server"])
+def test_after_an_error_of_a_random_rollout_the_policy_does_not_reset_again(
+    tmp_path, cls, inference
+):
+    """The worker is asked for the policy's columns before the random rollout goes on."""
+    raising = Fault(faults.Raising(partial(ValueError, "boom")), at=8)
+
+    def make() -> OracleEnv:
+        env = OracleEnv(tmp_path / "oracle", 0, 2)
+        env.fault = None if env.number else raising
+        return env
+
+    collector = cls(
+        make if cls is AsyncCollector else [make],
+        by_observation,
+        num_envs=2,
+        frames_per_batch=40,
+        init_random_frames=40,
+        backend="threads",
+        inference=inference,
+        seed=0,
+    )
+    batches = []
+    errors = 0
+    while len(batches) < 4:
+        try:
+            batches.append(collector.next().clone())
+        except EnvError:
+            errors += 1
+    assert errors == 1
+    check_stream(batches)
+    assert_accounted(collector)
+    collector.shutdown()

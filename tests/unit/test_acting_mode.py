@@ -428,3 +428,27 @@ def test_modes_of_scripted_and_compiled_modules() -> None:
         mode.leave()
         assert all(part.training for part in module.modules())
         assert not torch.equal(module(torch.ones(100)), torch.ones(100))
+
+
+def test_modules_that_are_replaced_between_batches_act_in_evaluation_mode() -> None:
+    """What was looked at before the first batch is looked at again when it has changed."""
+    policy = Showing().train()
+    with collector("here", policy, counting(5)) as c:
+        c.next()
+        policy.net = nn.Linear(2, 2)
+        assert shown(c.next()) == [[False, False, False]]
+        assert policy.net.training
+        policy.net.inner = nn.Dropout()
+        policy.frozen.train()
+        inner = policy.net.inner
+        seen = []
+        policy.register_forward_pre_hook(lambda *_: seen.append(inner.training))
+        assert shown(c.next()) == [[False, False, False]]
+        assert not any(seen)
+        assert inner.training
+        assert policy.frozen.training
+        del policy.net.inner
+        policy.frozen.eval()
+        c.next()
+        assert inner.training
+        assert not policy.frozen.training

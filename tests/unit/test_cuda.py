@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
@@ -22,6 +23,7 @@ from muster import (
     policies,
     save_state,
 )
+from muster.episodes.clock import TrajectoryClock
 from muster.testing import ChainEnv, CountingEnv, OracleEnv, TorchCartPole, check_stream
 from tests.tools import assert_accounted, assert_chain, assert_same
 
@@ -443,3 +445,62 @@ def test_nodes_get_weights_from_a_policy_on_the_device():
             running.update_policy_weights_(policy)
             batch = running.next()
             assert torch.equal(batch["action"], (batch["observation"].sum(-1) + shift) % 2)
+
+
+@pytest.mark.parametrize("B", [1, 64, 5000])
+def test_ids_and_records_are_those_of_the_clock_on_arrays(B):
+    """Computed from the batches, bit by bit."""
+    clock = TrajectoryClock(np.arange(B), B)
+    make = partial(TorchCartPole, B, DEVICE, max_steps=40)
+    with Collector(make, frames_per_batch=B * 50, max_frames_per_traj=30, seed=0) as running:
+        for _ in range(4):
+            batch = running.next().cpu()
+            reward, terminated, truncated, done, counts = (
+                column.reshape(B, 50).T.numpy()
+                for column in (
+                    batch["next", "reward"],
+                    batch["next", "terminated"],
+                    batch["next", "truncated"],
+                    batch["next", "done"],
+                    batch["step_count"],
+                )
+            )
+            ids = np.zeros((50, B), np.int64)
+            steps = np.zeros((50, B), np.int64)
+            clock.fill_ids(ids, done)
+            clock.fill_step_counts(steps, done)
+            assert (batch["collector", "traj_ids"].reshape(B, 50).T.numpy() == ids).all()
+            assert (counts == steps).all()
+            expected = clock.advance(reward, terminated, truncated, done)
+            for a, b in zip(expected.columns(), running.episodes.columns(), strict=True):
+                assert a.dtype == b.dtype
+                assert a.tobytes() == b.tobytes()
+        assert_accounted(running)
+
+
+def test_no_batch_waits_for_the_device():
+    torch.manual_seed(0)
+    head = policies.categorical(nn.Linear(4, 2).to(DEVICE))
+    with Collector(partial(TorchCartPole, 64, DEVICE), head, frames_per_batch=64 * 20) as running:
+        for _ in range(3):
+            running.next()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(5):
+                running.next()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert running.stats().episodes
+
+
+def test_a_batch_is_the_memory_that_the_environments_write_and_comes_back():
+    with Collector(partial(TorchCartPole, 8, DEVICE), frames_per_batch=80, seed=0) as running:
+        kept = running.next()["next", "reward"]
+        copy_of_it = kept.clone()
+        others = {running.next()["observation"].data_ptr() for _ in range(5)}
+        assert len(others) <= 3
+        assert torch.equal(kept, copy_of_it)
+        assert running.stats().slots["lent"] == 1
+        del kept
+        assert running.stats().slots["lent"] == 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from gymnasium.vector import AutoresetMode
 
-from benchmarks.on_device import Sampling, by_hand, network, td_policy
+from benchmarks.on_device import Loop, Sampling, network, td_policy
 from muster import Collector, policies
 from muster.testing import TorchCartPole
 from tests.fakes.device_rows import on_device
@@ -39,7 +39,7 @@ def per_step(make: Callable[[int], Callable[[], Any]]) -> tuple[float, float]:
 
 
 def hand(T: int) -> Callable[[], Any]:
-    return by_hand(B, T, "cpu", stored=True)
+    return Loop(B, T, "cpu").batch
 
 
 def collecting(policy: Callable[[], Any], **options: Any) -> Callable[[int], Callable[[], Any]]:

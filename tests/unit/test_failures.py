@@ -19,8 +19,6 @@ import pytest
 
 from muster import Collector, errors
 from muster.errors import (
-    BadEnvOutput,
-    BadWeights,
     EnvError,
     MusterError,
     PolicyError,
@@ -193,7 +191,12 @@ def test_notes_come_along() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [BadEnvOutput, PolicyError, BadWeights, errors.UnsupportedEnv, errors.RemoteError]
+    "kind",
+    [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, MusterError)
+    ],
 )
 def test_errors_of_muster_keep_their_class(kind: type[MusterError]) -> None:
     error = carried(kind("what happened"))

@@ -474,8 +474,25 @@ def test_several_batch_dimensions_are_the_environments_in_order():
             assert torch.equal(seen[b // 3, b % 3, t].reshape(expected.shape), expected), c.key
 
 
-def test_a_batch_on_a_device_is_a_copy_and_its_slot_is_free_at_once():
+def test_a_batch_on_a_device_is_the_memory_of_its_slot():
     on_device = SlotRing(layout(), limit_bytes=1 << 20, memory=torch.device("cpu"))
+    slot = on_device.take()
+    memory = on_device.lend(slot)
+    part = memory[3:5]
+    assert counts(on_device) == (0, 0, 1)
+    slot.block.fill_(7)
+    assert (memory == 7).all()
+    del memory
+    other = on_device.take()
+    assert other is not slot
+    del part
+    assert counts(on_device) == (1, 1, 0)
+    assert on_device.take() is slot
+
+
+def test_a_batch_on_a_device_is_a_copy_where_there_is_no_room_for_another_slot():
+    one = layout()
+    on_device = SlotRing(one, limit_bytes=one.nbytes, memory=torch.device("cpu"))
     slot = on_device.take()
     memory = on_device.lend(slot)
     assert counts(on_device) == (1, 0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,12 @@ import torch
 from benchmarks import on_device, ppo_on_device
 from benchmarks.on_device import CAPTURED, COMPILED, EAGER, Loop, Recorded, gates
 from examples.ppo_on_gpu import Learner, T
+from muster import Collector
+from muster.capture import graph
+from muster.errors import CollectorClosed
+from muster.testing import TorchCartPole
+from tests.fakes.device_rows import on_device as on_device_rows
+from tests.fakes.tape import TapePool
 from tests.unit.test_device_lanes import CUDA
 
 # us per time step, without and with a compiled step
@@ -83,6 +90,40 @@ def test_goals_are_those_of_the_design(B, limits, capsys):
     assert f"MISSED {COMPILED}: us_per_step None, goal {limits[1]}" in said
     assert "BadOption: no" in said
     assert said.count("met ") == len(goals) - 2
+
+
+def test_a_collector_is_measured_once_its_rollouts_are_replays(monkeypatch):
+    monkeypatch.setitem(graph.GRAPHS, "cpu", TapePool)
+    make = on_device_rows(partial(TorchCartPole, 4))
+    made = Collector(make, None, frames_per_batch=32, capture=True, seed=0)
+    running = on_device.captured(made, "cpu")
+
+    assert running.graphs == 1
+    assert running.recording_s is not None
+    assert 0 < running.recording_s < 60
+    replays = made.stats().capture.replays
+    running.batch()
+    assert made.stats().capture.replays == replays + 1
+    running.close()
+    with pytest.raises(CollectorClosed):
+        running.batch()
+
+
+def test_what_is_not_recorded_is_noted_with_the_reason(monkeypatch):
+    monkeypatch.setitem(graph.GRAPHS, "cpu", TapePool)
+
+    class Counting(TorchCartPole):
+        total = 0
+
+        def step(self, action: Any) -> Any:
+            self.total += 1
+            return super().step(action)
+
+    make = on_device_rows(partial(Counting, 4))
+    made = Collector(make, None, frames_per_batch=32, capture="auto", seed=0)
+    with pytest.raises(RuntimeError, match=r"not recorded: env\.total"):
+        on_device.captured(made, "cpu")
+    made.shutdown()
 
 
 @pytest.mark.slow

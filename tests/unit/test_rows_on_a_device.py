@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
@@ -19,10 +20,13 @@ from torch import nn
 
 from muster import Collector, ReplayMemory, policies
 from muster.collectors.last_rollouts import MOST_UNREAD
-from muster.episodes.record import PendingEpisodes
+from muster.episodes.clock import TrajectoryClock
+from muster.episodes.record import PendingEpisodes, join_episodes
 from muster.episodes.tensor_clock import TensorClock
 from muster.errors import BadEnvOutput, EnvError
-from muster.memory.slots import Lane
+from muster.memory.slots import Lane, Layout, Slot
+from muster.rollout.columns import lane_columns
+from muster.rollout.on_device import OnDevice, device_rows
 from muster.testing import TorchCartPole
 from tests.fakes.device_rows import on_device
 from tests.fakes.waiting import Waits
@@ -239,7 +243,7 @@ def waits_of(
 
 NEVER_WAIT = {
     name: OPTIONS[name]
-    for name in ("plain", "one row", "limit", "ids hidden", "versions", "unchecked")
+    for name in ("plain", "one row", "limit", "ids hidden", "versions", "unchecked", "marked ends")
 }
 
 
@@ -266,7 +270,7 @@ def assert_never_waits(policy: Any, mode: Any, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", ["marked ends", "waiting", "all checked", "hooked", "reset each", "cut frames"]
+    "options", ["waiting", "all checked", "hooked", "reset each", "cut frames"]
 )
 @pytest.mark.filterwarnings("ignore:.*cannot be shared equally")
 def test_options_that_need_the_host_wait_for_it(options):
@@ -288,6 +292,60 @@ def test_what_ended_is_read_where_it_is_used():
         assert not episodes.would_wait
         assert there.episodes is episodes
         assert pickle.loads(pickle.dumps(episodes)) == list(episodes)
+
+
+class Late:
+    """Copies that are complete when the host has waited for them, or when ``come`` says so."""
+
+    def __init__(self, waits: list[int]) -> None:
+        self.has_come = False
+        self._waits = waits
+
+    def wait(self) -> None:
+        if not self.has_come:
+            self._waits.append(1)
+        self.has_come = True
+
+    def then(self, copy: Callable[[], Any]) -> Any:
+        return copy(), type(self)(self._waits)
+
+
+def test_records_that_arrive_late_are_waited_for_where_they_are_used_or_overwritten():
+    """Two lanes in turn: the third rollout overwrites the records of the first one."""
+    waits: list[int] = []
+    with Collector(on_device(make()), frames_per_batch=100) as collector:
+        group = collector._engine.groups[0]
+    columns = lane_columns(group.env.spec, [], group.options)
+    lanes = [Slot(Layout(20, 5, columns), torch.device("cpu")).lanes[0] for _ in range(2)]
+    rows = [device_rows(lane, group.env.spec) for lane in lanes]
+    there = OnDevice(
+        TrajectoryClock(np.arange(5), 5),
+        group.env.spec,
+        group.options,
+        group.can,
+        lambda device: Late(waits),
+    )
+    clock = TrajectoryClock(np.arange(5), 5)
+    expected = []
+    pending = []
+    for number in range(4):
+        clock_rows = rows[number % 2].clock
+        clock_rows.reward.normal_()
+        for flag in (clock_rows.terminated, clock_rows.truncated):
+            flag.bernoulli_(0.1)
+        there.look()
+        there.prepare(rows[number % 2])
+        there.compute(rows[number % 2])
+        pending.append(there.send(rows[number % 2]))
+        reward, terminated, truncated, done = (column.numpy() for column in clock_rows[:4])
+        expected.append(clock.advance(reward, terminated, truncated, done))
+        assert len(waits) == max(0, number - 1)
+    assert all(episodes.would_wait for episodes in pending)
+    joined = join_episodes(pending)
+    assert len(waits) == 2
+    assert len(joined) == sum(map(len, expected))
+    assert not any(episodes.would_wait for episodes in pending)
+    assert list(joined) == [record for episodes in expected for record in episodes]
 
 
 # --- bad values -----------------------------------------------------------------------------------
@@ -405,3 +463,58 @@ def test_after_an_error_of_the_environments():
                 batches += 1
                 assert_same(got[0], got[1])
                 assert_same_records(here, there)
+
+
+# --- slots ----------------------------------------------------------------------------------------
+
+
+def starts(batch: Any) -> set[int]:
+    return {leaf.data_ptr() for leaf in batch.values(True, True)}
+
+
+def test_a_batch_is_the_memory_that_the_environments_write():
+    """It comes back when the last tensor of a batch is dropped, and no other batch has it before."""
+    with Collector(on_device(make()), tilt, frames_per_batch=100, seed=3) as there:
+        lanes: list[Any] = []
+        seen: list[set[int]] = []
+        kept: list[Any] = []
+        for number in range(6):
+            batch = there.next()
+            seen.append(starts(batch))
+            if number in (1, 3):
+                kept.append((batch["next", "reward"], batch["next", "reward"].clone()))
+            lanes += [id(slot) for slot in there._engine.source.bundles[0].ring._live]
+            del batch
+        held = [reward.data_ptr() for reward, _ in kept]
+        assert all(torch.equal(reward, copy) for reward, copy in kept)
+        for number, pointer in zip((1, 3), held, strict=True):
+            assert pointer in seen[number]
+            assert all(pointer not in later for later in seen[number + 1 :])
+        assert len(set(lanes)) <= 4
+        kept.clear()
+        again = {pointer for _ in range(4) for pointer in starts(there.next())}
+        assert again & set(held)
+
+
+def test_beyond_the_limit_batches_on_a_device_are_copies():
+    here = Collector(make(), tilt, frames_per_batch=100, seed=3)
+    there = Collector(
+        on_device(make()), tilt, frames_per_batch=100, seed=3, slot_memory_limit=25_000
+    )
+    with here, there:
+        kept = [(here.next().clone(), there.next()) for _ in range(8)]
+        for a, b in kept:
+            assert_same(a, b)
+        assert there.stats().slots["lent"] < 8
+        assert_accounted(there)
+
+
+def test_what_a_user_writes_into_a_batch_is_in_no_other():
+    here, there = both(make(), lambda: tilt, max_frames_per_traj=11, track_policy_version=True)
+    with here, there:
+        for _ in range(4):
+            expected, batch = here.next(), there.next()
+            assert_same(expected, batch)
+            for leaf in batch.values(True, True):
+                leaf.fill_(1)
+            del batch, leaf

@@ -241,7 +241,11 @@ def test_unknown_last_observations_are_marked_and_hold_nothing():
     unknown = torch.as_tensor(want["done"])
     assert torch.equal(~batch["collector", "next_obs_valid"], unknown)
     after = batch["next", "observation"]
-    assert after[unknown].isnan().all()
+    ended = batch["next", "terminated"].squeeze(-1)
+    assert (after[unknown & ended] == 0).all(), "no target needs it"
+    assert after[unknown & ~ended].isnan().all(), "it cannot be used unnoticed"
+    assert (unknown & ended).any()
+    assert (unknown & ~ended).any()
     assert (after[~unknown].numpy() == want["after"][~want["done"]]).all()
     assert (batch["observation"].numpy() == want["before"]).all()
 
@@ -251,7 +255,10 @@ def test_a_mask_says_which_last_observations_are_known():
     unknown = torch.as_tensor(expected(12)["done"])
     unknown[[0, 2]] = False
     assert torch.equal(~batch["collector", "next_obs_valid"], unknown)
-    assert torch.equal(batch["next", "observation"].isnan().all(-1), unknown)
+    ended = batch["next", "terminated"].squeeze(-1)
+    after = batch["next", "observation"]
+    assert (after[unknown & ended] == 0).all()
+    assert torch.equal(after.isnan().all(-1), unknown & ~ended)
 
 
 # --- resets from outside --------------------------------------------------------------------------
@@ -672,7 +679,9 @@ def test_an_isaac_lab_without_last_observations_is_marked(declares):
     )
     unknown = ~batch["collector", "next_obs_valid"]
     assert torch.equal(unknown, batch["next", "done"][..., 0])
-    assert batch["next", "policy"][unknown].isnan().all()
+    ended = batch["next", "terminated"][..., 0]
+    assert (batch["next", "policy"][unknown & ended] == 0).all()
+    assert batch["next", "policy"][unknown & ~ended].isnan().all()
 
 
 @named("mani_skill.vector.wrappers.gymnasium")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -14,9 +15,14 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode as Mode
 from torch import nn
+from torch._dynamo.utils import counters
 
 from muster import Collector, policies
+from muster.capture import graph
 from muster.testing import EnvContract, TorchCartPole, TorchGridWorld, TorchPendulum
+from tests.fakes.device_rows import on_device
+from tests.fakes.tape import TapePool
+from tests.tools import assert_same
 from tests.unit.test_device_lanes import CUDA, Waits
 
 SIZE = 6
@@ -395,6 +401,39 @@ def test_a_step_waits_for_nothing_and_keeps_its_state_in_tensors(make, mode):
     replaced = {name for name, value in vars(env).items() if id(value) != objects[name]}
     # The CartPole shows what a collector has to handle: a tensor that each step replaces.
     assert replaced == ({"state"} if make is TorchCartPole else set())
+
+
+@OF
+@MODES
+def test_recorded_rollouts_are_those_row_by_row(make, mode, monkeypatch):
+    monkeypatch.setitem(graph.GRAPHS, "cpu", TapePool)
+    B, T = 6, 12
+    envs = on_device(partial(make, B, autoreset=mode, max_steps=7))
+    options: Any = {"frames_per_batch": B * T, "seed": 0}
+    joined = []
+    for capture in (False, True):
+        with Collector(envs, None, capture=capture, **options) as collector:
+            batches = [collector.next().clone() for _ in range(5)]
+            stats = collector.stats().capture
+        joined.append(torch.cat(batches, 1))
+    assert stats.replays == 3, "the first rollout is run, the second one recorded"
+    assert_same(*joined)
+
+
+@pytest.mark.slow
+@OF
+def test_a_step_is_compiled_as_one_graph_beside_its_random_numbers(make):
+    torch.compiler.reset()
+    counters.clear()
+    plain, traced = (make(5, max_steps=6) for _ in range(2))
+    for env in (plain, traced):
+        env.reset(seed=0)
+    actions = actions_of(plain, 20)
+    expected = run(plain, actions)
+    traced.step = torch.compile(traced.step, backend="eager")
+    found = run(traced, actions)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("on", [CUDA])

@@ -5,6 +5,7 @@ paths, hooks, weight updaters and numbers.
 from __future__ import annotations
 
 import importlib
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,6 +66,20 @@ def test_methods_of_torchrl_are_there(name: str) -> None:
     there, here = getattr(theirs, name), getattr(ours, name)
     methods = [m for m in dir(there) if not m.startswith("_") and callable(getattr(there, m))]
     assert [method for method in methods if not callable(getattr(here, method, None))] == []
+
+
+@pytest.mark.parametrize("name", ["DistributedCollector", "RPCCollector", "RayCollector"])
+def test_defaults_are_those_of_torchrl(name: str) -> None:
+    there, here = (
+        inspect.signature(getattr(module, name).__init__).parameters for module in (theirs, ours)
+    )
+    named = {"collector_class", "exploration_type"}  # classes and enums there, their names here
+    differ = {
+        parameter: (there[parameter].default, here[parameter].default)
+        for parameter in there.keys() & here.keys() - named
+        if there[parameter].default != here[parameter].default
+    }
+    assert differ == {}
 
 
 def test_attributes_of_torchrl_are_there(opened: Any) -> None:
@@ -148,6 +163,7 @@ def test_numbers_have_the_names_of_torchrl(opened: Any) -> None:
         "requested_frames_per_batch": 20,
         "stepped_frames": 20,
         "completed_frames": 0,
+        "completed_trajectories": 0,
         "pending_frames": 0,
         "written_frames": 0,
         "total_frames": 60,

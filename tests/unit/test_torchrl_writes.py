@@ -78,6 +78,70 @@ def test_rollouts_are_written_at_once() -> None:
     assert stored(rb) == [0, 1, 2, 3, 4, 5, 0, 1]
 
 
+# --- progress in frames ---------------------------------------------------------------------------
+
+
+def progress(collector: Any) -> list[int]:
+    """Steps, frames and number of ended episodes, frames of open ones, frames in the buffer."""
+    found = collector.stats()
+    names = ("stepped_frames", "completed_frames", "completed_trajectories")
+    return [found[name] for name in (*names, "pending_frames", "written_frames")]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"replay_write_mode": "trajectory"}, [[4, 0, 0, 4, 0], [8, 6, 1, 2, 6]]),
+        ({"replay_write_mode": "rollout"}, [[4, 0, 0, 0, 4], [8, 6, 1, 0, 8]]),
+        ({"extend_buffer": False}, [[4, 0, 0, 0, 4], [8, 6, 1, 0, 8]]),
+        (
+            {"replay_write_mode": "trajectory", "set_truncated": True, "max_frames_per_traj": 9},
+            [[4, 0, 0, 0, 4], [8, 6, 1, 0, 8]],
+        ),
+        (
+            {"replay_write_mode": "trajectory", "reset_at_each_iter": True},
+            [[4, 0, 0, 0, 0], [8, 0, 0, 0, 0]],
+        ),
+    ],
+    ids=str,
+)
+def test_progress_of_what_is_written(options: dict[str, Any], expected: list[list[int]]) -> None:
+    rb = buffer()
+    collector = ours.Collector(
+        ended_after(5), one, frames_per_batch=4, total_frames=8, replay_buffer=rb, **options
+    )
+    found = []
+    for _ in collector:
+        found.append(progress(collector))
+        assert found[-1][-1] == len(rb)
+    assert found == expected
+    collector.shutdown()
+    assert progress(collector) == [*expected[-1][:3], 0, expected[-1][-1]]
+
+
+def test_progress_without_a_buffer_and_after_a_reset() -> None:
+    options: dict[str, Any] = {"trajs_per_batch": 2, "traj_format": "cat"}
+    collector = ours.Collector(ended_after(5), one, frames_per_batch=8, total_frames=-1, **options)
+    collector.next()
+    assert progress(collector) == [16, 12, 2, 4, 0]
+    collector.reset()
+    assert progress(collector) == [16, 12, 2, 0, 0]
+    collector.shutdown()
+
+    rb = buffer()
+    env = SerialEnv(2, partial(ended_after, 5))
+    options = {"replay_buffer": rb, "replay_write_mode": "trajectory"}
+    collector = ours.Collector(env, one, frames_per_batch=8, total_frames=-1, **options)
+    collector.next()
+    assert progress(collector) == [8, 0, 0, 8, 0]
+    collector.reset(torch.tensor([True, False]))
+    assert progress(collector) == [8, 0, 0, 4, 0], "the other one goes on"
+    collector.next()
+    assert progress(collector) == [16, 6, 1, 6, 6]
+    assert len(rb) == 6
+    collector.shutdown()
+
+
 def test_nodes_write_complete_trajectories() -> None:
     rb = buffer()
     told: dict[str, Any] = {"frames_per_batch": 8, "total_frames": 24, "launcher": "mp"}
@@ -90,10 +154,8 @@ def test_nodes_write_complete_trajectories() -> None:
         **told,
     ) as collector:
         assert list(collector) == [None] * 3
-        found = collector.stats()
+        assert progress(collector) == [24, 24, 4, 0, 24]
     assert stored(rb) == [0, 1, 2, 3, 4, 5] * 4
-    names = ("stepped_frames", "completed_frames", "pending_frames", "written_frames")
-    assert [found[name] for name in names] == [24, 24, 0, 24]
 
 
 @pytest.mark.slow
@@ -109,9 +171,13 @@ def test_workers_write_complete_trajectories() -> None:
     )
     try:
         assert collector.replay_write_mode == "trajectory"
+        found = []
         for _ in collector:
-            pass
+            found.append(progress(collector))
+        assert found == [[8, 0, 0, 8, 0], [16, 12, 2, 4, 12], [24, 24, 4, 0, 24]]
         assert stored(rb) == [0, 1, 2, 3, 4, 5] * 4
+        both = collector.stats("both")
+        assert both["worker_1/written_frames"] * 2 == both["written_frames"] == 24
     finally:
         collector.shutdown()
 

@@ -396,8 +396,11 @@ def test_unknown_last_observations_are_flagged_and_not_guessed():
         [True, True, False, True, True, False],
     ]
     unknown = ~batch["collector", "next_obs_valid"]
-    assert batch["next", "observation"][unknown].isnan().all()
-    assert not batch["next", "observation"][~unknown].isnan().any()
+    ended = batch["next", "terminated"].squeeze(-1)
+    after = batch["next", "observation"]
+    assert (after[unknown & ended] == 0).all(), "no target needs it"
+    assert after[unknown & ~ended].isnan().all(), "it cannot be used unnoticed"
+    assert not after[~unknown].isnan().any()
     assert batch["observation"][..., 1].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2]]
 
 

@@ -951,3 +951,34 @@ def test_large_tensors_are_searched_for_what_is_not_finite(dtype, values, fine):
     else:
         with pytest.raises(BadWeights, match="w is not finite"):
             weights.publish({"w": tensor})
+
+
+def test_a_policy_that_acts_here_is_checked_also_where_it_was_changed_since() -> None:
+    policy = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    weights = PolicyWeights(policy)
+    nan = torch.full((2,), torch.nan)
+    assert weights.publish() == 1
+
+    def refused(name: str) -> None:
+        version = weights.version
+        with pytest.raises(BadWeights, match=f"{name} is not finite"):
+            weights.publish()
+        assert weights.version == version
+
+    with torch.no_grad():
+        policy[0].bias.fill_(torch.inf)
+    refused("0.bias")
+    policy[0].bias.data = torch.zeros(2)
+    assert weights.publish() == 2
+    policy[0].bias = torch.nn.Parameter(nan)
+    refused("0.bias")
+    policy[0] = torch.nn.Linear(2, 2)
+    assert weights.publish() == 3
+    policy[1].running_mean.data = nan
+    refused("1.running_mean")
+    policy[1].running_mean = torch.zeros(2)
+    assert weights.publish() == 4
+    policy.append(torch.nn.Linear(2, 2))
+    assert weights.publish() == 5
+    policy[2].weight.data[0, 0] = torch.nan
+    refused("2.weight")

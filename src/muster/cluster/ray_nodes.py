@@ -404,4 +404,10 @@ def _complete(config: dict[str, Any] | None) -> dict[str, Any]:
         raise BadOption(
             f"remote_configs has {', '.join(sorted(ours))}, which Muster sets itself: leave it out"
         )
+    if config.get("enable_tensor_transport"):
+        raise BadOption(
+            "remote_configs has enable_tensor_transport=True: Ray Direct Transport (gloo, nccl,"
+            " cuda_ipc) moves tensors between actors of a group, and this process, to which batches"
+            " go, is in none. Leave it out: batches go through Ray's object store"
+        )
     return {"scheduling_strategy": "SPREAD"} | config

@@ -200,7 +200,7 @@ class Engine:
         self._row_by_row: RowByRow | None = None
         one_row = local is not None and options.frames == pool.num_envs and len(pool.counters) == 1
         if self.memory is not None and local is not None and one_row and not self._shows:
-            self._row_by_row = RowByRow(local, self.memory, source.layout)
+            self._row_by_row = RowByRow(local, self.memory, pool.counters[0], source.layout)
         if local is None and self._shows:
             source.prepare_ahead(self.views)
         self.next_batch = NextBatch(source, weights, self.views)
@@ -369,14 +369,11 @@ class Engine:
         hidden = []
         if batch is not None and self.views.shows_hidden:
             hidden = self.views.hidden_keys(filled.layout)
-        frames, episodes = self.last.replace(filled.results, hidden, self.weights)
         cut_short = 0
         if self.source.preempts:
             cells = sum(filled.layout.T - result.rows for result in filled.results)
             cut_short = cells * filled.layout.B
-        self.ledger.collected(frames, closes=closes, cut_short=cut_short)
-        if episodes or self.ended.collected is not NO_EPISODES:
-            self.ended.collect(episodes, self.ledger.frames)
+        frames = self._note(filled.results, hidden, closes=closes, cut_short=cut_short)
         if self.local is None:
             self.ledger.retire_dropped()
         # else the time of the rollouts is that of collecting
@@ -413,19 +410,38 @@ class Engine:
             and self._row_by_row.is_possible
         )
 
-    @postponed()
     def _put_row(self, rows: RowByRow) -> None:
         """Collect a row into the memory, and put its records into the pipeline."""
-        checkpoint()
-        assert self.memory is not None
-        self._prepare(self.memory)
-        acting = self._who_acts(0)
+        with postponed():
+            checkpoint()
+            assert self.memory is not None
+            if not self.memory.is_open:
+                self.memory.open(self.layout())
+            policy = self._who_acts(0)
+            version = self.weights.hold()
+            try:
+                results = rows.collect(next(self.source.pool.numbers), policy, version)
+            finally:
+                self.weights.release()
+            if results is not rows.quiet:
+                self._put_results(results)
+                return
+            frames = rows.item.frames
+            if self.last.results is results:
+                self.last.repeat(self.weights)
+                self.ledger.collected(frames, closes=True)
+            else:
+                self._note(results, [], closes=True)
+            self.counted += frames
+            self.pipeline.ready.append(rows.item)
+
+    def _put_results(self, results: Sequence[RolloutResult]) -> None:
+        """Count the results of a row, and put its records into the pipeline.
+
+        Raises:
+            BaseException: the error that has interrupted it.
+        """
         pool = self.source.pool
-        version = self.weights.hold()
-        try:
-            results = rows.collect(next(pool.numbers), acting, version)
-        finally:
-            self.weights.release()
         counters = pool.counters[0]
         error: BaseException | None = None
         for result in results:
@@ -434,10 +450,7 @@ class Engine:
                 error = result.error
                 continue
             counters.deliver(result.frames)
-            frames, episodes = self.last.replace([result], [], self.weights)
-            self.ledger.collected(frames, closes=True)
-            if episodes or self.ended.collected is not NO_EPISODES:
-                self.ended.collect(episodes, self.ledger.frames)
+            frames = self._note([result], [], closes=True)
             self.counted += frames
             self.pipeline.ready.append(PipelineItem(None, (), frames, self.ended.collected))
             if result.warnings:
@@ -449,6 +462,23 @@ class Engine:
                 del error, results, result
         if pool.unwarned:
             pool.give_warnings()
+
+    def _note(
+        self,
+        results: list[RolloutResult],
+        hidden: list[Key],
+        *,
+        closes: bool,
+        cut_short: int = 0,
+    ) -> int:
+        """Note the results of rollouts, and return their number of frames; see
+        ``Ledger.collected``.
+        """
+        frames, episodes = self.last.replace(results, hidden, self.weights)
+        self.ledger.collected(frames, closes=closes, cut_short=cut_short)
+        if episodes or self.ended.collected is not NO_EPISODES:
+            self.ended.collect(episodes, self.ledger.frames)
+        return frames
 
     def layout(self) -> Layout:
         """Return the layout of rollouts of the policy.
@@ -550,6 +580,7 @@ class Engine:
             engine=self.source.pool.engine,
             completed=window.frames,
             written=0 if self.options.replay_buffer is None else terms.delivered,
+            capture=self.last.capture,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -235,19 +235,26 @@ class MemoryWriter:
     def _finals(
         self, lane: Lane, kept: Sequence[Final], done: Array, begin: int
     ) -> Mapping[Key, Any]:
-        """Return the observations after the ends of episodes, ``done`` in rows from ``begin`` on."""
+        """Return the observations after the ends of episodes, ``done`` in rows from ``begin`` on; 0
+        where they are unknown.
+        """
         t, env = np.nonzero(done)
         t += begin
+        leaves: dict[Key, Any] = {}
         if next_of(self._observed[0]) in lane.data:
-            return {key: lane.data[next_of(key)][t, env] for key in self._observed}
-        places = {
-            (final.t, i): (final, place) for final in kept for place, i in enumerate(final.envs)
-        }
-        found = [places[cell] for cell in zip(t.tolist(), env.tolist(), strict=True)]
-        leaves = {}
-        for key in self._observed:
-            rows = [final.leaves[key][place] for final, place in found]
-            leaves[key] = np.stack(rows) if rows else lane.arrays[key][0, :0]
+            leaves = {key: lane.data[next_of(key)][t, env] for key in self._observed}
+        else:
+            places = {
+                (final.t, i): (final, place) for final in kept for place, i in enumerate(final.envs)
+            }
+            found = [places[cell] for cell in zip(t.tolist(), env.tolist(), strict=True)]
+            for key in self._observed:
+                rows = [final.leaves[key][place] for final, place in found]
+                leaves[key] = np.stack(rows) if rows else lane.arrays[key][0, :0]
+        if NEXT_OBS_VALID in lane.data:
+            known = as_tensor(lane.data[NEXT_OBS_VALID])[t, env].cpu()
+            for rows in leaves.values():  # TorchRL's are first observations of the next episode
+                as_tensor(rows)[~known] = 0
         return leaves
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from muster.episodes.record import NO_EPISODES, Episodes, PendingEpisodes, join_
 from muster.episodes.summary import EpisodeWindow
 from muster.keys import Key
 from muster.memory.specs import Array
+from muster.observing.stats import CaptureStats
 from muster.rollout.marks import Final
 from muster.weights.publish import PolicyWeights
 from muster.workers.counters import FrameCounters
@@ -42,10 +44,25 @@ class LastRollouts:
         self.env_ids: Array = np.concatenate([counts.env_ids for counts in counters])
         self.lag: Counter[int] = Counter()
 
+    def repeat(self, weights: PolicyWeights) -> None:
+        """Take the same results again, of rollouts of one group."""
+        (result,) = self.results
+        lag = weights.lag(result.version)
+        counts = self._counters[result.group]
+        if counts.lag != lag:
+            counts.acted_with_lag(lag)
+        self.lag[lag] += 1
+
     @property
     def path(self) -> str:
         """How the policy was called; before the first rollout, how it will be."""
         return self.results[0].path if self.results else self._first_path
+
+    @property
+    def capture(self) -> CaptureStats | None:
+        """Statistics of the groups' graphs; None: rollouts are not recorded."""
+        parts = [result.capture for result in self.results if result.capture is not None]
+        return CaptureStats.of_all(parts)
 
     @property
     def finals(self) -> list[tuple[Array, Sequence[Final]]]:
@@ -100,6 +117,7 @@ class EndedEpisodes:
         self._curve = EpisodeCurve()
         # not in the statistics yet, with the number of frames until then
         self._unread: deque[tuple[int, PendingEpisodes]] = deque()
+        self._reading = threading.Lock()  # other threads look at ``stats()``, too
         self.collected: Episodes = NO_EPISODES
         self.shown: Episodes = NO_EPISODES
 
@@ -137,11 +155,12 @@ class EndedEpisodes:
         ``most``.
         """
         unread = self._unread
-        while unread and (len(unread) > most or not unread[0][1].would_wait):
-            frames, episodes = unread.popleft()
-            if len(episodes):
-                self._window.add(episodes)
-                self._curve.add(frames, episodes)
+        with self._reading:
+            while unread and (len(unread) > most or not unread[0][1].would_wait):
+                frames, episodes = unread.popleft()
+                if len(episodes):
+                    self._window.add(episodes)
+                    self._curve.add(frames, episodes)
 
     def join(self, episodes: Episodes) -> None:
         """Take these for the episodes of the last batch, whose steps were collected one by one."""

@@ -57,6 +57,8 @@ SHOWN_ORDER = (
     "trust_policy",
     "compile_policy",
     "cudagraph_policy",
+    "compile_env",
+    "capture",
     "postproc",
     "split_trajs",
     "trajs_per_batch",
@@ -612,6 +614,23 @@ def _check_objects(o: CollectorOptions) -> None:
             "weight_sync_schemes send weights to sub-collectors, and a Collector has none;"
             " weight_recv_schemes receive them from a parent"
         )
+    if o.capture is True:
+        between = {
+            "on_step": o.on_step is not None,
+            "interruptor": o.interruptor is not None,
+            "cudagraph_policy": o.cudagraph_policy not in (None, False),
+        }
+        given = [name for name, is_given in between.items() if is_given]
+        if given:
+            raise BadOption(
+                f"capture=True records whole rollouts, and {given[0]} needs Python between two"
+                " steps. Leave one of them out, or pass capture='auto'."
+            )
+        if o.has_workers:
+            raise BadOption(
+                "capture=True is for a Collector: rows that worker processes and threads fill are"
+                " in host memory. Leave it out."
+            )
     if o.cudagraph_policy not in (None, False) and not torch.cuda.is_available():
         raise BadOption(
             "cudagraph_policy needs a CUDA device, and this machine or this build of torch has none"

@@ -18,7 +18,7 @@ from muster.rollout.group import Group
 from muster.rollout.progress import Progress
 from muster.utils.checked import base_part
 from muster.utils.containers import is_several
-from muster.workers.build import build_envs, build_policy, make_group
+from muster.workers.build import build_envs, build_policy, make_group, recorders_for
 from muster.workers.local import LocalPool
 from muster.workers.options import WorkerOptions, WorkerSetting
 from muster.workers.pool import Pool
@@ -73,6 +73,7 @@ def in_this_thread(
         device=device,
         index=options.worker_idx or 0,
         marks_valid=marks_valid(options, total),
+        recorders=recorders_for(groups, setting.options),
     )
     infos = [group.env.spec for group in groups]
     pool = LocalPool(worker, infos)

@@ -63,12 +63,13 @@ def passes_on(
     fields of dataclasses.
 
     Args:
+        *options: the dataclasses. A field that several have is that of the last one.
         names: names of the fields. None: all.
     """
-    fields = [p for each in options for p in parameters(each) if p.kind is _KEYWORD]
-    if unknown := sorted(set(names or ()) - {p.name for p in fields}):
+    fields = {p.name: p for each in options for p in parameters(each) if p.kind is _KEYWORD}
+    if unknown := sorted(set(names or ()) - fields.keys()):
         raise AttributeError(f"there are no options {', '.join(unknown)}")
-    more = [p for p in fields if names is None or p.name in names]
+    more = [p for p in fields.values() if names is None or p.name in names]
 
     def decorate(function: Function) -> Function:
         own = inspect.signature(function)

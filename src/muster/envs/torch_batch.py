@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from gymnasium.vector import AutoresetMode
 
 from muster.capabilities import (
     CastsValues,
+    CompilesSteps,
     CountsSteps,
     DrawsActions,
     KeepsState,
@@ -80,6 +82,7 @@ def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
 class TorchEnvs(
     EnvBatch,
     CastsValues,
+    CompilesSteps,
     CountsSteps,
     DrawsActions,
     KeepsState,
@@ -141,6 +144,7 @@ class TorchEnvs(
             device=None if rows.type == "cpu" else rows,
             single=single,
         )
+        self._stepping: Any = env  # has ``step``, which may be compiled
         self._limit: int | None = None
         # steps of current episodes
         self._count = torch.zeros(B, dtype=torch.int64, device=self._on)
@@ -149,6 +153,9 @@ class TorchEnvs(
         self._draws = [_drawing(spec, B, rows_on) for spec in self.actions.specs.values()]
         if not self._self_resetting:
             self._need_mask("it does not reset by itself (AutoresetMode.DISABLED)")
+
+    def compile_step(self, options: Mapping[str, Any]) -> None:
+        self._stepping = SimpleNamespace(step=torch.compile(self.env.step, **options))
 
     def limit_episodes(self, steps: int) -> None:
         try:
@@ -265,7 +272,9 @@ class TorchEnvs(
                 action = [rows[t].to(on, copy=True) for rows in actions]
                 obs, reward, ended, cut, info = self._step(action, t)
                 done = ended | cut
-                last, unknown = self._last(obs, done, info) if self._self_resetting else (obs, None)
+                last, unknown = obs, None
+                if self._self_resetting:
+                    last, unknown = self._last(obs, ended, done, info)
                 if valid is not None:
                     if unknown is None:
                         valid[t].fill_(True)
@@ -300,7 +309,7 @@ class TorchEnvs(
     def _step(
         self, action: Leaves, t: int
     ) -> tuple[Leaves, torch.Tensor, torch.Tensor, torch.Tensor, Any]:
-        got = checks.call(self.env, "step", self.spec.name, self.actions.build(action))
+        got = checks.call(self._stepping, "step", self.spec.name, self.actions.build(action))
         self.executed_in_row = self.spec.num_envs
         who = f"{self.spec.name}.step"
         obs, reward, terminated, truncated, info = checks.step_values(got, who)
@@ -310,10 +319,11 @@ class TorchEnvs(
         return leaves, self._column(reward, "reward"), ended, cut, info
 
     def _last(
-        self, obs: Leaves, done: torch.Tensor, info: Any
+        self, obs: Leaves, ended: torch.Tensor, done: torch.Tensor, info: Any
     ) -> tuple[Leaves, torch.Tensor | None]:
-        """Return the true last observations if ``done``, else ``obs``; and the mask of unknown ones
-        (NaN or 0).
+        """Return the true last observations if ``done``, else ``obs``; and the mask of unknown ones:
+        0 after a termination (``ended``), where no target needs them and ``value * ~terminated`` has
+        to be finite; else NaN, so that nothing bootstraps from them unnoticed.
         """
         names = []
         if isinstance(info, Mapping):
@@ -331,8 +341,10 @@ class TorchEnvs(
             unknown = done & ~self._column(given, f"info['_{name}']")
         blanked = []
         for leaf in last:
-            blank = float("nan") if leaf.is_floating_point() else 0
-            blanked.append(leaf.masked_fill(_like(unknown, leaf), blank))
+            blank = leaf.masked_fill(_like(unknown, leaf), 0)
+            if leaf.is_floating_point():
+                blank = blank.masked_fill(_like(unknown & ~ended, leaf), float("nan"))
+            blanked.append(blank)
         return blanked, unknown
 
     def _leaves(self, obs: Any, who: str) -> Leaves:

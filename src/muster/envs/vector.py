@@ -150,7 +150,10 @@ class VectorEnvBatch(
                 self._fresh = finished, [leaf[finished] for leaf in leaves]
                 rows = [array[t + 1] for array in obs_arrays]
                 for i in finished:
-                    self._take_final(i, info, rows, known, t)
+                    is_known = self._take_final(i, info, rows)
+                    if not is_known:
+                        self._flag_unknown(i, known, t)
+                        _blank(rows, i, is_terminated=bool(terminated[t, i]))
             self.executed_in_row = 0
             return finished or None
 
@@ -194,37 +197,32 @@ class VectorEnvBatch(
                 told = {name: value for name, value in told.items() if name not in STATISTICS}
             self.new_infos = [(told, ALL), (final, finished)]
 
-    def _take_final(
-        self,
-        i: int,
-        info: Any,
-        rows: list[Array],
-        known: Array | None,
-        t: int,
-    ) -> None:
-        """For SAME_STEP: write the true last observation into row ``t + 1``."""
+    def _take_final(self, i: int, info: Any, rows: list[Array]) -> bool:
+        """For SAME_STEP: write the true last observation into rows, and return whether it is known."""
         final = info.get("final_obs") if isinstance(info, dict) else None
-        if final is not None and final[i] is not None:
-            single = self.observations.single
-            leaves = [final[i]] if single else self.observations.flatten(final[i])
-            specs = self.observations.specs.items()
-            for (key, spec), row, leaf in zip(specs, rows, leaves, strict=True):
-                who = f"{self.spec.name}[{i}]"
-                what = f"final_obs {dotted(key)}"
-                if spec.is_tensor:
-                    self.casts.check(leaf, spec, what, who)
-                    row[i] = leaf
-                else:
-                    row[i] = checks.stored_copy(leaf, f"{who}: {what}")
-            return
+        if final is None or final[i] is None:
+            return False
+        single = self.observations.single
+        leaves = [final[i]] if single else self.observations.flatten(final[i])
+        specs = self.observations.specs.items()
+        for (key, spec), row, leaf in zip(specs, rows, leaves, strict=True):
+            who = f"{self.spec.name}[{i}]"
+            what = f"final_obs {dotted(key)}"
+            if spec.is_tensor:
+                self.casts.check(leaf, spec, what, who)
+                row[i] = leaf
+            else:
+                row[i] = checks.stored_copy(leaf, f"{who}: {what}")
+        return True
+
+    def _flag_unknown(self, i: int, known: Array | None, t: int) -> None:
+        """Flag the last observation of an episode as unknown."""
         if known is None:
             raise BadEnvOutput(
                 f"{self.spec.name}[{i}]: an episode ended in SAME_STEP mode without"
                 f" info['final_obs']. {FIX}"
             )
         known[t, i] = False
-        for row in rows:  # the last observation is unknown: write no value that looks like one
-            row[i] = np.nan if row.dtype.kind == "f" else 0
 
     def _try_mask(self, seeds: Sequence[int] | None) -> None:
         """Test before the first batch, with environment 0, whether a class unknown to Muster
@@ -371,3 +369,11 @@ def _object_row(value: Any, B: int, what: str) -> Array:
     for i, item in enumerate(value):
         row[i] = checks.stored_copy(item, what)
     return row
+
+
+def _blank(rows: Sequence[Array], i: int, *, is_terminated: bool) -> None:
+    """Write an unknown last observation: 0 after a termination, where no target needs it and
+    ``value * ~terminated`` has to be finite; else NaN, so that nothing bootstraps from it unnoticed.
+    """
+    for row in rows:
+        row[i] = np.nan if row.dtype.kind == "f" and not is_terminated else 0

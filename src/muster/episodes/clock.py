@@ -156,6 +156,18 @@ class TrajectoryClock:
         np.copyto(began[1:], rows[1:], where=done[:-1])
         np.subtract(rows, np.maximum.accumulate(began, axis=0), out=counts)
 
+    def advance_row(self, ids: Array, reward: Array) -> None:
+        """Write the trajectory ids of a row in which no episode ends, and advance to its end (``[B]``
+        each).
+        """
+        ids[...] = self._ids
+        self._since += 1
+        if len(self._rewards) < MOST_REWARDS:
+            self._rewards.append((reward.tobytes(), reward.dtype))
+        else:
+            returns = self.returns
+            returns += reward
+
     def advance(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
         """Advance to the end of the rows (``[T, B]`` each).
 

@@ -316,6 +316,23 @@ class Slot:
         return self
 
 
+class DeviceBytes:
+    """Flat bytes in CUDA memory, of which ``torch.as_tensor`` makes tensors that share them.
+
+    The tensors refer to it, so that it lives as long as the last of them.
+    """
+
+    def __init__(self, block: torch.Tensor) -> None:
+        self.block = block  # kept as long as the tensors
+        self.__cuda_array_interface__ = {
+            "shape": (block.numel(),),
+            "typestr": "|u1",
+            "data": (block.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+        }
+
+
 class SlotRing:
     """The slots of one layout: reused once no tensor refers to them; grows on demand.
 
@@ -377,14 +394,18 @@ class SlotRing:
         """Return the slot's memory as flat bytes, for the user; the slot is free once no tensor
         shares the memory.
 
-        For a slot on a device, return a copy there and free the slot at once: CUDA graphs need rows
-        with constant addresses, and the end of the last tensor's life cannot be observed there.
+        For a slot on a device, this is a copy if ``limit_bytes`` has no room for a further slot, or
+        if the end of the last tensor's life cannot be observed on that device. Another stream that
+        still reads a batch has to be waited for before the last tensor of it is dropped:
+        ``Tensor.record_stream`` has no effect on this memory.
         """
-        if not isinstance(slot.block, np.ndarray):
-            memory: torch.Tensor = slot.block.clone()
-            self.give_back(slot)
-            return memory
-        return self._lend(slot, slot.block)
+        if isinstance(slot.block, np.ndarray):
+            return self._lend(slot, slot.block)
+        if slot.block.device.type in ("cpu", "cuda") and (self._free or self._fits()):
+            return self._lend_there(slot)
+        memory: torch.Tensor = slot.block.clone()
+        self.give_back(slot)
+        return memory
 
     def lend_parts(self, slot: Slot) -> list[torch.Tensor]:
         """Return a tensor for each of the slot's ``parts``, for the user; the slot is free once
@@ -402,11 +423,23 @@ class SlotRing:
 
     def _lend(self, slot: Slot, memory: Array) -> torch.Tensor:
         owner = memory.view()  # a new array object, which lives as long as the last tensor over it
+        self._note_loan(slot, owner)
+        return torch.from_numpy(owner)
+
+    def _lend_there(self, slot: Slot) -> torch.Tensor:
+        block: torch.Tensor = slot.block
+        if block.device.type == "cpu":
+            return self._lend(slot, block.numpy())
+        owner = DeviceBytes(block)
+        self._note_loan(slot, owner)
+        return torch.as_tensor(owner, device=block.device)
+
+    def _note_loan(self, slot: Slot, owner: Any) -> None:
+        """Lend a slot for as long as its ``owner`` lives."""
         slot.state = SlotState.LENT
         # ``weakref.finalize`` takes 5 us longer
         loan = weakref.ref(owner, partial(self._end, slot))
         _loans[id(loan)] = loan
-        return torch.from_numpy(owner)
 
     def _end(self, slot: Slot, loan: Any) -> None:
         """Free a lent slot after the end of the last tensor over it."""

@@ -83,6 +83,7 @@ def snapshot(
         "policy_path": stats.policy_path,
         "policy_version": stats.policy_version,
         "engine": stats.engine,
+        "capture": "" if stats.capture is None else stats.capture.text,
     }
     return {
         **known,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from muster.observing.tables import html_of_columns, html_of_rows
 from muster.utils.texts import clock, counted, short
@@ -72,6 +73,50 @@ class InferenceStats:
         return InferenceStats(self.calls + 1, self.rows + rows, self.busy_s + seconds)
 
 
+@dataclass(frozen=True)
+class CaptureStats:
+    """Statistics of ``capture``, over all groups of environments.
+
+    Attributes:
+        state: "waiting": no rollout has been recorded yet. "replaying": rollouts are replays of
+            graphs. "refused": all rollouts of a group run row by row.
+        reason: why they do; "" if they do not.
+        graphs: number of graphs that are kept, at most 8 for each group.
+        replays: number of rollouts that were replays.
+        nbytes: memory of the graphs' intermediate results in bytes; 0 if it is unknown.
+    """
+
+    state: Literal["waiting", "replaying", "refused"] = "waiting"
+    reason: str = ""
+    graphs: int = 0
+    replays: int = 0
+    nbytes: int = 0
+
+    @property
+    def text(self) -> str:
+        """The state, and the reason if there is one."""
+        return f"{self.state}: {self.reason}" if self.reason else self.state
+
+    @staticmethod
+    def of_all(parts: Sequence[CaptureStats]) -> CaptureStats | None:
+        """Return those of all groups; None if there are none."""
+        if not parts:
+            return None
+        states = {part.state for part in parts}
+        state: Literal["waiting", "replaying", "refused"] = "replaying"
+        if "waiting" in states:
+            state = "waiting"
+        if "refused" in states:
+            state = "refused"
+        return CaptureStats(
+            state,
+            next((part.reason for part in parts if part.reason), ""),
+            sum(part.graphs for part in parts),
+            sum(part.replays for part in parts),
+            sum(part.nbytes for part in parts),
+        )
+
+
 @dataclass(frozen=True, repr=False)
 class CollectorStats:
     """A snapshot of a collector, which notebooks show as a table.
@@ -97,7 +142,8 @@ class CollectorStats:
         frames_per_s: delivered frames per second of collecting. The user's own time does not count,
             except where workers continue meanwhile.
         env_s, policy_s, copy_s, rest_s: time of rollouts by part in seconds, summed over workers.
-            ``env_s`` and ``policy_s`` are estimated from every 16th step.
+            ``env_s`` and ``policy_s`` are estimated from every 16th step; those of replays
+            (``capture``) are in ``rest_s``.
         wait_s: time in seconds that this process has waited for workers.
         policy_path: how actions are computed: "module", "torch executor", "numpy executor",
             "random", ...
@@ -115,6 +161,7 @@ class CollectorStats:
             else empty.
         engine: what carries rollouts and weights between this process and its nodes: "ray",
             "torch_distributed", "direct"; empty without nodes.
+        capture: statistics of ``capture``; None without it.
     """
 
     frames: int
@@ -145,6 +192,7 @@ class CollectorStats:
     engine: str = ""
     completed: int = 0
     written: int = 0
+    capture: CaptureStats | None = None
 
     def __repr__(self) -> str:
         parts = [
@@ -207,6 +255,8 @@ def _rows(stats: CollectorStats) -> Iterator[tuple[str, str]]:
     yield "batches that you hold", f"{stats.slots.get('lent', 0)}"
     if stats.engine:
         yield "engine", stats.engine
+    if stats.capture is not None:
+        yield "capture", stats.capture.text
     if stats.ended_by:
         yield "ended by", stats.ended_by
 

@@ -127,10 +127,19 @@ class HeadPolicy:
         return inputs.watched(act)
 
     def _start_on_device(self, lane: Lane) -> Act:
+        if self._program is not None and not self._program.current():
+            rows = [lane.rows(key) for key in self._obs_keys]
+            self._plan(self._input([leaf[lane.acts_from] for leaf in rows]))
+        program, act = lane.cache.get(self, (None, None))
+        # the same function while nothing has changed, as recorded rollouts require
+        if act is None or program is not self._program:
+            act = self._make_device_act(lane)
+            lane.cache[self] = self._program, act
+        return act  # type: ignore[no-any-return]
+
+    def _make_device_act(self, lane: Lane) -> Act:
         inputs = InputRows(lane, self._obs_keys, self.head.name)
         tensors = [inputs.rows(key) for key in self._obs_keys]
-        if self._program is not None and not self._program.current():
-            self._plan(self._input([leaf[lane.acts_from] for leaf in tensors]))
         actions = lane.tensors[self._action_key]
         log_probs = lane.tensors.get(LOG_PROB)
         compute: Callable[[Any], Any] = self._program or self.head.net

@@ -10,7 +10,10 @@ docs/decisions/0026-acting-mode.md.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import compress
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,35 +66,85 @@ class ActingMode:
         self._given: dict[torch.nn.Module, bool] | None = None
         if mode != "eval":
             self._given = {module: module.training for module in all_modules(roots)}
+        self._known: _KnownModules | None = None
+        # modules and their modes that are set again, and the attributes of those that were training
         self._users: list[tuple[torch.nn.Module, bool]] = []
+        self._trained: Sequence[dict[str, Any]] = ()
 
     def enter(self) -> None:
         """Set the modes in which the policy acts."""
-        given = self._given
+        if self._given is None and self._known is not None and self._known.are_current():
+            known = self._known
+            if not INDIFFERENT.issuperset(map(type, known.modules)):
+                self._trained = known.training()
+                for attributes in self._trained:  # ``Module.__setattr__`` takes ten times as long
+                    attributes["training"] = False
+            return
+        self._look_and_enter(self._given)
+
+    def leave(self) -> None:
+        """Set the modes as they were before ``enter``; nothing if it was not called."""
+        for attributes in self._trained:
+            attributes["training"] = True
+        self._trained = ()
+        while self._users:
+            module, training = self._users.pop()
+            _set_mode(module, training)
+
+    def _look_and_enter(self, given: Mapping[torch.nn.Module, bool] | None) -> None:
         modules = all_modules(self._roots)
+        if given is None and _KnownModules.can_be(modules):
+            self._known = _KnownModules(modules)
         if given is None and INDIFFERENT.issuperset(map(type, modules)):
             return
         for module in modules:
             training = module.training
             wanted = False if given is None else given.get(module, training)
-            if training is wanted:
-                continue
-            self._users.append((module, training))
-            flags = module.__dict__  # ``Module.__setattr__`` takes ten times as long
-            if "training" in flags:
-                flags["training"] = wanted
-            else:
-                module.training = wanted  # a property, of scripted and compiled modules
+            if training is not wanted:
+                self._users.append((module, training))
+                _set_mode(module, wanted)
 
-    def leave(self) -> None:
-        """Set the modes as they were before ``enter``; nothing if it was not called."""
-        while self._users:
-            module, training = self._users.pop()
-            flags = module.__dict__
-            if "training" in flags:
-                flags["training"] = training
-            else:
-                module.training = training
+
+class _KnownModules:
+    """The modules of a policy, as they were found. Whether they are still the same, and which are in
+    training mode, takes no loop: it is asked before each rollout.
+    """
+
+    def __init__(self, modules: list[torch.nn.Module]) -> None:
+        self.modules = modules
+        self._attributes = [module.__dict__ for module in modules]
+        self._children = [[*module._modules.values()] for module in modules]
+
+    @staticmethod
+    def can_be(modules: list[torch.nn.Module]) -> bool:
+        """Return whether all modules have their mode as an attribute, as those of TorchScript have
+        not.
+        """
+        return layers_are_known() and all("training" in module.__dict__ for module in modules)
+
+    def are_current(self) -> bool:
+        """Return whether no module has got or lost another one."""
+        children = map(dict.values, map(_CHILDREN, self._attributes))
+        return list(map(list, children)) == self._children
+
+    def training(self) -> Sequence[dict[str, Any]]:
+        """Return the attributes of the modules in training mode."""
+        modes = list(map(_TRAINING, self._attributes))
+        if all(modes):
+            return self._attributes
+        return list(compress(self._attributes, modes))
+
+
+_CHILDREN = itemgetter("_modules")
+_TRAINING = itemgetter("training")
+
+
+def _set_mode(module: torch.nn.Module, training: bool) -> None:
+    attributes = module.__dict__
+    if "training" in attributes:
+        attributes["training"] = training
+    else:
+        module.training = training  # a property, of scripted and compiled modules
 
 
 def set_eval(roots: Iterable[torch.nn.Module], besides: Collection[int] = ()) -> None:

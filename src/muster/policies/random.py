@@ -120,7 +120,10 @@ class RandomPolicy:
         acts = []
         for place, mask in enumerate(self._masks):
             stream = rng.stream(FIRST_MASKED + place)
-            acts.append(self._masked(mask, lane, stream))
+            if lane.mirrored:
+                acts.append(self._masked_there(mask, lane, stream))
+            else:
+                acts.append(self._masked(mask, lane, stream))
         # also without a row: environments that choose actions themselves notice the rollout
         shape = (max(0, until - begin), lane.B)
         for key, drawn in self._sample(rng, shape).items():
@@ -142,11 +145,11 @@ class RandomPolicy:
                 rows[begin + 1 : until + 1] = 0
         if not acts:
             return _nothing
-
-        def act(t: int) -> None:
-            for each in acts:
-                each(t)
-
+        if not lane.mirrored:
+            return _all_of(acts)
+        act = lane.cache.get(self)  # the same function each time, as recorded rollouts require
+        if act is None:
+            act = lane.cache[self] = _all_of(acts)
         return act
 
     def _masked(self, mask: ActionMask, lane: Lane, stream: np.random.Generator) -> Act:
@@ -155,20 +158,24 @@ class RandomPolicy:
         actions = lane.data[mask.action]
         most = max(0, lane.acts_until - first)
         uniform = stream.random((most, lane.B, len(mask.drawn)))
-        if lane.mirrored:
-            numbers = torch.from_numpy(uniform).to(rows.device)
-
-            def draw_there(t: int) -> None:
-                chosen = mask.draw_on_device(rows[t], numbers[t - first])
-                actions[t].copy_(chosen.reshape(actions[t].shape))
-
-            return draw_there
 
         def draw(t: int) -> None:
             chosen = mask.draw(rows[t], uniform[t - first])
             actions[t] = chosen.reshape(actions[t].shape)
 
         return draw
+
+    def _masked_there(self, mask: ActionMask, lane: Lane, stream: np.random.Generator) -> Act:
+        """The same on a device: the same function for all rollouts in a lane."""
+        first = lane.acts_from
+        most = max(0, lane.acts_until - first)
+        uniform = torch.from_numpy(stream.random((most, lane.B, len(mask.drawn))))
+        key = (self, mask.action)
+        if key not in lane.cache:
+            lane.cache[key] = _drawing_there(mask, lane, uniform)
+        numbers, draw = lane.cache[key]
+        numbers[first : first + most].copy_(uniform)
+        return draw  # type: ignore[no-any-return]
 
     def _empty(self, column: Column) -> Any:
         if not column.is_tensor:
@@ -203,3 +210,26 @@ def _holds(rows: Any) -> Act:
 
 def _nothing(t: int) -> None:
     pass
+
+
+def _all_of(acts: Sequence[Act]) -> Act:
+    def act(t: int) -> None:
+        for each in acts:
+            each(t)
+
+    return act
+
+
+def _drawing_there(mask: ActionMask, lane: Lane, uniform: torch.Tensor) -> tuple[torch.Tensor, Act]:
+    """Return the memory of the random numbers of all rows of a lane, and the function that draws an
+    action with them.
+    """
+    rows = lane.data[mask.key]
+    actions = lane.data[mask.action]
+    numbers = torch.empty((lane.T, *uniform.shape[1:]), dtype=uniform.dtype, device=rows.device)
+
+    def draw(t: int) -> None:
+        chosen = mask.draw_on_device(rows[t], numbers[t])
+        actions[t].copy_(chosen.reshape(actions[t].shape))
+
+    return numbers, draw

@@ -9,7 +9,7 @@ and missing in the policy's first call. A module that reads ``is_init`` gets it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -137,7 +137,7 @@ class TensorDictPolicy:
         if self not in lane.cache:
             lane.cache[self] = self._views(lane)
         read: InputRows
-        read, inputs, outputs = lane.cache[self]
+        read, inputs, outputs, kept = lane.cache[self]
         if self._program is not None and not self._program.current():
             newest = {}
             for key, rows in inputs.items():
@@ -145,11 +145,18 @@ class TensorDictPolicy:
             self._replan(newest)
         if self._program is not None:
             return self._act_program(inputs, outputs)
+        if kept:  # the same function, as recorded rollouts require
+            act, begin = kept
+            begin()
+            return act  # type: ignore[no-any-return]
         objects = {key: lane.arrays[key] for key in self._object_outputs}
-        act = self._act_module(inputs, outputs, objects)
-        if self._device is not None:  # a copy is moved to a device
-            return act
-        return read.watched(act)
+        act, begin = self._act_module(inputs, outputs, objects)
+        begin()
+        if self._device is None:  # else a copy is moved to it
+            act = read.watched(act)
+        if lane.mirrored:
+            kept += [act, begin]
+        return act
 
     def _columns_of(self, outputs: Outputs) -> list[Column]:
         columns = columns_of(outputs, self._lead, self.name)
@@ -184,9 +191,9 @@ class TensorDictPolicy:
         inputs: dict[Key, Rows],
         outputs: list[tuple[Key, Rows]],
         objects: dict[Key, Array],
-    ) -> Act:
-        # With objects, a TensorDict may be a lazy stack, which cannot be reused.
-        carrier: Any = None if self._object_keys or objects else self._carrier({})
+    ) -> tuple[Act, Callable[[], None]]:
+        """Return ``act``, and the function to call before each rollout."""
+        carrier: Any = None
         written = [_name(key) for key, _ in outputs]
         kinds = [self._kinds[key] for key, _ in outputs]
         take_row = {}
@@ -194,6 +201,12 @@ class TensorDictPolicy:
         for key, rows in inputs.items():
             take_row[key] = self._copy if key in self._copied_keys else self._move
             sources.append((_name(key), rows, take_row[key]))
+
+        def begin() -> None:
+            nonlocal carrier
+            # With objects, a TensorDict may be a lazy stack, which cannot be reused.
+            if not self._object_keys and not objects:
+                carrier = self._carrier({})
 
         def act(t: int) -> None:
             if carrier is None:
@@ -220,7 +233,7 @@ class TensorDictPolicy:
                     )
                 array[t] = cells
 
-        return act
+        return act, begin
 
     def _call(self, carrier: Any) -> Any:
         with set_interaction_type(self._interaction):
@@ -368,9 +381,11 @@ class TensorDictPolicy:
             " every call."
         )
 
-    def _views(self, lane: Lane) -> tuple[InputRows, dict[Key, Rows], list[tuple[Key, Rows]]]:
-        """The rows that are read, by key, and the rows that are written, by the key of the module's
-        output.
+    def _views(
+        self, lane: Lane
+    ) -> tuple[InputRows, dict[Key, Rows], list[tuple[Key, Rows]], list[Any]]:
+        """The rows that are read, by key, the rows that are written, by the key of the module's
+        output, and a list for the functions that are kept.
         """
         shown = [key for key in self._obs_keys if key not in self._copied_keys]
         copied = self._copied_keys
@@ -394,7 +409,7 @@ class TensorDictPolicy:
                     f" {dtype}, expected shape {tuple(rows[0].shape)} and dtype {rows[0].dtype}"
                 )
             outputs.append((key, rows[1:] if key in carried else rows))
-        return read, inputs, outputs
+        return read, inputs, outputs, []
 
     # --- executor ---------------------------------------------------------------------------------
 

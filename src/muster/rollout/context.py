@@ -32,6 +32,11 @@ def run_beside_user() -> None:
     _thread.is_beside_user = True
 
 
+def runs_beside_user() -> bool:
+    """Return whether the calling thread runs beside the user's thread."""
+    return _thread.is_beside_user
+
+
 class RolloutContext:
     """Makes a group's generators global, sets torch's threads, and disables gradients.
 

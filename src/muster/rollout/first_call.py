@@ -42,6 +42,7 @@ def prime(group: Group, policy: Policy, version: int | str) -> Outputs:
         return probe(group, policy)
     call = group.call_of(policy)
     if call is None:
+        begin_episodes(group)
         call = FirstCall(policy, _call(group, policy), version)
         group.keep_call(call)
     return call.outputs
@@ -50,15 +51,18 @@ def prime(group: Group, policy: Policy, version: int | str) -> Outputs:
 def probe(group: Group, policy: Policy) -> Outputs:
     """Return the outputs of a first call as in ``prime``, without using them; restores the random
     streams.
+
+    Of a rollout that is not complete, the resets that are due are not executed: its lane gets the
+    observations. The call is made on the rows with which the rollout began.
     """
-    begin_episodes(group)
+    if group.open is None:
+        begin_episodes(group)
     with group.rng.unmoved():
         return _call(group, policy)
 
 
 def _call(group: Group, policy: Policy) -> Outputs:
     """Make the policy's first call, on the rows for the next step."""
-    begin_episodes(group)
     with group.contexts.without_inference:
         obs = group.observations()
         obs |= {key: group.carry.seen(key) for key in group.env.spec.action_masks.values()}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 from muster.capabilities import HoldsSteps
 from muster.errors import BadEnvOutput
@@ -26,6 +29,13 @@ BETWEEN_ROWS = 3
 TIMED_EVERY = 16  # a power of two; only one of so many steps is timed, so timing is almost free
 
 
+class RolloutRecorder(Protocol):
+    """Makes whole rollouts by a recorded function instead of row by row; see ``muster.capture``."""
+
+    def run(self, running: Rollout, prepared: Prepared, by_rows: Callable[[], None]) -> None:
+        """Fill the rest of the lane, or call ``by_rows``, which does."""
+
+
 def rollout(
     group: Group,
     policy: Policy,
@@ -35,6 +45,7 @@ def rollout(
     *,
     listener: ResetListener | None = None,
     watch: Watch | None = None,
+    recorder: RolloutRecorder | None = None,
 ) -> RolloutOutcome:
     """Fill ``lane`` with T steps of ``group``, from row ``lane.done_steps`` on; fewer if something
     stops it.
@@ -47,6 +58,7 @@ def rollout(
         tally: counts what is executed and discarded, also if an error is raised.
         listener: is told of resets, beside the group's listeners.
         watch: called after every step with the lane and its row, which is complete.
+        recorder: may make whole rollouts by a recorded function.
 
     Raises:
         EnvError, BadEnvOutput: the environments failed. The next call resets them.
@@ -81,7 +93,11 @@ def rollout(
         if lane.acts_from > lane.done_steps:  # row 0 has the action of the policy's first call
             _run(running, prepared, no_act, lane.done_steps, lane.acts_from, signals)
         if not lane.stopped and lane.acts_from < lane.acts_until:
-            _run(running, prepared, prepared.act, lane.acts_from, lane.acts_until, signals)
+            run = (running, prepared, prepared.act, lane.acts_from, lane.acts_until, signals)
+            if recorder is None:
+                _run(*run)
+            else:
+                recorder.run(running, prepared, partial(_run, *run))
     completing = time.perf_counter_ns()
     outcome = running.settle() if request.stays_open else running.finish()
     cells[PHASE] = Phase.IDLE

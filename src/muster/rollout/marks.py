@@ -144,7 +144,7 @@ def nested_truncations(specs: Specs) -> list[Key]:
     return [key for key in truncated if (*key[:-1], "done") in specs]
 
 
-def mark_end(lane: Lane, t: int, env_spec: EnvSpec, *, limited: bool) -> None:
+def mark_end(lane: Lane, t: int, env_spec: EnvSpec, *, limited: bool, there: bool = False) -> None:
     """For ``set_truncated``: mark the last row ``t`` as truncated where no episode ended.
 
     Nested flags are marked in the ``next`` columns only, since the episode continues. The root is
@@ -152,6 +152,7 @@ def mark_end(lane: Lane, t: int, env_spec: EnvSpec, *, limited: bool) -> None:
 
     Args:
         limited: ``max_frames_per_traj`` is set, so the root can be truncated, too.
+        there: the rows are completed on the device.
     """
     nested = nested_truncations(env_spec.observation_specs)
     pairs = []
@@ -162,7 +163,8 @@ def mark_end(lane: Lane, t: int, env_spec: EnvSpec, *, limited: bool) -> None:
         pairs.append((next_of(TRUNCATED), next_of(DONE)))
     for truncated, done in pairs:
         if truncated in lane.data:
-            data = lane.arrays if truncated in lane.arrays else lane.data
+            on_host = truncated in lane.arrays and not there
+            data = lane.arrays if on_host else lane.data
             data[truncated][t] |= ~data[done][t]
             data[done][t] = True
 

@@ -14,7 +14,8 @@ frames.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from muster.env_spec import EnvSpec
@@ -24,7 +25,7 @@ from muster.episodes.record import PendingEpisodes
 from muster.episodes.tensor_clock import ClockRows, EndedRows, TensorClock
 from muster.errors import BadEnvOutput
 from muster.keys import DONE, STEP_COUNT, TERMINATED, TRAJ_IDS, TRUNCATED, next_of
-from muster.memory.arrivals import arrival_from
+from muster.memory.arrivals import Arrival, arrival_from
 from muster.memory.slots import Lane
 from muster.rollout.abilities import Abilities
 from muster.rollout.options import RolloutOptions
@@ -45,7 +46,6 @@ def needs_of_group(spec: EnvSpec, options: RolloutOptions, can: Abilities) -> li
         "info": bool(spec.info_specs),
         "environments that step some of themselves": can.holding is not None,
         "reset_when_done=False": not options.reset_when_done,
-        "set_truncated": options.set_truncated,
         "interruptor": options.interruptor is not None,
         "compact_obs": options.compact_obs,
         "on_step": options.on_step is not None,
@@ -106,6 +106,9 @@ class _Unfetched(NamedTuple):
 class OnDevice:
     """The clock of a group on a device, and the packets that no call has fetched yet.
 
+    Args:
+        arriving: returns the end of the copies from the device that were started so far.
+
     Attributes:
         needs: see ``needs_of_group``.
         clock: the clock on tensors.
@@ -117,6 +120,7 @@ class OnDevice:
         spec: EnvSpec,
         options: RolloutOptions,
         can: Abilities,
+        arriving: Callable[[torch.device], Arrival] = arrival_from,
     ) -> None:
         assert spec.device is not None
         self.needs: Sequence[str] = needs_of_group(spec, options, can)
@@ -125,7 +129,7 @@ class OnDevice:
         self._B = spec.num_envs
         self._total_envs = clock.total_envs
         self._checked = options.validate != "off"
-        self._device = spec.device
+        self._arriving = partial(arriving, spec.device)
         self._sent: deque[_Unfetched] = deque()
         self._number = 0  # of rollouts
         self._bad: tuple[int, BadReward] | None = None
@@ -144,7 +148,7 @@ class OnDevice:
 
     def send(self, rows: DeviceRows) -> PendingEpisodes:
         """Return the records of the lane that was completed, which are on their way."""
-        packet = Packet(rows.ended, self._total_envs, arrival_from(self._device))
+        packet = Packet(rows.ended, self._total_envs, self._arriving())
         self._sent.append(_Unfetched(packet, rows.ended, self._number))
         self._number += 1
         return packet.pending()

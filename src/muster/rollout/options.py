@@ -83,7 +83,9 @@ class RolloutOptions(Checked):
             replaces Muster's version counter.
         validate: checks of every step. "off": shapes and dtypes. "fast": also finite rewards, and
             actions in range. "full": also that observations and actions lie in their spaces and
-            have the dtypes of these.
+            have the dtypes of these. Where environments step on a device, "fast" checks rewards
+            only, without waiting for them: a bad one raises in the next call, after its batch was
+            delivered. "full" checks before that, and waits.
         execution: how policies are called, in which mode, and which random generators they use; see
             ``muster.Execution``.
         num_threads: number of torch's threads while collecting; your setting is restored between

@@ -10,7 +10,7 @@ import numpy as np
 
 from muster.episodes.agent_returns import with_returns
 from muster.episodes.clock import MANY, AgentClock, TrajectoryClock
-from muster.episodes.record import Episodes
+from muster.episodes.record import NO_EPISODES, Episodes
 from muster.errors import BadEnvOutput, BadPolicyOutput
 from muster.keys import AGENT, STEP_COUNT, TRAJ_DONE, next_of
 from muster.memory.slots import Lane
@@ -466,19 +466,27 @@ class Rollout:
         lane = self.lane
         t = self._settled
         n = lane.done_steps
-        flags = [rows[t:n] for rows in self.views.flags]
-        _, done, terminated, truncated, _ = flags
-        if 1 in terminated.tobytes() or 1 in truncated.tobytes():
-            np.logical_or(terminated, truncated, out=done)
+        reward, done, terminated, truncated, ids = self.views.flags
+        ends = 1 in terminated[t].tobytes() or 1 in truncated[t].tobytes()
+        if ends:
+            np.logical_or(terminated[t], truncated[t], out=done[t])
         is_fine = self.views.row_is_fine
         if is_fine is None or not is_fine(t):
             self._check_values(None, t)
-        over = done
-        if self.group.options.traj_done_key is not None:
-            over = lane.arrays[TRAJ_DONE][t:n]
-        episodes = self._advance_clock(self.group.clock, t, flags, over)
+        clock = self.group.clock
+        episodes = NO_EPISODES
+        options = self.group.options
+        if not (ends or options.max_frames_per_traj) and isinstance(clock, TrajectoryClock):
+            clock.advance_row(ids[t], reward[t])
+        else:
+            flags = [rows[t:n] for rows in self.views.flags]
+            over = done[t:n]
+            if options.traj_done_key is not None:
+                over = lane.arrays[TRAJ_DONE][t:n]
+            episodes = self._advance_clock(clock, t, flags, over)
         self._settled = n
-        return RolloutOutcome((n - t) * lane.B, n - t, episodes, self.next_obs.take_finals())
+        finals = self.next_obs.finals
+        return RolloutOutcome(lane.B, 1, episodes, self.next_obs.take_finals() if finals else ())
 
     def _advance_clock(
         self,
@@ -632,9 +640,13 @@ class Rollout:
         if not self._is_computed:
             self.prepare_there()
             self.compute_there()
+        closes = self.request.closes
+        if group.options.set_truncated and closes:
+            limited = bool(group.options.max_frames_per_traj)
+            mark_end(lane, lane.T - 1, group.env.spec, limited=limited, there=True)
         lane.completed_there()
         group.closed()
-        if group.options.reset_at_each_iter and self.request.closes:
+        if group.options.reset_at_each_iter and closes:
             group.reset()
         return RolloutOutcome(lane.T * lane.B, lane.T, on_device.send(rows))
 

@@ -42,7 +42,11 @@ def quick_row_check(lane: Lane, env_spec: EnvSpec, mode: Validate) -> Callable[[
     """
     if mode != "fast" or lane.mirrored:
         return None
-    return _are_fine(*_to_check(lane, env_spec))
+    floats, bounds = _to_check(lane, env_spec)
+    checked = sum(rows[0].size for rows in floats) + sum(rows[0].size for _, rows, _ in bounds)
+    if checked <= FEW:
+        return _few_of_row_are_fine(floats, bounds)
+    return _are_fine(floats, bounds)
 
 
 def _are_fine(floats: list[Array], bounds: list[tuple[Any, Array, Array]]) -> Callable[[Any], bool]:
@@ -98,6 +102,29 @@ def _few_are_fine(
                 return False
         for values, bound, is_low in limits:
             for value, limit in zip(values(), bound):  # noqa: B905 (called after every rollout)
+                if value < limit if is_low else value > limit:
+                    return False
+        return True
+
+    return is_fine
+
+
+def _few_of_row_are_fine(
+    floats: list[Array], bounds: list[tuple[Any, Array, Array]]
+) -> Callable[[int], bool]:
+    """Return the function of ``quick_row_check`` for few values; see ``_few_are_fine``."""
+    numbers = [rows.reshape(len(rows), -1) for rows in floats]
+    limits = []
+    for leaves, rows, bound in bounds:
+        every = np.broadcast_to(bound, rows[0].shape).reshape(-1).tolist()
+        limits.append((rows.reshape(len(rows), -1), every, leaves is np.less))
+
+    def is_fine(t: int) -> bool:
+        for rows in numbers:
+            if not math.isfinite(sum(rows[t].tolist())):
+                return False
+        for rows, bound, is_low in limits:
+            for value, limit in zip(rows[t].tolist(), bound):  # noqa: B905 (called after every row)
                 if value < limit if is_low else value > limit:
                     return False
         return True

@@ -26,7 +26,12 @@ class _TorchEnvs:
     """What batches of environments on tensors have in common: episodes, seeds and reset modes.
 
     A subclass has ``_advance``, ``_observe`` and ``_begin``.
+
+    Attributes:
+        DRAWN: random numbers that the first state of an episode needs.
     """
+
+    DRAWN = 4
 
     def __init__(
         self,
@@ -60,27 +65,32 @@ class _TorchEnvs:
         where = (options or {}).get("reset_mask")
         if where is None:
             where = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
-        self._restart(where)
+        self._restart(where, self._uniform())
         return self._observe(), {}
 
     def step(
         self, action: torch.Tensor
     ) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, Info]:
+        u = None
+        if self.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP:
+            # First, so that torch.compile, which cannot draw from generators, makes one piece of
+            # all that follows.
+            u = self._uniform()
         reward, terminated = self._advance(action)
         self._steps += 1
         truncated = self._steps >= self.max_steps
         info: Info = {}
-        if self.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP:
+        if u is not None:
             if self.final_obs:
                 info["final_obs"] = self._observe()
-            self._restart(terminated | truncated)
+            self._restart(terminated | truncated, u)
         return self._observe(), reward, terminated, truncated, info
 
     def close(self) -> None:
         """Do nothing."""
 
-    def _restart(self, where: torch.Tensor) -> None:
-        self._begin(where)
+    def _restart(self, where: torch.Tensor, u: torch.Tensor) -> None:
+        self._begin(where, u)
         self._steps.masked_fill_(where, 0)
 
     def _advance(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,13 +101,17 @@ class _TorchEnvs:
         """Return the observation of the state, in memory that no later step changes."""
         raise NotImplementedError
 
-    def _begin(self, where: torch.Tensor) -> None:
-        """Draw first states for all environments, and set those of ``where``."""
+    def _begin(self, where: torch.Tensor, u: torch.Tensor) -> None:
+        """Set first states, made from ``u``, where ``where`` says.
+
+        Args:
+            where: bool ``[B]``.
+            u: numbers from 0 to 1, ``[B, DRAWN]``.
+        """
         raise NotImplementedError
 
-    def _uniform(self, *shape: int) -> torch.Tensor:
-        """Draw ``[B, *shape]`` numbers from 0 to 1."""
-        size = (self.num_envs, *shape)
+    def _uniform(self) -> torch.Tensor:
+        size = (self.num_envs, self.DRAWN)
         return torch.rand(size, generator=self._generator, device=self.device)
 
 
@@ -157,8 +171,8 @@ class TorchCartPole(_TorchEnvs):
     def _observe(self) -> torch.Tensor:
         return self.state.clone()
 
-    def _begin(self, where: torch.Tensor) -> None:
-        fresh = self._uniform(4) * 0.1 - 0.05
+    def _begin(self, where: torch.Tensor, u: torch.Tensor) -> None:
+        fresh = u * 0.1 - 0.05
         self.state = torch.where(where[:, None], fresh, self.state)
 
 
@@ -237,8 +251,8 @@ class TorchPendulum(_TorchEnvs):
         parts = [theta1.cos(), theta1.sin(), theta2.cos(), theta2.sin(), rate1, rate2]
         return torch.stack(parts, 1)
 
-    def _begin(self, where: torch.Tensor) -> None:
-        fresh = self._uniform(4) * 0.2 - 0.1
+    def _begin(self, where: torch.Tensor, u: torch.Tensor) -> None:
+        fresh = u * 0.2 - 0.1
         self.state.copy_(torch.where(where[:, None], fresh, self.state))
 
 
@@ -292,6 +306,7 @@ class TorchGridWorld(_TorchEnvs):
         has_key: ``[B]`` bool. Changed in place.
     """
 
+    DRAWN = 6
     COLOURS: ClassVar[dict[str, tuple[int, int, int]]] = {
         "floor": (0, 0, 0),
         "wall": (100, 100, 100),
@@ -386,8 +401,7 @@ class TorchGridWorld(_TorchEnvs):
         row = self._rows == place[:, 0, None, None]
         return row & (self._columns == place[:, 1, None, None])
 
-    def _begin(self, where: torch.Tensor) -> None:
-        u = self._uniform(6)
+    def _begin(self, where: torch.Tensor, u: torch.Tensor) -> None:
         inner = self.size - 2  # rows and columns without the border
         wall = 2 + _below(u[:, 0], inner - 2)  # a room has at least one column
         door = torch.stack([1 + _below(u[:, 1], inner), wall], 1)

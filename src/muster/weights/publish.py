@@ -19,6 +19,7 @@ from muster.utils.attributes import name_of
 from muster.weights.choice import transport_for
 from muster.weights.coverage import NewWeights, taken, tensors_of
 from muster.weights.names import Weights, check_finite, each_once, place_of
+from muster.weights.own import OwnWeights
 from muster.weights.parts import PolicyModules
 from muster.weights.transport import Ticket, Transport, chosen
 from muster.weights.updates import Pairs, Update, Updates
@@ -77,6 +78,7 @@ class PolicyWeights:
         self._lock = threading.Lock()
         self._in_rollout = False
         self._updates = Updates()
+        self._own: OwnWeights | None = None
         if workers is not None and not modules.lazy:
             self._open()
 
@@ -176,7 +178,8 @@ class PolicyWeights:
                 pairs = {place: (new.clone(), old) for place, (new, old) in pairs.items()}
             self._elsewhere = (self._elsewhere - changes.own) | changes.elsewhere
             version = self.versions.increment()
-            self._updates.queue(Update(pairs, version, frozenset(receiving)))
+            if pairs or self.workers is not None:
+                self._updates.queue(Update(pairs, version, frozenset(receiving)))
             if not self._in_rollout:
                 self._updates.apply()
             return version
@@ -322,6 +325,8 @@ class PolicyWeights:
             part = modules.part(source, model)
             if part is None:  # no weights
                 continue
+            if source is None and part.own is part.acting and self._own_are_finite(part.acting):
+                continue
             model_id = partial(_model_id, part.path) if modules.has_model_ids else None
             new = taken(source, part.acting, part.own, model_id)
             old = tensors_of(part.acting)
@@ -336,6 +341,12 @@ class PolicyWeights:
                 changes.add(pairs, elsewhere=model is not None and not new.is_own)
         changes.separate()
         return changes
+
+    def _own_are_finite(self, module: torch.nn.Module) -> bool:
+        """Return whether the user's own tensors, which act, are certainly finite."""
+        if self._own is None or self._own.module is not module:
+            self._own = OwnWeights(module)
+        return self._own.are_finite()
 
     def _pairs(self, new: NewWeights, old: Weights, model: Any) -> Pairs:
         """Pair the new values of a module with its tensors ``old``."""

@@ -15,6 +15,7 @@ import numpy as np
 from muster.capabilities import (
     AwaitsCoroutines,
     CastsValues,
+    CompilesSteps,
     LimitsResets,
     TellsInfos,
     WritesNext,
@@ -44,6 +45,8 @@ from muster.workers.options import WorkerOptions, WorkerSetting
 
 if TYPE_CHECKING:
     import torch
+
+    from muster.capture.recording import GraphRecorder
 else:
     from muster.utils import lazy_torch as torch
 
@@ -97,6 +100,14 @@ def build_envs(
         env = build_env(factory, options.num_envs, keywords, setting.env_device)
         made.callback(env.close)
         _check_env(env, options)
+        if options.compile_env not in (None, False):
+            compiling = capability(env, CompilesSteps)
+            if compiling is None:
+                raise BadOption(
+                    f"compile_env is for environments that step together on tensors, and"
+                    f" {env.spec.name} is stepped in host memory. Leave it out."
+                )
+            compiling.compile_step(_dict(options.compile_env))
         awaiting = capability(env, AwaitsCoroutines)
         if awaiting is not None:
             awaiting.coroutines.timeouts = setting.deadlines
@@ -195,6 +206,23 @@ def make_group(
         progress=progress,
         shares_batch=shared,
     )
+
+
+def recorders_for(groups: Sequence[Group], options: WorkerOptions) -> dict[int, GraphRecorder]:
+    """Return what records the rollouts of groups, by their numbers.
+
+    Raises:
+        BadOption: ``capture=True``, and no rollout of these environments can be recorded.
+    """
+    if options.capture is False:
+        return {}
+    from muster.capture.graph import GRAPHS
+    from muster.capture.recording import recorder_for
+
+    return {
+        group.number: recorder_for(group.env, options.capture, group.reset, GRAPHS)
+        for group in groups
+    }
 
 
 def build_policy(

@@ -11,7 +11,7 @@ import numpy as np
 
 from muster.env_spec import EnvSpec
 from muster.memory.specs import Array
-from muster.rollout.tally import Timing
+from muster.rollout.tally import Tally, Timing
 from muster.workers.messages import RolloutResult
 
 
@@ -74,6 +74,17 @@ class FrameCounters:
         spent[1] += more.policy
         spent[2] += more.copy
         spent[3] += more.total
+
+    def add_row(self, tally: Tally) -> None:
+        """Add a row of which all steps are delivered."""
+        self.executed += tally.executed
+        self.delivered += tally.executed
+        self.partial = 0
+        spent = self._spent
+        spent[0] += tally.env_ns
+        spent[1] += tally.policy_ns
+        spent[2] += tally.copy_ns
+        spent[3] += tally.total_ns
 
     def add_lost(self, result: RolloutResult, reason: str) -> None:
         """Add a complete rollout that was lost afterwards: all steps in its lane are discarded."""

@@ -128,7 +128,8 @@ class SentError:
 
     def error(self) -> MusterError:
         """Make the exception; its ``__cause__`` is the original exception or a ``RemoteError``."""
-        error = _made(getattr(errors, self.kind), self.message)
+        kind: type[MusterError] = getattr(errors, self.kind)
+        error = kind(self.message)
         vars(error).update(self.known)
         error.__cause__ = self.cause
         if self.pickled is not None:
@@ -294,7 +295,7 @@ def on_server(error: Exception, seen: MusterError) -> MusterError:
     cls = _nearest(error) or PolicyError
     full = _traceback(error)
     trim(error)
-    made = _made(cls, _sections(text_of(error), f"Traceback on the server:\n{_traceback(error)}"))
+    made = cls(_sections(text_of(error), f"Traceback on the server:\n{_traceback(error)}"))
     vars(made).update(vars(seen) | {"traceback": full})
     made.__cause__ = _CAUSE(error)
     return made
@@ -437,12 +438,6 @@ def _stack_of(who: str, stack: str) -> str:
 
 def _at(error: Kind, where: Where, phase: str) -> Kind:
     vars(error).update(where.known(phase))
-    return error
-
-
-def _made(cls: type[MusterError], message: str) -> MusterError:
-    error = cls.__new__(cls, message)
-    error.args = (message,)
     return error
 
 

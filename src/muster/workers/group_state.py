@@ -149,7 +149,7 @@ def _row(row: Any, device: Any) -> Any:
         return cells_of(row)
     if isinstance(row, np.ndarray):
         return row.copy()
-    return row.to(device)
+    return row.to(device, copy=True)
 
 
 # --- undelivered rollouts -------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from muster.episodes.record import Episodes
 from muster.keys import Key
 from muster.memory.specs import Array
+from muster.observing.stats import CaptureStats
 from muster.rollout.marks import Final
 from muster.rollout.tally import Timing
 
@@ -41,6 +42,7 @@ class RolloutResult:
         dropped: the group is dropped.
         warnings: texts of warnings since the last result, to be issued in the user's process.
         unfinished: a signal has terminated the worker; the request is still under way.
+        capture: statistics of the group's graphs; None: its rollouts are not recorded.
     """
 
     number: int
@@ -68,6 +70,7 @@ class RolloutResult:
     dropped: bool = False
     warnings: Sequence[str] = ()
     unfinished: bool = False
+    capture: CaptureStats | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without field names, in about half of the time."""

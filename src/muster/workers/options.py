@@ -86,6 +86,12 @@ def _timeouts(name: str, value: Any) -> Any:
     return value
 
 
+def _capture(name: str, value: Any) -> Any:
+    if not isinstance(value, bool) and value != "auto":
+        raise BadOption(f"{name}={value!r}: expected True, False or 'auto'")
+    return value
+
+
 def _cpus(name: str, value: Any) -> Any:
     if not _is_list_of_cpus(value):
         raise BadOption(f"{name}={value!r}: expected 'auto', or a list of CPU numbers per worker")
@@ -116,6 +122,15 @@ class WorkerOptions(RolloutOptions):
             arguments.
         cudagraph_policy: wrap the policy in tensordict's ``CudaGraphModule``. A dict is passed as
             keyword arguments.
+        compile_env: apply ``torch.compile`` to the ``step`` of environments that step together on
+            tensors. A dict is passed as keyword arguments, such as ``{"mode":
+            "max-autotune-no-cudagraphs"}``. The first steps take seconds to minutes.
+        capture: record whole rollouts as one CUDA graph of all operations of policy and
+            environments, and replay it. True: raise ``CaptureRefused`` if that is impossible;
+            "auto": run row by row then, for a reason that ``stats().capture`` has. Only for
+            environments whose tensors are on a GPU. A lane's first two rollouts run row by row; the
+            second one is checked against two replays, bit for bit. False is the default until
+            recorded rollouts have been in use on many GPUs. See docs/gpu.md.
         exploration_type: how heads and TensorDict modules choose actions: "random", "mode", "mean",
             "median" or "deterministic", or TorchRL's ``ExplorationType``.
         info: fields of the ``info`` of ``reset`` and ``step`` to store, as ``("info", name)`` and
@@ -135,6 +150,8 @@ class WorkerOptions(RolloutOptions):
     trust_policy: bool | None = None
     compile_policy: bool | dict[str, Any] | None = None
     cudagraph_policy: bool | dict[str, Any] | None = None
+    compile_env: bool | dict[str, Any] | None = None
+    capture: Annotated[Literal["auto"] | bool, _capture] = False
     exploration_type: Annotated[Any, _exploration] = "random"
     info: Annotated[Any, _infos] = False
     timeouts: Annotated[Mapping[str, float | None], _timeouts] = field(default_factory=dict)

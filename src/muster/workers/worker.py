@@ -37,6 +37,7 @@ from muster.workers.messages import RolloutResult
 if TYPE_CHECKING:
     import torch
 
+    from muster.capture.recording import GraphRecorder
     from muster.workers.requests import LayOut
 else:
     from muster.utils import lazy_torch as torch
@@ -54,6 +55,7 @@ class Worker:
         index: number of the worker.
         generation: number of earlier starts of the worker.
         marks_valid: rollouts have the column ``collector/valid``.
+        recorders: record whole rollouts, by group.
 
     Attributes:
         laid_out: layouts for which requests are made, by group; a new dict when lanes have to be
@@ -71,7 +73,9 @@ class Worker:
         index: int = 0,
         generation: int = 0,
         marks_valid: bool = False,
+        recorders: Mapping[int, GraphRecorder] | None = None,
     ) -> None:
+        self._recorders = recorders or {}
         self.groups = list(groups)
         self.policies = policies
         self.policy = model
@@ -167,7 +171,8 @@ class Worker:
         server's first call.
         """
         for group in self.groups:
-            begin_episodes(group)
+            if group.open is None:
+                begin_episodes(group)
         found = {}
         for group in self.groups:
             keys = group.env.spec.observation_specs
@@ -182,11 +187,17 @@ class Worker:
             self._version = self._version_for(version)
             phase = self.progress.begin(Phase.POLICY)
             for group in self.groups:
+                # after an error, a rollout may be continued: the resets that are due belong to it
+                is_open = group.open is not None
                 if isinstance(policy, ServedPolicy):
-                    begin_episodes(group)  # the server makes the first call
+                    if not is_open:
+                        begin_episodes(group)  # the server makes the first call
                 else:
                     with _gradients(policy, enabled=grad):
-                        outputs = prime(group, policy, self._version)
+                        if is_open:
+                            outputs = probe(group, policy)
+                        else:
+                            outputs = prime(group, policy, self._version)
                     if name == "policy":
                         self._known = policy, outputs.objects
             if name != "policy" and isinstance(policy, RandomPolicy):
@@ -234,6 +245,7 @@ class Worker:
         values: BootstrapRows | None = None
         error: BaseException | None = None
         phase = ""
+        recorder = self._recorders.get(group.number)
         try:
             if self._newest is not None:
                 progress.begin(Phase.WEIGHTS)
@@ -248,7 +260,7 @@ class Worker:
                 rule = None if begin else copy.deepcopy(request.rule)
                 request = replace(request, version=self._version, rule=rule)
             if request.bootstrap is None and not request.grad:
-                outcome = rollout(group, policy, request, lane, tally)
+                outcome = rollout(group, policy, request, lane, tally, recorder=recorder)
             else:
                 outcome, values = self._run_specially(group, policy, request, lane, tally)
         except BaseException as raised:  # noqa: BLE001 (raised to the user by the schedule)
@@ -257,11 +269,62 @@ class Worker:
         else:
             if self._profiler is not None:
                 self._profiler.step()
+        result = self._result(request, lane, tally, outcome, values, error, phase)
+        # its traceback refers to this frame, and this to the lane: slots would wait for the cycle
+        # collector
+        error = None
+        if self._log is not None:
+            if lane.mirrored:
+                lane.bring_to_host()
+            self._log(result, lane, begin)
+        return result
+
+    def run_next_row(
+        self, request: RolloutRequest, lane: Lane, tally: Tally
+    ) -> RolloutResult | None:
+        """Make another row of an open rollout of the first group, which is not ``is_watched``.
+
+        Returns:
+            the result; None: no episode has ended, and there is nothing to tell but ``tally``.
+        """
+        group = self.groups[0]
+        outcome = NO_OUTCOME
+        error: BaseException | None = None
+        phase = ""
+        if request.version is not None:
+            self._version = request.version
+        try:
+            outcome = rollout(group, self.policies[request.policy], request, lane, tally)
+        except BaseException as raised:  # noqa: BLE001 (raised to the user by the engine)
+            error = raised
+            phase = phase_ended_by(raised, group.progress)
+        else:
+            casting = self._casting[group.number]
+            has_warnings = casting is not None and casting.casts.pending
+            if outcome.episodes is NO_EPISODES and not has_warnings and not tally.discarded:
+                return None
+        result = self._result(request, lane, tally, outcome, None, error, phase)
+        error = None  # see ``run``
+        return result
+
+    def _result(
+        self,
+        request: RolloutRequest,
+        lane: Lane,
+        tally: Tally,
+        outcome: RolloutOutcome,
+        values: BootstrapRows | None,
+        error: BaseException | None,
+        phase: str,
+    ) -> RolloutResult:
+        """Return the result of a request that is complete, or that an error has interrupted."""
+        group = self.groups[request.group - self.groups[0].number]
         casting = self._casting[group.number]
+        recorder = self._recorders.get(group.number)
         warnings: Sequence[str] = ()
         if casting is not None and casting.casts.pending:
             warnings = casting.casts.take_warnings()
-        result = RolloutResult(
+        return RolloutResult(
             request.number,
             group.number,
             frames=outcome.frames,
@@ -275,21 +338,14 @@ class Worker:
             finals=outcome.finals,
             values=values,
             spans=() if tally.spans is None else tally.spans.kept,
-            path=policy.path,
+            path=self.policies[request.policy].path,
             error=error,
             phase=phase,
             paused=error is not None and group.is_paused,
             left_out=outcome.left_out,
             warnings=warnings,
+            capture=None if recorder is None else recorder.stats(),
         )
-        # its traceback refers to this frame, and this to the lane: slots would wait for the cycle
-        # collector
-        error = None
-        if self._log is not None:
-            if lane.mirrored:
-                lane.bring_to_host()
-            self._log(result, lane, begin)
-        return result
 
     def _run_specially(
         self,

@@ -18,6 +18,7 @@ from muster.collectors.options import CollectorOptions
 from muster.collectors.setup import worker_setting
 from muster.compat.torchrl import batches, policies, setup
 from muster.compat.torchrl.numbering import Numbering
+from muster.compat.torchrl.progress import NAMES, SharedProgress, Written, pending_frames
 from muster.compat.torchrl.state import TorchRLState
 from muster.compat.torchrl.weights import TorchRLWeights, is_for_workers
 from muster.errors import CollectorClosed, EnvError, PolicyError
@@ -76,8 +77,10 @@ class Collector(
     _same: Any = None  # with return_same_td: the TensorDict of all batches
     _acting: Any = None
     _random_policy: Any = None
+    _shown_in: SharedProgress | None = None  # of a worker: where its progress is shown
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._written = Written()
         setup.check_numbers(kwargs)
         self.replay_write_mode = kwargs.get("replay_write_mode")
         kwargs = setup.written_as_asked(torchrl.collectors.Collector, kwargs)
@@ -268,12 +271,21 @@ class Collector(
                 batch = self._postproc(batch)
                 if self.post_collect_hook is not None:
                     self.post_collect_hook(batch)
+                if self.replay_buffer is not None:
+                    self._written.give(batch.numel())
                 if self.replay_buffer is not None and not self._ignore_rb:
                     batch.names = None  # as in TorchRL's buffers
                     self.replay_buffer.extend(
                         _maybe_normalize_replay_buffer_tensordict_device(batch, self.replay_buffer)
                     )
                     batch = None
+            if self.trajs_per_batch is None:
+                self._show_progress()
+            yield batch
+
+    def _iter_by_trajectories(self) -> Iterator[Any]:
+        for batch in super()._iter_by_trajectories():
+            self._show_progress()  # now the trajectories of the batch that have ended are written
             yield batch
 
     def next(self) -> Any:
@@ -342,6 +354,47 @@ class Collector(
             raise TypeError("an endless collector (total_frames=-1) has no length")
         return int(-(-self.total_frames // self.requested_frames_per_batch))
 
+    # --- progress ---------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return TorchRL's numbers, and the progress in frames that TorchRL 0.15 has; also after
+        ``shutdown``.
+        """
+        return {**super().stats(), **dict(zip(NAMES, self._progress(), strict=True))}
+
+    def show_progress_in(self, shared: SharedProgress) -> None:
+        """Show the progress of this collector of a worker in the main process from now on."""
+        self._shown_in = shared
+
+    def _show_progress(self) -> None:
+        if self._shown_in is not None:
+            self._shown_in.write(self.worker_idx, self._progress())
+
+    def _progress(self) -> tuple[int, ...]:
+        known = self._engine.stats()
+        pending = self._pending_frames()
+        written = 0 if self.replay_buffer is None else self._written.count(pending)
+        return known.executed, known.completed, known.episodes, pending, written
+
+    def _pending_frames(self) -> int:
+        return pending_frames(getattr(self, "_traj_assembly", None))
+
+    def _discards_in_flight_trajectories(self) -> bool:
+        """Return whether the trajectories that have not ended are dropped now, after a batch."""
+        discards: bool = super()._discards_in_flight_trajectories()
+        if discards:
+            self._written.drop(self._pending_frames())
+        return discards
+
+    def _flush_trajectory_assembly(self) -> None:
+        self._written.drop(self._pending_frames())
+        super()._flush_trajectory_assembly()
+
+    def _drop_partial_trajectories(self, traj_ids: list[int]) -> None:
+        before = self._pending_frames()
+        super()._drop_partial_trajectories(traj_ids)
+        self._written.drop(before - self._pending_frames())
+
     # --- background thread, shutdown --------------------------------------------------------------
 
     def start(self) -> None:
@@ -391,6 +444,8 @@ class Collector(
             error = thread.error
         if not self.closed:
             self.closed = True
+            self._flush_trajectory_assembly()
+            self._show_progress()
             self._receivers.close()
             try:
                 self._engine.source.close(close_env=close_env)
@@ -495,6 +550,7 @@ class Collector(
         for _ in range(self._engine.rows):
             step = self._collect()
             self.replay_buffer.add(step[..., 0])
+            self._written.give(step.numel())
             if self._count(step.numel()) or (
                 self.interruptor is not None and self.interruptor.collection_stopped()
             ):

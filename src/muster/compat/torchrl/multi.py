@@ -33,6 +33,7 @@ from torchrl._comm.backends import _get_service_backend, normalize_service_backe
 from torchrl.envs import EnvBase
 
 from muster.compat.torchrl.collector import Collector
+from muster.compat.torchrl.progress import SharedProgress
 from muster.compat.torchrl.setup import SELECTORS, signature_of, written_as_asked
 from muster.compat.torchrl.weight_update import NoWeightSyncScheme
 from muster.compat.torchrl.worker_calls import LOOK_S, WorkerCalls
@@ -106,6 +107,7 @@ class MultiCollector(WorkerCalls, metaclass=_ByArgument):
         )
         if num_workers is None and not several:
             num_workers = 1
+        self._progress = SharedProgress(len(create_env_fn) if several else (num_workers or 1))
         envs = (
             [_function(entry) for entry in create_env_fn] if several else _function(create_env_fn)
         )
@@ -116,7 +118,7 @@ class MultiCollector(WorkerCalls, metaclass=_ByArgument):
                     envs,
                     policy,
                     num_workers=num_workers,
-                    collector_class=WatchedClass(made_by, self._errors.path),
+                    collector_class=WatchedClass(made_by, self._errors.path, self._progress),
                     init_fn=WatchedFunction(with_ids(init_fn), self._errors.path),
                     cat_results=(
                         0 if isinstance(cat_results, str) and cat_results == "cat" else cat_results
@@ -352,18 +354,23 @@ def made_elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         raise ValueError(
             f"Backend options duplicate top-level collector arguments: {sorted(twice)}."
         )
-    _DISPATCH._normalize_env_fns((), options, count)
+    _, _, count = _DISPATCH._normalize_env_fns((), options, count)
+    envs = [options.pop("create_env_fn")] if "create_env_fn" in options else []
+    cls: Any = MultiCollector
     if backend == "process":
         _DISPATCH._drop_inapplicable_defaults(torchrl.collectors.MultiCollector, options)
-        return MultiCollector(sync=bool(sync), **options, **extra)
+        return cls(*envs, sync=bool(sync), **options, **extra)
     from muster.compat.torchrl.collectors import distributed
 
-    cls = {"ray": distributed.RayCollector, "rpc": distributed.RPCCollector}.get(
-        backend, distributed.DistributedCollector
-    )
-    if backend == "submitit":
+    cls = distributed.DistributedCollector
+    if backend == "ray":
+        cls = distributed.RayCollector
+        extra = {"num_collectors": count, **extra}
+    elif backend == "rpc":
+        cls = distributed.RPCCollector
+    elif backend == "submitit":
         extra = {"launcher": "submitit", **extra}
         if extra["launcher"] != "submitit":
             raise ValueError("backend='submitit' requires launcher='submitit'.")
     _DISPATCH._drop_inapplicable_defaults(cls, options)
-    return cls(sync=bool(sync), **options, **extra)
+    return cls(*envs, sync=bool(sync), **options, **extra)

@@ -20,6 +20,7 @@ import torchrl.collectors
 from tensordict import TensorDict
 from torchrl.weight_update import MultiProcessWeightSyncScheme
 
+from muster.compat.torchrl.progress import SharedProgress, pending_frames
 from muster.compat.torchrl.weight_names import by_name, fitted, is_tensordict, unsaved_buffers
 from muster.compat.torchrl.worker_errors import ErrorFolder, raise_original
 from muster.errors import BadOption, BadWeights, CollectorClosed, CollectorTimeout, MusterError
@@ -47,6 +48,7 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
     _ended = False  # shutdown() was called
     _is_free = False  # start() was called: workers collect without requests
     _errors: ErrorFolder
+    _progress: SharedProgress
     _found: MusterError | None = None  # the error of a worker
 
     # --- collecting -------------------------------------------------------------------------------
@@ -85,13 +87,20 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
     def stats(
         self, workers: Literal["aggregate", "per_worker", "both"] = "aggregate"
     ) -> dict[str, Any]:
-        """Return the numbers of this collector, and those of its workers on request; also after the
-        end.
+        """Return the numbers of this collector, with its progress in frames after the last batches
+        of its workers, and the numbers of the workers on request; also after the end.
         """
         if workers == "aggregate":
-            return dict(super().stats())
+            return {**super().stats(), **self._progress_of_all()}
         with self._workers():
-            return dict(super().stats(workers))
+            numbers = dict(super().stats(workers))
+        return numbers if workers == "per_worker" else {**numbers, **self._progress_of_all()}
+
+    def _progress_of_all(self) -> dict[str, int]:
+        numbers = self._progress.total()
+        # without a replay buffer, trajectories are assembled here
+        numbers["pending_frames"] += pending_frames(getattr(self, "_traj_assembly", None))
+        return numbers
 
     def __len__(self) -> int:
         if self.total_frames == float("inf"):

@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
+from muster.compat.torchrl.progress import SharedProgress
 from muster.errors import MusterError, RemoteError
 from muster.workers.failures import MAX_PICKLE_BYTES, SentError, pack
 
@@ -77,19 +78,25 @@ class WatchedClass:
     Args:
         collector_class: class or function that makes the collector.
         folder: path of the folder.
+        progress: where the worker shows its progress; None: nowhere.
     """
 
     _ignore_rb = False  # TorchRL's worker sets it here, for the class of its collector
 
-    def __init__(self, collector_class: Any, folder: str) -> None:
+    def __init__(
+        self, collector_class: Any, folder: str, progress: SharedProgress | None = None
+    ) -> None:
         self.collector_class = collector_class
         self._folder = folder
+        self._progress = progress
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         report = Report(self._folder, options.get("worker_idx"))
         self.collector_class._ignore_rb = self._ignore_rb
         with report.errors("construct"):
             collector = self.collector_class(*args, **options)
+        if self._progress is not None and hasattr(collector, "show_progress_in"):
+            collector.show_progress_in(self._progress)
         # TorchRL's worker takes an EOFError or BrokenPipeError, of a simulator's pipe for instance,
         # for the end of its own pipe. So errors of the collector are written before it sees them.
         collector.iterator = report.watched(collector.iterator)

@@ -471,6 +471,7 @@ function showFacts(run) {
   const texts = (given) => (given && typeof given === "object" ? Object.entries(given) : []);
   rows.push(["actions computed by", String(newest.policy_path || "–")]);
   if (newest.engine) rows.push(["engine of nodes", newest.engine]);
+  if (newest.capture) rows.push(["capture", newest.capture]);
   const section = (title, pairs) => {
     const list = element("dl", undefined, "facts");
     pairs.forEach(([name, value]) => list.append(element("dt", name), element("dd", String(value))));

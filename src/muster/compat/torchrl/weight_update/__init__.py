@@ -136,7 +136,8 @@ class WeightSyncScheme:
         name = _ALIASES.get(backend, backend)
         if name not in cls._by_backend:
             raise BadOption(
-                f"backend={backend!r}: expected one of {', '.join([*cls._by_backend, *_ALIASES])}"
+                f"Unsupported weight-sync backend={backend!r}: expected one of"
+                f" {', '.join([*cls._by_backend, *_ALIASES])}"
             )
         return cls._by_backend[name](**options)
 

@@ -65,7 +65,6 @@ __all__ = [
     "RayEvalWorker",
     "submitit_delayed_launcher",
 ]
-_PER_NODE = ("device", "storing_device", "env_device", "policy_device", "policy_factory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +76,21 @@ class WithoutEffect:
     """
 
     local_init_rb: bool | None = None
-    no_cuda_sync: bool | None = None
+    no_cuda_sync: bool | None = False
     use_buffers: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownAsInTorchRL:
+    """Arguments whose defaults are written in another way in TorchRL, where -1 means None.
+
+    Attributes:
+        init_random_frames, max_frames_per_traj, split_trajs: as in ``muster.Collector``.
+    """
+
+    init_random_frames: int | None = -1
+    max_frames_per_traj: int | None = -1
+    split_trajs: bool | None = False
 
 
 class _OverNodes:
@@ -106,7 +118,14 @@ class _OverNodes:
         ]
         # a service has no policy here that would show the form of actions
         shown = not isinstance(policy, ServedModule)
-        envs = [ActedOn(make, make_policy) if shown and callable(make) else make for make in given]
+        makers = [make_policy] * len(given)
+        if isinstance(make_policy, (list, tuple)):
+            makers = list(make_policy)[: len(given)]
+            makers += makers[:1] * (len(given) - len(makers))  # Muster refuses such a list
+        envs = [
+            ActedOn(make, maker) if shown and callable(make) else make
+            for make, maker in zip(given, makers, strict=True)
+        ]
         super().__init__(  # type: ignore[call-arg]
             envs if several else envs[0], None if made_by_nodes else policy, **told
         )
@@ -218,6 +237,7 @@ class _OverNodes:
             "requested_frames_per_batch": self.requested_frames_per_batch,
             "stepped_frames": known.executed,
             "completed_frames": known.completed,
+            "completed_trajectories": known.episodes,
             "pending_frames": known.in_flight,
             "written_frames": known.written,
         }
@@ -276,7 +296,7 @@ class DistributedCollector(_OverNodes, clusters.DistributedCollector):  # type: 
             share.
     """
 
-    @passes_on(clusters.DistributedOptions, WithoutEffect)
+    @passes_on(clusters.DistributedOptions, WithoutEffect, ShownAsInTorchRL)
     def __init__(
         self,
         create_env_fn: Any,
@@ -296,7 +316,7 @@ class DistributedSyncCollector(DistributedCollector):
     every batch.
     """
 
-    @passes_on(clusters.DistributedOptions, WithoutEffect)
+    @passes_on(clusters.DistributedOptions, WithoutEffect, ShownAsInTorchRL)
     def __init__(
         self, create_env_fn: Any, policy: Any = None, *, update_interval: int = 1, **options: Any
     ) -> None:
@@ -324,7 +344,7 @@ class RPCCollector(_OverNodes, clusters.RPCCollector):  # type: ignore[misc]
 
     _joins = True
 
-    @passes_on(clusters.RPCOptions, WithoutEffect)
+    @passes_on(clusters.RPCOptions, WithoutEffect, ShownAsInTorchRL)
     def __init__(
         self, create_env_fn: Any, policy: Any = None, *, frames_per_batch: int, **options: Any
     ) -> None:
@@ -338,6 +358,7 @@ class RayCollector(_OverNodes, clusters.RayCollector):  # type: ignore[misc]
     Args:
         use_env_creator: no effect (an argument of TorchRL); environment factories are pickled
             unchanged.
+        no_cuda_sync: no effect (an argument of TorchRL).
         **options: TorchRL's arguments, and those of ``muster.RayCollector``. If only
             ``collector_kwargs`` or ``remote_configs`` is a list, its length is the number of
             actors.
@@ -346,7 +367,7 @@ class RayCollector(_OverNodes, clusters.RayCollector):  # type: ignore[misc]
     _service: Any = None  # the InferenceServer that has the policy
     _learner_scheme: Any = None  # over which a learner sends weights to it
 
-    @passes_on(clusters.RayOptions, WithoutEffect)
+    @passes_on(clusters.RayOptions, WithoutEffect, ShownAsInTorchRL)
     def __init__(
         self,
         create_env_fn: Any,
@@ -354,8 +375,10 @@ class RayCollector(_OverNodes, clusters.RayCollector):  # type: ignore[misc]
         *,
         frames_per_batch: int,
         use_env_creator: bool = False,
+        no_cuda_sync: bool | None = None,
         **options: Any,
     ) -> None:
+        del use_env_creator, no_cuda_sync
         lists = [options.get(name) for name in ("collector_kwargs", "remote_configs")]
         counts = [len(given) for given in lists if isinstance(given, list)]
         if options.get("num_collectors") is None and counts and not isinstance(create_env_fn, list):
@@ -520,7 +543,11 @@ def _translated(
         joins: TorchRL concatenates the batches of the nodes, with ``sync=True``.
     """
     told = _with_effect(options)
-    told |= {name: _one(name, value) for name, value in told.items() if name in _PER_NODE}
+    for name in ("device", "env_device", "policy_device", "policy_factory"):
+        if name in told:
+            told[name] = _without_repeats(told[name])
+    if "storing_device" in told:
+        told["storing_device"] = _one("storing_device", told["storing_device"])
     of_nodes = told.get("collector_kwargs")
     several = isinstance(of_nodes, (list, tuple))
     every = [
@@ -662,12 +689,20 @@ def _nodes(create_env_fn: Any, options: dict[str, Any]) -> int:
 
 def _one(name: str, given: Any) -> Any:
     """Return the value that all nodes share; ``given`` is this value, or a list with one per node."""
-    if not isinstance(given, (list, tuple)):
-        return given
-    if not given or any(other != given[0] for other in given):
+    found = _without_repeats(given)
+    if isinstance(found, (list, tuple)):
         raise BadOption(
             f"{name}={given!r}: all nodes share one here; expected it, or a list with equal entries"
         )
+    return found
+
+
+def _without_repeats(given: Any) -> Any:
+    """Return the value of a list with equal entries; anything else unchanged."""
+    if not isinstance(given, (list, tuple)) or not given:
+        return given
+    if any(other != given[0] for other in given):
+        return given
     return given[0]
 
 

@@ -1,0 +1,1 @@
+"""Whole rollouts as one recorded graph of the device's operations (``capture``)."""

@@ -1,0 +1,89 @@
+"""The weights of a policy that acts in this process with the user's own tensors: nothing is copied to
+publish them, and only their values are looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from muster.policies.modes import all_modules
+from muster.utils.private_names import usable
+from muster.weights.coverage import tensors_of
+from muster.weights.names import TORCH_GRAIN, is_finite
+
+_MODULES = itemgetter("_modules")
+_PARAMETERS = itemgetter("_parameters")
+_BUFFERS = itemgetter("_buffers")
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class OwnWeights:
+    """Knows the tensors of a module, and finds them again if one of its modules or tensors was
+    replaced.
+
+    ``are_finite`` is for the usual case, and quick: True is certain. After False, each tensor has to
+    be looked at by itself.
+
+    Attributes:
+        module: the module.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self._attributes: list[dict[str, Any]] = []
+        self._held: list[Any] = []  # the modules and tensors in it; they are kept, so are their ids
+        self._ids: list[int] = []
+        self._small: list[Callable[[], torch.Tensor]] = []  # sums of tensors
+        self._large: list[torch.Tensor] = []
+        self._can_tell = _tensors_are_known()
+        if self._can_tell:
+            self._look()
+
+    def are_finite(self) -> bool:
+        """Return whether all values are certainly finite."""
+        if not self._can_tell:
+            return False
+        if list(map(id, self._held_now())) != self._ids:
+            self._look()
+            if not self._can_tell:
+                return False
+        with torch.no_grad():
+            # a sum with one infinite or NaN term is one too
+            if not math.isfinite(sum([total().item() for total in self._small])):
+                return False
+        return all(map(is_finite, self._large))
+
+    def _held_now(self) -> chain[Any]:
+        every = self._attributes
+        kinds = chain(map(_MODULES, every), map(_PARAMETERS, every), map(_BUFFERS, every))
+        return chain.from_iterable(map(dict.values, kinds))
+
+    def _look(self) -> None:
+        self._attributes = [module.__dict__ for module in all_modules([self.module])]
+        self._held = list(self._held_now())
+        self._ids = list(map(id, self._held))
+        weights = [*tensors_of(self.module).values()]
+        inside = set(self._ids)
+        # else a hook makes them for each ``state_dict``, or they have to be looked at with care
+        self._can_tell = all(id(tensor) in inside for tensor in weights) and all(
+            type(tensor) in PLAIN and tensor.device.type == "cpu" and not tensor.is_complex()
+            for tensor in weights
+        )
+        if not self._can_tell:
+            return
+        floats = [tensor for tensor in weights if tensor.is_floating_point()]
+        self._small = [t.sum for t in floats if t.numel() <= TORCH_GRAIN and t.itemsize > 1]
+        self._large = [t for t in floats if t.numel() > TORCH_GRAIN or t.itemsize == 1]
+
+
+@cache
+def _tensors_are_known() -> bool:
+    """Whether this version of torch has the private names used here."""
+    return usable("torch", (torch.nn.Module(), ("_modules", "_parameters", "_buffers")))

@@ -1,0 +1,601 @@
+"""Recorded rollouts: bit for bit those that run row by row, and refused where they cannot be.
+
+``TapeGraph`` takes the place of a CUDA graph: it replays operations on the same memory, and runs no
+Python of environments and policies.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from muster import Collector, Execution, ReplayMemory, policies
+from muster.capture import graph, recording
+from muster.errors import BadOption, CaptureRefused, EnvError
+from muster.observing.snapshots import EpisodeTotals, snapshot
+from muster.testing import TorchCartPole
+from tests.fakes import torch_envs
+from tests.fakes.device_rows import on_device
+from tests.fakes.tape import TapePool
+from tests.fakes.twins import B, Kept, Twins, state_of
+from tests.tools import assert_accounted, assert_same
+from tests.waits import wait_until
+
+MODES = [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
+OF_MODE = pytest.mark.parametrize("mode", MODES, ids=["same step", "by mask"])
+CartPole = partial(TorchCartPole, B, max_steps=23)
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[TapePool]:
+    """Graphs of the CPU are tapes; those that a test makes, by group."""
+    made: list[TapePool] = []
+
+    def pool(device: torch.device) -> TapePool:
+        made.append(TapePool(device))
+        return made[-1]
+
+    monkeypatch.setitem(graph.GRAPHS, "cpu", pool)
+    return made
+
+
+def net(outputs: int = 2, inputs: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+class Sampling(nn.Module):
+    """Draws from the global generator, and returns an extra."""
+
+    def __init__(self, inputs: int = 4) -> None:
+        super().__init__()
+        self.net = net(inputs=inputs)
+
+    def forward(self, obs: torch.Tensor) -> Any:
+        log_probs = self.net(obs).log_softmax(-1)
+        action = (log_probs - torch.empty_like(log_probs).exponential_().log()).argmax(-1)
+        return action, {"value": log_probs.gather(-1, action[:, None])[:, 0]}
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = nn.GRUCell(4, 6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, obs: torch.Tensor, state: torch.Tensor | None) -> Any:
+        state = self.cell(obs, state)
+        return self.head(state).argmax(-1), state
+
+
+class Chooses(nn.Module):
+    """A module for TensorDicts: logits, and an action drawn with torch's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, obs: torch.Tensor) -> Any:
+        logits = self.net(obs)
+        noise = torch.rand_like(logits)
+        return (logits + noise).argmax(-1), logits
+
+
+POLICIES: dict[str, Callable[[], Any]] = {
+    "random": lambda: None,
+    "head": lambda: policies.categorical(net()),
+    "greedy": lambda: policies.deterministic(net()),
+    "module": Sampling,
+    "function": lambda: lambda obs: (obs[:, 2] > 0).long(),
+    "recurrent": Recurrent,
+    "tensordict": lambda: TensorDictModule(Chooses(), ["observation"], ["action", "logits"]),
+}
+
+
+@OF_MODE
+@pytest.mark.parametrize("policy", POLICIES)
+def test_recorded_rollouts_are_bit_equal(pools, policy, mode):
+    with Twins(partial(CartPole, autoreset=mode), POLICIES[policy]) as twins:
+        twins.alike(6)
+        assert twins.replays >= 3
+        assert len(pools[0].made) == 1
+        assert twins.plain.stats().episodes
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one row": {"frames_per_batch": B},
+    "limit": {"max_frames_per_traj": 7},
+    "random first": {"init_random_frames": 5 * 8 * B},
+    "uneven": {"frames_per_batch": 8 * B - 3},
+    "marked ends": {"set_truncated": True},
+    "reset each": {"reset_at_each_iter": True},
+    "versions": {"track_policy_version": True},
+    "whole episodes": {"trajs_per_batch": 3},
+    "mode": {"exploration_type": "mode"},
+    "modules": {"execution": {"executor": False}},
+    "no inference mode": {"execution": {"inference_mode": False}},
+    "process's generators": {"execution": {"own_rng": False}},
+    "time major": {"layout": "time_major"},
+    "waiting": {"reset_when_done": False},
+    "all checked": {"validate": "full"},
+    "split": {"split_trajs": True},
+    "one thread": {"num_threads": None},
+}
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [MODES[0], pytest.param(MODES[1], marks=pytest.mark.slow)],
+    ids=["same step", "by mask"],
+)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.filterwarnings("ignore:.*cannot be shared equally")
+def test_with_options(pools, options, mode):
+    given = dict(OPTIONS[options])
+    if "execution" in given:
+        given["execution"] = Execution(**given["execution"])
+    head = POLICIES["head"]
+    with Twins(partial(CartPole, autoreset=mode), head, **given) as twins:
+        if options == "process's generators":
+            for collector in twins.both * 4:
+                torch.manual_seed(collector.stats().batches)
+                collector.next()
+            twins.same_around()
+        else:
+            twins.alike(8)
+        assert twins.replays >= 2
+
+
+@pytest.mark.parametrize("kind", ["Remembers", "Nested", "InPlace", "Expanded"])
+@OF_MODE
+def test_state_in_every_place(pools, kind, mode):
+    make = partial(getattr(torch_envs, kind), B, autoreset=mode)
+    with Twins(make, lambda: policies.categorical(net(inputs=2))) as twins:
+        twins.alike(6)
+        assert twins.replays >= 3
+        assert twins.plain.stats().episodes
+
+
+def test_rows_of_one_step_and_a_name_that_moves_on(pools):
+    """With one row, the name of the state before is the recorded tensor of the state."""
+    make = partial(torch_envs.Remembers, B)
+    with Twins(make, frames_per_batch=B) as twins:
+        twins.alike(8)
+        assert twins.replays >= 4
+
+
+@pytest.mark.parametrize("random", [True, False])
+def test_action_masks(pools, random):
+    policy = POLICIES["random"] if random else lambda: policies.categorical(net(inputs=2))
+    with Twins(partial(torch_envs.Masked, B), policy) as twins:
+        twins.alike(6)
+        assert twins.replays >= 3
+
+
+REFUSED = {
+    "Counts": r"env\.counter: \d+ -> \d+",
+    "Logs": r"env\.history: \d+ entries -> \d+",
+    "OnHost": r"env\.visits: an array in host memory changes",
+    "DrawsOnHost": "draw random numbers on the host",
+    "DrawsItsOwn": r"env\.random draws random numbers on the host",
+    "Synchronizes": "_local_scalar_dense.*a number for Python",
+    "MakesGenerators": r"env\.generator is another generator",
+    "Grows": r"env\.past: \(\d+,\) float32 -> \(\d+,\) float32",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_recorded_is_refused_with_its_name(pools, kind):
+    make = partial(getattr(torch_envs, kind), B)
+    reason = REFUSED[kind]
+    with Twins(make) as twins:
+        with pytest.raises(CaptureRefused, match=reason):
+            for _ in range(4):
+                a = twins.plain.next()
+                assert_same(a, twins.recorded.next())
+        assert_same(a, twins.recorded.next())  # the rows of the refused rollout are not lost
+        twins.alike(3)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_auto_goes_on_row_by_row_and_says_why_once(pools, kind, caplog):
+    make = partial(getattr(torch_envs, kind), B)
+    with caplog.at_level(logging.WARNING), Twins(make, capture="auto") as twins:
+        twins.alike(6)
+        capture = twins.recorded.stats().capture
+        assert capture.state == "refused"
+        assert not capture.replays
+        assert not capture.graphs
+    (record,) = caplog.records
+    assert capture.reason in record.getMessage()
+
+
+def test_hidden_state_is_noticed_and_its_environments_are_reset(pools):
+    env = Kept(partial(torch_envs.HidesState, B))
+    with Collector(on_device(env), frames_per_batch=8 * B, seed=3, capture="auto") as collector:
+        for _ in range(2):
+            collector.next()
+        capture = collector.stats().capture
+        assert "replay 1" in capture.reason
+        assert "Hidden" in capture.reason
+        batch = collector.next()
+        assert (batch["observation"][:, 0, 1] == 0).all()
+        assert_accounted(collector)
+
+
+@pytest.mark.parametrize("mode", [True, "auto"])
+def test_a_recording_that_fails_leaves_everything_as_it_was(pools, mode):
+    with Twins(CartPole, POLICIES["module"], capture=mode) as twins:
+        pools[0].fail_at = 0
+        twins.alike(1)
+        a = twins.plain.next()
+        if mode is True:
+            with pytest.raises(CaptureRefused, match="this recording fails"):
+                twins.recorded.next()
+        assert_same(a, twins.recorded.next())
+        twins.alike(4)
+        assert pools[0].made[0].released
+
+
+def test_weights_change_in_place_between_replays(pools):
+    def change(twins: Twins) -> None:
+        for policy in twins.policies:
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    parameter.mul_(1.1).add_(0.05)
+
+    for make in (POLICIES["head"], POLICIES["module"], POLICIES["tensordict"]):
+        with Twins(CartPole, make) as twins:
+            for _ in range(6):
+                twins.alike(1)
+                change(twins)
+            assert twins.replays >= 3
+
+
+def test_weights_in_other_memory_are_recorded_again(pools):
+    def replace(policy: Any) -> None:
+        layer = policy.net[0]
+        layer.weight.data = layer.weight.data * -1.5
+
+    def other(policy: Any) -> None:
+        layer = policy.net[0]
+        layer.weight = nn.Parameter(layer.weight.detach() * -1.5)
+
+    for change in (replace, other):
+        with Twins(CartPole, POLICIES["module"]) as twins:
+            twins.alike(5)
+            replays = twins.replays
+            for policy in twins.policies:
+                change(policy)
+            twins.alike(4)
+            assert twins.replays > replays
+            assert len(pools[-1].made) == 2
+            weights = [policy.net[0].weight for policy in twins.policies]
+            assert torch.equal(*weights)
+
+
+def test_a_number_of_the_policy_that_changes(pools):
+    class Blurred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+            self.epsilon = 0.5
+
+        def forward(self, obs: torch.Tensor) -> torch.Tensor:
+            logits = self.net(obs)
+            return (logits + self.epsilon * torch.rand_like(logits)).argmax(-1)
+
+    with Twins(CartPole, Blurred, capture="auto") as twins:
+        twins.alike(4)
+        assert twins.replays
+        for policy in twins.policies:
+            policy.epsilon = 2.0
+        twins.alike(4)
+        assert twins.recorded.stats().capture.state == "replaying"
+        for number in range(12):
+            for policy in twins.policies:
+                policy.epsilon = 1 / (number + 2)
+            twins.alike(1)
+        assert "policy.fn.epsilon" in twins.recorded.stats().capture.reason
+
+
+def test_resets_seeds_and_saved_states_between_replays(pools):
+    make = partial(CartPole, autoreset=AutoresetMode.DISABLED)
+    with Twins(make, POLICIES["head"]) as twins:
+        twins.alike(4)
+        for call in (
+            lambda c: c.reset([1, 3]),
+            lambda c: c.set_seed(8),
+            lambda c: c.reset(),
+            lambda c: c.collect_batch(n_step=5 * B),
+            lambda c: c.collect_batch(n_episode=3),
+        ):
+            twins.do(call)
+            before = twins.replays
+            twins.alike(4)
+            assert twins.replays > before
+
+
+class Saved(TorchCartPole):
+    """Can be saved."""
+
+    def get_state(self) -> dict[str, Any]:
+        return {name: value.numpy().copy() for name, value in state_of(self).items()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.state = torch.from_numpy(state["state"].copy())
+        self._steps = torch.from_numpy(state["_steps"].copy())
+        self._generator.set_state(torch.from_numpy(state["_generator"]))
+
+
+def test_a_state_is_loaded_between_replays(pools):
+    with Twins(partial(Saved, B), POLICIES["head"]) as twins:
+        twins.alike(4)
+        state = twins.recorded.state_dict()
+        expected = [twins.recorded.next().clone() for _ in range(3)]
+        twins.recorded.next()
+        before = twins.replays
+        twins.recorded.load_state_dict(state)
+        for batch in expected:
+            assert_same(batch, twins.recorded.next())
+        assert twins.replays > before
+        twins.plain.load_state_dict(state)
+        for batch in expected:
+            assert_same(batch, twins.plain.next())
+
+
+def test_several_groups_and_batches_that_are_kept(pools):
+    makes = [CartPole, partial(CartPole, autoreset=AutoresetMode.DISABLED)]
+    with Twins(makes, POLICIES["head"], frames_per_batch=2 * 8 * B) as twins:
+        twins.alike(4)
+        kept = [twins.do(Collector.next) for _ in range(4)]
+        copies = [b.clone() for _, b in kept]
+        twins.alike(5)
+        for (a, b), copied in zip(kept, copies, strict=True):
+            assert_same(a, b)
+            assert_same(copied, b)
+        assert len(pools) == 2
+        assert twins.replays >= 6
+
+
+def test_into_a_replay_memory(pools):
+    memories = [ReplayMemory(20 * 8 * B, seed=1) for _ in range(2)]
+    with Twins(
+        CartPole,
+        POLICIES["head"],
+        total_frames=8 * 8 * B,
+        replay_buffer=memories[0],
+        second={"replay_buffer": memories[1]},
+    ) as twins:
+        for _ in zip(*twins.both, strict=True):
+            twins.same_around()
+        assert twins.replays
+    assert_same(memories[0].sample(64), memories[1].sample(64))
+
+
+def test_random_rollouts_between_others(pools):
+    with Twins(CartPole, POLICIES["head"]) as twins:
+        for _ in range(3):
+            twins.alike(3)
+            a, b = twins.do(lambda c: c.collect_batch(n_step=8 * B, random=True)[0])
+            assert_same(a, b)
+        assert twins.replays >= 2
+
+
+def test_a_graph_goes_with_its_lane(pools):
+    with Collector(on_device(CartPole), frames_per_batch=8 * B, seed=0, capture=True) as collector:
+        for _ in range(4):
+            collector.next()
+        assert collector.stats().capture.graphs == 1
+        collector._engine.source.bundles[0].ring.forget_views()
+        gc.collect()
+        collector.next()
+        assert collector.stats().capture.graphs == 0
+        for _ in range(2):
+            collector.next()
+        assert collector.stats().capture.graphs == 1
+        assert len(pools[0].made) == 2
+
+
+def test_stats_and_their_table(pools):
+    with Collector(on_device(CartPole), frames_per_batch=8 * B, seed=0, capture=True) as collector:
+        assert collector.stats().capture is None
+        collector.next()
+        assert collector.stats().capture.state == "waiting"
+        for _ in range(3):
+            collector.next()
+        capture = collector.stats().capture
+        assert (capture.state, capture.graphs, capture.reason) == ("replaying", 1, "")
+        assert capture.nbytes > 0
+        assert "replaying" in collector.stats()._repr_html_()
+        shown = snapshot(collector.stats(), EpisodeTotals())
+        assert shown["capture"] == "replaying"
+
+
+def test_where_there_is_nothing_to_record():
+    with pytest.raises(BadOption, match="rows of CountingEnv are in host memory"):
+        from muster.testing import CountingEnv
+
+        Collector(CountingEnv, frames_per_batch=8, capture=True)
+    with pytest.raises(BadOption, match="no graphs of operations on cpu"):
+        Collector(on_device(CartPole), frames_per_batch=8, capture=True)
+    with pytest.raises(BadOption, match="capture='always': expected True, False or 'auto'"):
+        Collector(on_device(CartPole), frames_per_batch=8, capture="always")
+    with pytest.raises(BadOption, match="on_step needs Python between two steps"):
+        Collector(on_device(CartPole), frames_per_batch=8, capture=True, on_step=print)
+    with Collector(on_device(CartPole), frames_per_batch=4 * B, capture="auto") as collector:
+        collector.next()
+        assert collector.stats().capture.state == "refused"
+        assert "cpu" in collector.stats().capture.reason
+
+
+def test_the_number_of_graphs_is_bounded(pools, monkeypatch):
+    monkeypatch.setattr(recording, "MOST_GRAPHS", 2)
+    makes = [CartPole]
+    with Twins(makes, POLICIES["head"]) as twins:
+        twins.alike(4)
+        for steps in (2, 3, 4, 5):
+            for _ in range(4):
+                a, b = twins.do(lambda c, n=steps: c.collect_batch(n_step=n * B)[0])
+                assert_same(a, b)
+            assert twins.recorded.stats().capture.graphs <= 2
+        twins.alike(4)
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_a_compiled_step(pools, capture):
+    """With the backend "eager" the operations are those of the environment."""
+    second = {"compile_env": {"backend": "eager"}}
+    with Twins(CartPole, POLICIES["head"], second=second, capture=capture) as twins:
+        twins.alike(5)
+        assert not capture or twins.replays >= 2
+
+
+def test_what_the_graph_does_not_have_shows_in_the_trial(pools):
+    with Twins(partial(torch_envs.Elsewhere, B), capture="auto") as twins:
+        twins.alike(4)
+        reason = "replay 1 of the recorded rollout differs from a rollout row by row in observation"
+        assert reason in twins.recorded.stats().capture.reason
+
+
+def test_a_compiled_policy(pools):
+    options = {"compile_policy": {"backend": "eager"}}
+    for policy in ("tensordict", "module"):
+        with Twins(CartPole, POLICIES[policy], second=options) as twins:
+            twins.alike(5)
+            assert twins.replays >= 2
+
+
+def test_only_steps_on_tensors_are_compiled():
+    from muster.testing import CountingEnv
+
+    with pytest.raises(BadOption, match="compile_env is for .*CountingEnv is stepped in host"):
+        Collector(CountingEnv, frames_per_batch=8, compile_env=True)
+
+
+def test_an_interrupt_during_a_replay_takes_effect_after_it(pools):
+    with Twins(CartPole, POLICIES["head"]) as twins:
+        twins.alike(4)
+        pools[0].made[0].during = lambda: signal.raise_signal(signal.SIGINT)
+        before = twins.replays
+        with pytest.raises(KeyboardInterrupt):
+            twins.recorded.next()
+        pools[0].made[0].during = None
+        assert_same(*twins.do(Collector.next))  # the rows of the replay
+        twins.alike(2)
+        assert twins.replays == before + 3
+
+
+steps_left: list[int] = []  # of ``Fails``, where no walk through attributes finds it
+
+
+class Fails(TorchCartPole):
+    """Raises in the step in which the number in ``steps_left`` has come to 0."""
+
+    def step(self, action: torch.Tensor) -> Any:
+        if steps_left:
+            steps_left[0] -= 1
+            if not steps_left[0]:
+                steps_left.clear()
+                raise ValueError("no more steps")
+        return super().step(action)
+
+
+def test_an_error_of_the_environments_in_the_rollout_of_a_trial(pools):
+    with Twins(partial(Fails, B), POLICIES["head"]) as twins:
+        twins.alike(1)
+        for collector in twins.both:
+            steps_left[:] = [5]
+            with pytest.raises(EnvError, match="no more steps"):
+                collector.next()
+        twins.alike(5)
+        assert twins.replays >= 2
+
+
+def test_an_error_of_the_environments_in_the_rollout_after_it(pools):
+    with Twins(partial(Fails, B), POLICIES["head"], capture="auto") as twins:
+        twins.alike(1)
+        a = twins.plain.next()
+        steps_left[:] = [8 + 5]
+        assert_same(a, twins.recorded.next())
+        twins.alike(3)
+        assert "no more steps" in twins.recorded.stats().capture.reason
+
+
+def test_a_policy_that_keeps_its_last_observations(pools):
+    """They are rows of a lane, which may be lent to the user when another lane is filled."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+            self.last = torch.zeros(B, 4)
+            self.sums = {"obs": torch.zeros(B, 4)}
+
+        def forward(self, obs: torch.Tensor) -> Any:
+            change = obs - self.last
+            self.last = obs
+            self.sums = {"obs": self.sums["obs"] * 0.9 + change}
+            return self.net(self.sums["obs"]).argmax(-1), {"change": change.clone()}
+
+    with Twins(CartPole, Keeps, execution=Execution(executor=False)) as twins:
+        twins.alike(4)
+        kept = [twins.do(Collector.next) for _ in range(4)]
+        copies = [b.clone() for _, b in kept]
+        twins.alike(5)
+        for (a, b), copied in zip(kept, copies, strict=True):
+            assert_same(a, b)
+            assert_same(copied, b)
+        assert twins.replays >= 4
+
+
+def test_two_batches_at_a_time(pools):
+    """As in a loop over a collector: a batch is held until the next one has come."""
+    with Twins(CartPole, POLICIES["head"]) as twins:
+        held = twins.do(Collector.next)
+        for _ in range(8):
+            held = twins.do(Collector.next)
+            assert_same(*held)
+        assert len(pools[0].made) == 2
+        assert twins.replays >= 4
+
+
+def test_environments_that_another_object_replaces(pools):
+    with Twins(CartPole, POLICIES["head"]) as twins:
+        twins.alike(4)
+        for collector, kept in zip(twins.both, twins.kept, strict=True):
+            (old,) = kept[0].envs
+            new = copy.copy(old)
+            kept[0].envs.append(new)
+            collector._engine.groups[0].env.env = new
+            collector._engine.groups[0].env._stepping = new
+        replays = twins.replays
+        twins.alike(4)
+        assert twins.replays > replays
+        assert twins.recorded._engine.groups[0].env.env is twins.kept[1][0].envs[-1]
+
+
+def test_nothing_is_recorded_beside_the_users_thread(pools):
+    memory = ReplayMemory(40 * 8 * B, seed=1)
+    given = {"frames_per_batch": 8 * B, "total_frames": 30 * 8 * B, "replay_buffer": memory}
+    with Collector(on_device(CartPole), net_policy(), seed=0, capture="auto", **given) as c:
+        c.start()
+        wait_until(lambda: not c.is_running())
+        assert "background thread" in c.stats().capture.reason
+        assert len(memory) == 30 * 8 * B
+
+
+def net_policy() -> Any:
+    return policies.categorical(net())
