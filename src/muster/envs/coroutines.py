@@ -91,9 +91,10 @@ class CoroutineEnvs(WrappedEnvs, AwaitsCoroutines):
 
         def step(t: int) -> Sequence[int] | None:
             skipped = frozenset(self.bypassed)
-            calls = [
-                awaited[i].begin("step", a) for i, a in enumerate(actions(t)) if i not in skipped
-            ]
+            calls = []
+            for i, action in enumerate(actions(t)):
+                if i not in skipped:
+                    calls.append(awaited[i].begin("step", action))
             try:
                 self._run(calls, "step")
                 return write(t)

@@ -132,16 +132,17 @@ class DmEnv(gymnasium.Env[Any, Any]):
 
     def _observe(self, value: Any) -> Any:
         """Return the observation in the dtypes of its space, where that is lossless."""
-        leaves = self._codec.flatten(value)
+        leaves = []
         specs = self._codec.specs.values()
-        return self._codec.build(
-            [_cast(leaf, spec.dtype) for leaf, spec in zip(leaves, specs, strict=True)]
-        )
+        for leaf, spec in zip(self._codec.flatten(value), specs, strict=True):
+            leaves.append(_cast(leaf, spec.dtype))
+        return self._codec.build(leaves)
 
 
 def _space(spec: Any, where: str) -> spaces.Space[Any]:
     if isinstance(spec, Mapping):
-        return spaces.Dict({key: _space(part, f"{where}[{key!r}]") for key, part in spec.items()})
+        named = {key: _space(part, f"{where}[{key!r}]") for key, part in spec.items()}
+        return spaces.Dict(named)
     if isinstance(spec, (list, tuple)):
         return spaces.Tuple([_space(part, f"{where}[{i}]") for i, part in enumerate(spec)])
     dtype = getattr(spec, "dtype", None)
@@ -166,8 +167,12 @@ def _as_spec(spec: Any, action: Any) -> Any:
     if isinstance(spec, Mapping):
         return {key: _as_spec(part, action[key]) for key, part in spec.items()}
     if isinstance(spec, (list, tuple)):
-        parts = [_as_spec(part, value) for part, value in zip(spec, action, strict=True)]
-        return type(spec)(*parts) if hasattr(spec, "_fields") else type(spec)(parts)
+        parts = []
+        for part, value in zip(spec, action, strict=True):
+            parts.append(_as_spec(part, value))
+        if hasattr(spec, "_fields"):  # a named tuple
+            return type(spec)(*parts)
+        return type(spec)(parts)
     # for shape () a scalar, which is hashable and an index
     return np.asarray(action, spec.dtype)[()]
 

@@ -250,9 +250,17 @@ class AsyncPoolEnvs(
             )
         version = arrays[POLICY_VERSION][lane.done_steps, 0] if ready.stamps else None
         ready.begin(prepare, version)
-        carried = [(column.key, arrays[column.key]) for column in ready.kept if column.carry]
-        states = [(key, column) for key, column in carried if key in rows.states]
-        others = [(column.key, arrays[column.key]) for column in ready.kept if not column.carry]
+        carried = []
+        states = []
+        others = []
+        for column in ready.kept:
+            pair = (column.key, arrays[column.key])
+            if not column.carry:
+                others.append(pair)
+                continue
+            carried.append(pair)
+            if column.key in rows.states:
+                states.append(pair)
         terminated = arrays[next_of(TERMINATED)]
         truncated = arrays[next_of(TRUNCATED)]
         window = max(lane.T, LEAST_WINDOW)
@@ -261,17 +269,17 @@ class AsyncPoolEnvs(
         def step(t: int) -> Sequence[int] | None:
             while rows.behind:
                 self._advance(ready, window)
-            for key, column in others:
-                column[t] = rows.first(key)
-            for key, column in states:  # the policy may have set those that it began with
-                column[t] = rows.first(key)
+            for key, array in others:
+                array[t] = rows.first(key)
+            for key, array in states:  # the policy may have set those that it began with
+                array[t] = rows.first(key)
             if self._shows:
-                for key, column in carried:
-                    column[t] = rows.first(key)
+                for key, array in carried:
+                    array[t] = rows.first(key)
                 self._shows = False
             rows.drop_first()
-            for key, column in carried:
-                column[t + 1] = rows.first(key)
+            for key, array in carried:
+                array[t + 1] = rows.first(key)
             self._ahead -= self.spec.num_envs
             finished: list[int] = np.flatnonzero(terminated[t] | truncated[t]).tolist()
             for i in finished:
@@ -329,9 +337,11 @@ class AsyncPoolEnvs(
             raise
 
     def _send(self, actions: Any, ids: Array) -> None:
-        self._ahead += len(ids) - int(np.count_nonzero(self._rows.over[ids]))
+        resets = int(np.count_nonzero(self._rows.over[ids]))
+        self._ahead += len(ids) - resets
         with postponed():
-            checks.call(self._info.pool, "send", self.spec.name, actions, ids.astype(np.int32))
+            numbers = ids.astype(np.int32)
+            checks.call(self._info.pool, "send", self.spec.name, actions, numbers)
             self._running[ids] = True
 
     def _receive(self) -> None:
@@ -358,15 +368,20 @@ class AsyncPoolEnvs(
         for key, state in rows.states.items():
             rows.flat[key][cells] = state[ids]
             rows.flat[key][cells[begun]] = key == IS_INIT
-        over_now = stepped[ended]
-        for i, cell in zip(over_now.tolist(), rows.cells(over_now).tolist(), strict=True):
-            last = [rows.flat[key][cell].copy() for key in self.spec.observation_specs]
-            rows.last[i].append(last)
+        self._keep_last(stepped[ended])
         idle = np.flatnonzero(~self._running)
         if idle.size > ids.size:
             fewest_first = np.argsort(rows.steps[idle], kind="stable")
             ids = idle[fewest_first[: ids.size]]
         self.ready_envs = ids
+
+    def _keep_last(self, ids: Array) -> None:
+        """Keep the last observations of episodes that have just ended in environments ``ids``."""
+        rows = self._rows
+        cells = rows.cells(ids).tolist()
+        for i, cell in zip(ids.tolist(), cells, strict=True):
+            leaves = [rows.flat[key][cell] for key in self.spec.observation_specs]
+            rows.last[i].append([leaf.copy() for leaf in leaves])
 
     def _results(self) -> tuple[Array, list[Array], list[Array]]:
         """Return environments, the leaves of their observations, and rewards and flags."""
@@ -390,7 +405,9 @@ class AsyncPoolEnvs(
             )
         leaves = self._info.leaves(obs)
         who = f"{self.spec.name}.recv"
-        for leaf, (key, spec) in zip(leaves, self._info.codec.specs.items(), strict=True):
+        specs = self._info.codec.specs
+        for key, leaf in zip(specs, leaves, strict=True):
+            spec = specs[key]
             rows = ArraySpec((len(ids), *spec.shape), spec.dtype)
             self.casts.check(leaf, rows, dotted(key), who)
         return ids, leaves, results
@@ -522,22 +539,30 @@ class ReadyRows:
     def __init__(self, lane: Lane, count: int, written: Collection[Key]) -> None:
         of_lane = lane.layout.columns
         columns = tuple(c for c in of_lane if c.carry or c.key in written)
-        row_bytes = count * sum(math.prod(c.shape) * c.dtype.itemsize for c in columns)
+        env_bytes = sum(math.prod(c.shape) * c.dtype.itemsize for c in columns)
         calls = lane.T * -(-lane.B // count)  # of the policy, in one rollout
-        self._T = max(1, min(calls, BUFFER_BYTES // row_bytes))
+        self._T = max(1, min(calls, BUFFER_BYTES // (count * env_bytes)))
         layout = Layout(self._T, count, columns, batch_shape=(count,))
         self._lane = Slot(layout).lanes[0]
         self._row = self._T
         self._version: Any = None
         arrays = self._lane.arrays
-        self._inputs = [(c.key, arrays[c.key]) for c in columns if c.carry]
-        self._outputs = [(c.key, arrays[c.key]) for c in columns if not c.carry]
-        self._states = [
-            (key, rows) for key, rows in self._inputs if key in written and key != IS_INIT
-        ]
+        self._inputs: list[tuple[Key, Array]] = []
+        self._outputs: list[tuple[Key, Array]] = []
+        self._states: list[tuple[Key, Array]] = []
+        for column in columns:
+            key = column.key
+            pair = (key, arrays[key])
+            if not column.carry:
+                self._outputs.append(pair)
+                continue
+            self._inputs.append(pair)
+            if key in written and key != IS_INIT:
+                self._states.append(pair)
         others = {*RESULTS, POLICY_VERSION} - {c.key for c in columns}
-        self.kept = [*columns, *(c for c in of_lane if c.key in others)]
-        self.stamps = POLICY_VERSION in others and any(c.key == POLICY_VERSION for c in self.kept)
+        results = [c for c in of_lane if c.key in others]
+        self.kept = [*columns, *results]
+        self.stamps = any(c.key == POLICY_VERSION for c in results)
 
     def begin(self, prepare: Callable[[Lane], Act], version: Any) -> None:
         """Start a rollout of a policy that ``prepare`` prepares for a lane."""

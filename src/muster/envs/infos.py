@@ -120,12 +120,13 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
         for path, spec in seen.items():
             if isinstance(spec, NotStored):
                 _warn_of(env, path, f"it {spec.why}")
-    nested = [path for path in specs for i in range(1, len(path)) if path[:i] in specs]
-    if nested:
-        raise BadOption(
-            f"info: {env.spec.name}: {nested[0][:-1]} is a dict, and also a value. Name one of"
-            " them only"
-        )
+    for path in specs:
+        above = [path[:i] for i in range(1, len(path))]
+        if any(dict_path in specs for dict_path in above):
+            raise BadOption(
+                f"info: {env.spec.name}: {path[:-1]} is a dict, and also a value. Name one of"
+                " them only"
+            )
     fields = [InfoField(path, specs[path]) for path in sorted(specs)]
     return _WithInfos(env, telling, fields, watched=() in wanted)
 
@@ -133,7 +134,8 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
 def _found_below(path: Key, seen: Seen, who: str) -> dict[Key, ArraySpec]:
     """Return the specs of the seen fields at or below ``path``, or raise ``BadOption``."""
     known: Seen = {**STATISTICS, **seen} if path else seen
-    within = {leaf: spec for leaf, spec in known.items() if leaf[: len(path)] == path}
+    depth = len(path)
+    within = {leaf: spec for leaf, spec in known.items() if leaf[:depth] == path}
     found = {leaf: spec for leaf, spec in within.items() if isinstance(spec, ArraySpec)}
     for leaf, spec in within.items():
         if isinstance(spec, NotStored) and (spec.changes or (path and not found)):
@@ -168,9 +170,13 @@ def look_at(env: EnvBatch, seen: Seen) -> None:
             continue
         for i in range(env.spec.num_envs):
             leaves = _leaves(_info_of(env, told, i))
-            found += [(path, _spec_of(value)) for path, (value, _) in leaves.items()]
+            for path, (value, _) in leaves.items():
+                found.append((path, _spec_of(value)))
     for path, spec in found:
-        seen[path] = _joined(seen[path], spec) if path in seen else spec
+        if path in seen:
+            seen[path] = _joined(seen[path], spec)
+        else:
+            seen[path] = spec
 
 
 def _seen_in_batch(
@@ -307,8 +313,9 @@ class InfoField:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError):  # rows of different lengths, for instance
             return False
+        shape = (*lead, *self.spec.shape)
         kinds = FITTING[self.spec.dtype.kind]
-        fits = array.shape == (*lead, *self.spec.shape) and array.dtype.kind in kinds
+        fits = array.shape == shape and array.dtype.kind in kinds
         if fits and isinstance(value, (bool, int, float, np.generic)):
             self.fitting.add(type(value))
         return fits
@@ -374,10 +381,9 @@ class _WithInfos(WrappedEnvs, KeepsState):
         return note
 
     def snapshot(self) -> dict[str, Any]:
-        first = {
-            key: array.tolist() if array.dtype == OBJECT else array.copy()
-            for key, array in self.begun.items()
-        }
+        first: dict[Key, Any] = {}
+        for key, array in self.begun.items():
+            first[key] = array.tolist() if array.dtype == OBJECT else array.copy()
         state = {} if self._keeping is None else dict(self._keeping.snapshot())
         if first:
             state["first_infos"] = first
@@ -385,10 +391,10 @@ class _WithInfos(WrappedEnvs, KeepsState):
 
     def restore(self, state: dict[str, Any]) -> None:
         rest = dict(state)
-        first = rest.pop("first_infos", {})
-        self.begun = {
-            key: np.array(rows, self.spec.info_specs[key].dtype) for key, rows in first.items()
-        }
+        self.begun = {}
+        for key, rows in rest.pop("first_infos", {}).items():
+            dtype = self.spec.info_specs[key].dtype
+            self.begun[key] = np.array(rows, dtype)
         if self._keeping is not None:
             self._keeping.restore(rest)
 

@@ -53,7 +53,8 @@ from muster.rng import GroupRng
 
 BOOL = np.dtype(bool)
 FLOAT = np.dtype(np.float32)
-AWAY = (True, False)  # terminated and truncated of an agent that has not acted yet
+Flags = tuple[bool, bool]  # terminated and truncated of an agent
+AWAY: Flags = (True, False)  # has not acted yet
 
 
 def takes(obj: Any) -> bool:
@@ -121,9 +122,12 @@ class ParallelEnvs(
         observed = _observation_specs(self.teams, self._state)
         checks.check_arrays(name, observed, self._actions.specs)
         rewards: Specs = {}
+        members: dict[Key, tuple[str, ...]] = {}
         masks: dict[Key, Key] = {}
         for each in self.teams:
-            rewards[each.keys["reward"]] = ArraySpec((len(each.agents), 1), FLOAT)
+            reward_key = each.keys["reward"]
+            rewards[reward_key] = ArraySpec((len(each.agents), 1), FLOAT)
+            members[next_of(reward_key)] = tuple(each.agents)
             if each.mask_shape is not None:
                 masks[each.name, "action"] = each.keys["action_mask"]
         self.spec = EnvSpec(
@@ -135,13 +139,13 @@ class ParallelEnvs(
             step_specs=rewards,
             action_masks=masks,
             reward_key=TEAM_REWARD,
-            agent_rewards={next_of(team.keys["reward"]): tuple(team.agents) for team in self.teams},
+            agent_rewards=members,
             single=True,
             seeds_episodes=True,
         )
         self.casts: Casts = Casts(name)
         self._acting: list[list[str]] = [[] for _ in envs]
-        self._left: list[dict[str, tuple[bool, bool]]] = [{} for _ in envs]  # terminated, truncated
+        self._left: list[dict[str, Flags]] = [{} for _ in envs]
         self._keeps_infos = False
         self._told: list[Any] = [None] * len(envs)  # infos by agent
         self.new_infos = [(self._told, ALL)]
@@ -173,8 +177,8 @@ class ParallelEnvs(
 
     def start(self, lane: Lane) -> Step:
         arrays = lane.arrays
-        terminated = arrays[next_of(TERMINATED)]
-        truncated = arrays[next_of(TRUNCATED)]
+        terminated_rows = arrays[next_of(TERMINATED)]
+        truncated_rows = arrays[next_of(TRUNCATED)]
         total = arrays[TEAM_REWARD]
         rewards = [arrays[next_of(team.keys["reward"])] for team in self.teams]
 
@@ -188,15 +192,21 @@ class ParallelEnvs(
                 if self._keeps_infos:
                     self._told[b] = checks.kept_info(infos)
                 total[t, b] = self._put_rewards(rewards, t, b, reward)
-                still = [a for a in self.envs[b].agents if not (ended.get(a) or cut.get(a))]
-                gone = [a for a in self._acting[b] if a not in still]
-                self._left[b] |= {a: (ended[a], cut[a]) for a in gone}
+                left = self._left[b]
+                still = []
+                for agent in self.envs[b].agents:
+                    over = ended.get(agent) or cut.get(agent)
+                    if not over:
+                        still.append(agent)
+                for agent in self._acting[b]:
+                    if agent not in still:
+                        left[agent] = (ended[agent], cut[agent])
                 self._acting[b] = still
                 self._write(arrays, t + 1, b, obs, infos, "step")
                 if not still:
-                    by_end = all(left[0] for left in self._left[b].values())
-                    terminated[t, b] = by_end
-                    truncated[t, b] = not by_end
+                    by_end = all(terminated for terminated, _ in left.values())
+                    terminated_rows[t, b] = by_end
+                    truncated_rows[t, b] = not by_end
                     finished.append(b)
             self.executed_in_row = 0
             return finished or None
@@ -232,7 +242,8 @@ class ParallelEnvs(
             leaves = [arrays[key][t, b] for key in team.action.specs]
             for i, agent in enumerate(team.agents):
                 if agent in acting:
-                    actions[agent] = team.action.build([leaf[i].copy() for leaf in leaves])
+                    parts = [leaf[i].copy() for leaf in leaves]
+                    actions[agent] = team.action.build(parts)
         return actions
 
     def _put_rewards(self, arrays: list[Array], t: int, b: int, reward: Mapping[str, Any]) -> float:
@@ -264,9 +275,10 @@ class ParallelEnvs(
             self._write_team(arrays, row, b, team, acting, obs, infos, method)
         if self._state is not None:
             who = f"{self.spec.name}[{b}].state"
+            specs = self._state.specs
             leaves = self._state.flatten(self._call(b, "state"))
-            for (key, spec), leaf in zip(self._state.specs.items(), leaves, strict=True):
-                self.casts.check(leaf, spec, dotted(key), who)
+            for key, leaf in zip(specs, leaves, strict=True):
+                self.casts.check(leaf, specs[key], dotted(key), who)
                 arrays[key][row, b] = leaf
 
     def _write_team(
@@ -370,9 +382,11 @@ def _observation_specs(teams: Sequence[Team], state: SpaceCodec | None) -> Specs
     specs: Specs = dict(state.specs) if state else {}
     for team in teams:
         k = len(team.agents)
-        batched = SpaceCodec(batch_space(team.observation.space, k), (team.name, "observation"))
-        specs |= batched.specs
-        specs |= {team.keys[flag[0]]: ArraySpec((k, 1), BOOL) for flag in FLAGS}
+        space = batch_space(team.observation.space, k)
+        codec = SpaceCodec(space, (team.name, "observation"))
+        specs |= codec.specs
+        for (flag,) in FLAGS:
+            specs[team.keys[flag]] = ArraySpec((k, 1), BOOL)
         specs[team.keys["mask"]] = ArraySpec((k,), BOOL)
         if team.mask_shape is not None:
             specs[team.keys["action_mask"]] = ArraySpec((k, *team.mask_shape), BOOL)

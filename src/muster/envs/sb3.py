@@ -156,7 +156,8 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         first = []
         told: list[Any] = [None] * self.num_envs
         for i in rows.tolist():
-            ((obs, info),) = base.env_method("reset", indices=[i], seed=seeds[i], **extra)
+            returned = base.env_method("reset", indices=[i], seed=seeds[i], **extra)
+            ((obs, info),) = returned
             first.append(obs)
             told[i] = info
         codec = observation_codec(base.observation_space)
@@ -168,7 +169,8 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         codec = observation_codec(self.single_observation_space)
         leaves = []
         for leaf in codec.flatten(obs):
-            whole = np.zeros((self.num_envs, *leaf.shape[1:]), leaf.dtype)
+            shape = (self.num_envs, *leaf.shape[1:])
+            whole = np.zeros(shape, leaf.dtype)
             whole[rows] = leaf
             leaves.append(whole)
         return codec.build(leaves), {"infos": told}

@@ -63,17 +63,20 @@ class SpaceCodec:
         """
         drawn: dict[Key, Array] = {}
         for number, (key, spec) in enumerate(self.specs.items()):
-            drawn[key] = _sample(self._spaces[number], spec, rng.stream(number), shape)
+            space = self._spaces[number]
+            drawn[key] = _sample(space, spec, rng.stream(number), shape)
         return drawn
 
     def _open(self, space: spaces.Space[Any], path: Key) -> Callable[[Any, Leaves], None]:
         if isinstance(space, spaces.Dict):
-            parts = {
-                name: self._open(part, (*path, str(name))) for name, part in space.spaces.items()
-            }
+            parts = {}
+            for name, part in space.spaces.items():
+                parts[name] = self._open(part, (*path, str(name)))
             return lambda value, out: _flatten_dict(parts, path, value, out)
         if isinstance(space, spaces.Tuple):
-            items = [self._open(part, (*path, str(i))) for i, part in enumerate(space.spaces)]
+            items = []
+            for number, item in enumerate(space.spaces):
+                items.append(self._open(item, (*path, str(number))))
             return lambda value, out: _flatten_tuple(items, path, value, out)
         if path in self.specs:
             raise UnsupportedSpace(

@@ -285,13 +285,15 @@ class StackedEnvs(
 
     def _blank(self, arrays: Arrays, k: int) -> None:
         for key, spec in self.spec.observation_specs.items():
-            arrays[key][k] = 0 if spec.is_tensor else arrays[key][k - self.spec.num_envs]
+            array = arrays[key]
+            array[k] = 0 if spec.is_tensor else array[k - self.spec.num_envs]
 
     def _write(self, arrays: Arrays, at: tuple[int, ...], obs: Any, method: str) -> None:
         """Write one observation into entry ``at`` of the arrays, checking every leaf."""
         try:
-            leaves = [obs] if self.observations.single else self.observations.flatten(obs)
-            for (key, spec), leaf in zip(self.observations.specs.items(), leaves, strict=True):
+            codec = self.observations
+            leaves = [obs] if codec.single else codec.flatten(obs)
+            for (key, spec), leaf in zip(codec.specs.items(), leaves, strict=True):
                 if not spec.is_tensor:
                     leaf = checks.stored_copy(leaf, dotted(key))
                 elif problem := self.casts.problem(leaf, spec, dotted(key)):

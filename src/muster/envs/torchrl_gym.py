@@ -107,9 +107,12 @@ def fast_step(env: EnvBase) -> Callable[[Any], Any] | None:
     make_td = tensordict_maker()
 
     def inner(td: Any) -> Any:
-        obs, reward, terminated, truncated, _ = step(read(td.get(action_key).numpy()))
-        plain = type(obs) is np.ndarray and obs.shape == shape and obs.dtype == dtype
-        out = {key[0]: torch.from_numpy(obs.copy())} if plain else base.read_obs(obs)
+        action = read(td.get(action_key).numpy())
+        obs, reward, terminated, truncated, _ = step(action)
+        if type(obs) is np.ndarray and obs.shape == shape and obs.dtype == dtype:
+            out = {key[0]: torch.from_numpy(obs.copy())}
+        else:
+            out = base.read_obs(obs)
         if isinstance(reward, float):
             out["reward"] = torch.tensor([float(reward)], device="cpu")
         else:

@@ -152,7 +152,7 @@ class OneEnv:
             value = td.get(_name(key), None)
             if value is None or value.shape != shape or value.dtype != dtype:
                 value = self._fitted(_name(key), None, td, shape, dtype, "reset")
-            values = value.detach().cpu().numpy().reshape(self.count, *spec.shape)
+            values = self._by_env(value).reshape(target.shape)
             target[rows] = values[rows]
 
     def now(self) -> Any:
@@ -189,9 +189,11 @@ class OneEnv:
     def write_actions(self, td: Any, lane: Lane, t: int) -> None:
         for key, spec in self.specs.actions.items():
             if spec.is_tensor:
-                self._rows(lane.tensors[key])[t].copy_(td.get(_name(key)))
+                row = self._rows(lane.tensors[key])[t]
+                row.copy_(td.get(_name(key)))
             else:
-                self._rows(lane.arrays[key])[t][...] = self._cells(td, key, "rand_action")
+                row = self._rows(lane.arrays[key])[t]
+                row[...] = self._cells(td, key, "rand_action")
 
     def _complete(self, after: Any) -> None:
         """Add missing done flags, and give all of them the shapes of their specs, as
@@ -239,8 +241,13 @@ class OneEnv:
             flag = td.get(_name(key), None)
             if flag is None:
                 raise self._misfit(key, None, "step")
-            found |= flag.cpu().numpy().reshape(self.count, -1).any(1)
+            found |= self._by_env(flag).any(1)
         return found
+
+    def _by_env(self, value: torch.Tensor) -> Any:
+        """Return an array ``[count, ...]`` of a tensor ``[*lead, ...]``."""
+        array = value.detach().cpu().numpy()
+        return array.reshape(self.count, -1)
 
     def _write_team_reward(self, row: Any, after: Any, t: int) -> None:
         """Write the sum of all rewards, ``[count]``."""
@@ -250,7 +257,7 @@ class OneEnv:
             else:
                 value = take(after, key, self.specs.lead)
             if torch.is_tensor(value) and value.numel() % self.count == 0:
-                total = value.detach().cpu().numpy().reshape(self.count, -1).sum(1)
+                total = self._by_env(value).sum(1)
             elif isinstance(value, np.ndarray):
                 total = np.array([_total(cell) for cell in value.reshape(-1)])
             else:
@@ -331,11 +338,12 @@ class OneEnv:
         if whole and not ended.any():
             return env.reset(**options)
         td = td.copy()
-        cut = torch.from_numpy((wanted & ~ended).reshape(self.specs.lead))
+        cut = wanted & ~ended
         for key in env.done_keys:  # maybe_reset uses these flags
             flag = td.get(key)
-            added = cut.to(flag.device).reshape((*cut.shape, *(1,) * (flag.ndim - cut.ndim)))
-            td.set(key, flag | added)
+            inner = (1,) * (flag.ndim - len(self.specs.lead))
+            shaped = torch.from_numpy(cut.reshape(*self.specs.lead, *inner))
+            td.set(key, flag | shaped.to(flag.device))
         if not options:
             return env.maybe_reset(td)
         if env.any_done(td):
@@ -357,10 +365,14 @@ class OneEnv:
     def _rows(self, column: Any) -> Any:
         """Return this environment's rows of a column ``[R, B, *shape]``, each ``[*lead, *shape]``."""
         mine = column[:, self.columns]
-        mine = mine.reshape(len(mine), *self.specs.lead, *mine.shape[2:])
+        count = len(mine)
+        mine = mine.reshape(count, *self.specs.lead, *mine.shape[2:])
         if not torch.is_tensor(mine):  # objects; a row with one object is an array, too
-            return [mine[t : t + 1].reshape(self.specs.lead) for t in range(len(mine))]
-        return mine.unbind(0) if len(mine) <= MAX_ROW_VIEWS else mine
+            rows = [mine[t : t + 1] for t in range(count)]
+            return [row.reshape(self.specs.lead) for row in rows]
+        if count > MAX_ROW_VIEWS:
+            return mine
+        return mine.unbind(0)
 
     def _input(self, lane: Lane) -> Callable[[int], Any]:
         """Return ``make(t)``, the environment's input at row t.
@@ -411,7 +423,8 @@ class OneEnv:
                     out[name] = self._entry(rows[t + later])
             node = nodes.get(path)
             if not path:
-                out.update({key[0]: flag.clone() for key, flag in flags.items()})
+                for (name,), flag in flags.items():
+                    out[name] = flag.clone()
             lead = specs.lead if node is None else (*specs.lead, *node.shape)
             td = make_td(out, batch_size=torch.Size(lead), device=self._device)
             if node is None or node.kind is None:
@@ -421,8 +434,10 @@ class OneEnv:
         return lambda t: make(tree, (), t)
 
     def _entry(self, value: Any) -> Any:
+        if torch.is_tensor(value) and self._device is None:
+            return value.clone()
         if torch.is_tensor(value):
-            return value.clone() if self._device is None else value.to(self._device, copy=True)
+            return value.to(self._device, copy=True)
         return stacked_objects(copied_cells(value))
 
 
@@ -443,10 +458,12 @@ def _name(key: Key) -> Any:
 
 def _total(cell: Any) -> float:
     if torch.is_tensor(cell):
-        leaves = [cell]
-    else:
-        leaves = [part for td in cell.unbind(0) for part in td.values(True, True)]
-    return float(sum(float(leaf.sum()) for leaf in leaves))
+        return float(cell.sum())
+    total = 0.0
+    for td in cell.unbind(0):
+        for leaf in td.values(True, True):
+            total += float(leaf.sum())
+    return total
 
 
 def _seed(env: EnvBase, seeds: list[int], *, whole: bool) -> None:

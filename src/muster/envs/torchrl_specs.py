@@ -100,7 +100,8 @@ def declared(env: EnvBase) -> Declared:
 
     done = specs(env.full_done_spec)
     rewards = specs(env.full_reward_spec)
-    flags = tuple(key for key in FLAGS if key in done and done[key].shape == (1,))
+    at_root = [key for key in FLAGS if key in done]
+    flags = tuple(key for key in at_root if done[key].shape == (1,))
     # A reward that is also a state is carried from step to step.
     state = specs(env.full_state_spec)
     returned = specs(env.full_observation_spec)
@@ -116,8 +117,8 @@ def declared(env: EnvBase) -> Declared:
     reward = ArraySpec((), OBJECT)
     if rewards:
         reward_key, reward = next(iter(rewards.items()))
-    at_root = len(rewards) <= 1 and next_of(reward_key) == REWARD
-    plain = at_root and reward.shape == (1,) and reward.dtype.kind == "f"
+    the_only = len(rewards) <= 1 and next_of(reward_key) == REWARD
+    plain = the_only and reward.shape == (1,) and reward.dtype.kind == "f"
     steps: Specs = {}
     if not plain:
         steps = {key: spec for key, spec in rewards.items() if key not in observations}

@@ -87,7 +87,9 @@ class AgentSpaces:
         action_space = env.action_space(agents[0])
         self._mask_in_obs = isinstance(space, spaces.Dict) and MASK in space.spaces
         if self._mask_in_obs:
-            space = spaces.Dict({key: part for key, part in space.spaces.items() if key != MASK})
+            parts = dict(space.spaces)
+            del parts[MASK]
+            space = spaces.Dict(parts)
         if root:
             self.observation = SpaceCodec(space, (*root, "observation"))
         else:
@@ -125,8 +127,9 @@ class AgentSpaces:
         if self._mask_in_obs and isinstance(seen, Mapping):
             seen = {key: value for key, value in seen.items() if key != MASK}
         leaves = self.observation.flatten(seen, who)
-        for (key, spec), leaf in zip(self.observation.specs.items(), leaves, strict=True):
-            casts.check(leaf, spec, dotted(key), who)
+        specs = self.observation.specs
+        for key, leaf in zip(specs, leaves, strict=True):
+            casts.check(leaf, specs[key], dotted(key), who)
         return leaves, True if mask is None else np.array(mask, bool)
 
     def _find_mask(
@@ -281,16 +284,17 @@ class TurnEnvs(
         options = self.take_options()
         for n, b in enumerate(which):
             self._cut(b)
+            env = self._games[b].env
             seed = None if seeds is None else int(seeds[n])
-            given = checks.seed_argument(self._games[b].env, seed, self.spec.name, self.casts)
+            given = checks.seed_argument(env, seed, self.spec.name, self.casts)
             self._call(b, "reset", **given, **checks.kept_info(options))
             self._next_turn(b)
             self._show(arrays, row, b)
 
     def start(self, lane: Lane) -> Step:
         arrays = lane.arrays
-        own = [key for key in arrays if key[0] not in NOT_HELD]
-        held = [*own, *(key for key in (AGENT, POLICY_VERSION) if key in arrays)]
+        held = [key for key in arrays if key[0] not in NOT_HELD]
+        held += [key for key in (AGENT, POLICY_VERSION) if key in arrays]
         actions = [arrays[key] for key in self.spec.action_specs]
         rewards = arrays[REWARD]
         terminated = arrays[next_of(TERMINATED)]
@@ -302,12 +306,14 @@ class TurnEnvs(
             for b, game in enumerate(self._games):
                 self.executed_in_row = b
                 agent = game.agent
-                game.open[agent] = Turn({key: np.array(arrays[key][t, b]) for key in held})
+                cells = {key: np.array(arrays[key][t, b]) for key in held}
+                game.open[agent] = Turn(cells)
                 game.turns[agent] = game.turns.get(agent, 0) + 1
-                action = self._actions.build([self._given(rows[t, b]) for rows in actions])
-                self._call(b, "step", action)
+                parts = [self._given(rows[t, b]) for rows in actions]
+                self._call(b, "step", self._actions.build(parts))
                 for other, open_turn in game.open.items():
-                    open_turn.reward += float(checks.number(game.env.rewards.get(other, 0.0)))
+                    reward = game.env.rewards.get(other, 0.0)
+                    open_turn.reward += float(checks.number(reward))
                 self._next_turn(b)
                 self.executed_in_row = b + 1
                 self._show(arrays, t + 1, b)
@@ -414,7 +420,8 @@ class TurnEnvs(
         game = self._games[b]
         for agent, turn in game.open.items():
             obs = self._call(b, "observe", agent)
-            turn.after = self._leaves(b, agent, obs, game.env.infos.get(agent))
+            info = game.env.infos.get(agent)
+            turn.after = self._leaves(b, agent, obs, info)
             turn.truncated = True
             game.complete.append(turn)
         game.open.clear()

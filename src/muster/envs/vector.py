@@ -73,9 +73,10 @@ class VectorEnvBatch(
             final_obs_certain=self.mode is not AutoresetMode.SAME_STEP or self._known,
             seeds_episodes=isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)),
         )
-        self._batched = [  # specs of the returned observations
-            ArraySpec((B, *spec.shape), spec.dtype) for spec in self.observations.specs.values()
-        ]
+        self._batched: list[ArraySpec] = []  # specs of the returned observations
+        for spec in self.observations.specs.values():
+            rows = (B, *spec.shape)
+            self._batched.append(ArraySpec(rows, spec.dtype))
         self.casts: Casts = Casts(name)
         # else ``_try_mask``
         self._masks = self._known or self.mode is AutoresetMode.SAME_STEP or B == 1
@@ -106,7 +107,7 @@ class VectorEnvBatch(
             places = [fresh.index(i) for i in waiting]
             for target, leaf in zip(targets, first, strict=True):
                 target[waiting] = leaf[places]
-        rest = [i for i in which if i not in waiting] if len(waiting) < len(which) else []
+        rest = [i for i in which if i not in waiting]
         self.new_infos = []
         if not rest:
             return

@@ -146,7 +146,8 @@ class PerAgent(nn.Module):
                 if key not in extras and key != "action":  # unknown
                     value = value.expand(len(rows), *value.shape)
                 if key not in outputs:
-                    outputs[key] = value.new_zeros((len(agent), *value.shape[1:]))
+                    shape = (len(agent), *value.shape[1:])
+                    outputs[key] = value.new_zeros(shape)
                 outputs[key][rows] = value.to(outputs[key].dtype)
         if single:
             outputs = {key: value[0] for key, value in outputs.items()}

@@ -18,10 +18,11 @@ from muster.errors import (
     described,
     text_of,
 )
-from muster.keys import Key, dotted
+from muster.keys import IS_INIT, Key, dotted
 from muster.memory.slots import numpy_dtype
 from muster.memory.specs import ArraySpec, Column, Specs
 from muster.policies.sampling import ActionMask
+from muster.protocols import Outputs
 
 # Errors of adapters that respect action masks (see ``rollout.acting``); the last: no action is
 # allowed.
@@ -99,6 +100,21 @@ def column_of(
         )
     dtype = numpy_dtype(value.dtype)
     return Column(key, tuple(value.shape[len(lead) :]), dtype, carry=carry)
+
+
+def columns_of(outputs: Outputs, lead: tuple[int, ...], policy: str) -> list[Column]:
+    """Return the columns for the extras and the state of a policy's first outputs."""
+    columns = []
+    for key, value in outputs.extras.items():
+        columns.append(column_of(key, value, lead, policy))
+    for key, value in outputs.state.items():
+        columns.append(column_of(key, value, lead, policy, carry=True))
+    return columns
+
+
+def init_column() -> Column:
+    """Return the column of a policy that reads where episodes begin."""
+    return Column(IS_INIT, (), np.dtype(bool), carry=True, trailing=True)
 
 
 def called_first(

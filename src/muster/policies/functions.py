@@ -32,7 +32,13 @@ from muster.keys import (
 from muster.memory.objects import copied_cells
 from muster.memory.slots import Lane, as_tensor
 from muster.memory.specs import Column
-from muster.policies.checks import PolicySetting, action_problem, called_first, column_of
+from muster.policies.checks import (
+    PolicySetting,
+    action_problem,
+    called_first,
+    columns_of,
+    init_column,
+)
 from muster.policies.executor import Program, plan
 from muster.policies.inputs import InputRows, unchanged_inputs
 from muster.policies.states import StateDims, initial_of, said_dim, state_dims
@@ -97,34 +103,33 @@ class FunctionPolicy:
         obs = {key: obs[key] for key in self._obs_specs}
         given, check_unchanged = unchanged_inputs(obs, self.name)
         begun = self._begun()
-        start = {
-            key: value.movedim(0, said_dim(self.fn, key, self.name)) if self._lead else value
-            for key, value in begun.items()
-        }
-        action, extras, state = called_first(
-            lambda: self._call(given, start or None), obs, self._lead, self.name
-        )
+        start = dict(begun)
+        if self._lead:
+            for key, value in begun.items():
+                start[key] = value.movedim(0, said_dim(self.fn, key, self.name))
+
+        def call() -> tuple[Leaves, Leaves, Leaves]:
+            return self._call(given, start or None)
+
+        action, extras, state = called_first(call, obs, self._lead, self.name)
         check_unchanged()
-        tensors = {key: self._tensor(key, value) for key, value in state.items()}
+        states = {key: self._tensor(key, value) for key, value in state.items()}
         self._state_dims = state_dims(
-            self.fn, tensors, self._lead, self.name, lambda fn: self._state_of(fn, given)
+            self.fn, states, self._lead, self.name, lambda fn: self._state_of(fn, given)
         )
-        dims = self._state_dims
+        for key, dim in self._state_dims.items():
+            states[key] = states[key].movedim(dim, 0)
         outputs = Outputs(
             action={key: self._action(key, action[key]) for key in self._action_specs},
             extras={key: self._tensor(key, value) for key, value in extras.items()},
-            state={key: each.movedim(dims.get(key, 0), 0) for key, each in tensors.items()},
+            state=states,
             begun=begun,
         )
         if begun:
             self._check_begun(begun, outputs.state)
-        self._columns = []
-        for key, value in outputs.extras.items():
-            self._columns.append(column_of(key, value, self._lead, self.name))
-        for key, value in outputs.state.items():
-            self._columns.append(column_of(key, value, self._lead, self.name, carry=True))
+        self._columns = columns_of(outputs, self._lead, self.name)
         if begun:
-            self._columns.append(Column(IS_INIT, (), np.dtype(bool), carry=True, trailing=True))
+            self._columns.append(init_column())
         if self._plain:
             self._plan(obs[OBSERVATION])
         return outputs
@@ -187,22 +192,25 @@ class FunctionPolicy:
             for key, row, _ in state_rows:
                 old = row[t]
                 new = leaves[key].to(old.device, old.dtype).expand(old.shape)
-                where = begin.reshape(*self._lead, *(1,) * (old.ndim - len(self._lead)))
+                inner = (1,) * (old.ndim - len(self._lead))
+                where = begin.reshape(*self._lead, *inner)
                 old.copy_(torch.where(where, new, old))
 
         def act(t: int) -> None:
             if begins:
                 begin_episodes(t)
-            state: Leaves = {  # clones, since fn may change them; contiguous, for cuDNN
-                key: _as_returned(row[t], dim).clone(memory_format=torch.contiguous_format)
-                for key, row, dim in state_rows
-            }
+            state: Leaves = {}
+            for key, row, dim in state_rows:
+                old = _as_returned(row[t], dim)
+                # a clone, since fn may change it; contiguous, for cuDNN
+                state[key] = old.clone(memory_format=torch.contiguous_format)
             obs = {key: row[t] for key, row in rows.items()}
             action, extra, new_state = self._call(obs, state or None)
             for key, row in action_rows.items():
                 row[t].copy_(self._action(key, action[key]))
-            if extra.keys() | new_state.keys() != keys:
-                self._refuse_keys(keys, extra.keys() | new_state.keys())
+            returned = extra.keys() | new_state.keys()
+            if returned != keys:
+                self._refuse_keys(keys, returned)
             for key, row in extra_rows:
                 self._store(key, row[t], extra[key])
             for key, row, dim in state_rows:
@@ -238,16 +246,15 @@ class FunctionPolicy:
             if several or isinstance(action, tuple):
                 extras = action[1] if isinstance(action, tuple) and len(action) == 2 else None
                 if not isinstance(extras, dict) or len(extras) != len(extra_rows):
-                    extras = {key[-1]: value for key, value in self._split(action)[1].items()}
+                    _, checked, _ = self._split(action)
+                    extras = {key[-1]: value for key, value in checked.items()}
                     if extras.keys() != {key[-1] for key in keys}:
                         self._refuse_keys(keys, {(name,) for name in extras})
                 action = action[0]
                 for key, name, row, extra_shape, extra_dtype in extra_rows:
-                    value = (
-                        extras[name]
-                        if name in extras
-                        else self._refuse_keys(keys, {(k,) for k in extras})
-                    )
+                    if name not in extras:
+                        self._refuse_keys(keys, {(other,) for other in extras})
+                    value = extras[name]
                     if (
                         value.__class__ is torch.Tensor
                         and value.shape == extra_shape
@@ -273,7 +280,8 @@ class FunctionPolicy:
         assert self._initial is not None
         leaves: Leaves = {}
         shape = _take_apart(self._initial(), STATE, leaves)
-        return {key: self._tensor(key, value) for key, value in leaves.items()}, shape
+        tensors = {key: self._tensor(key, value) for key, value in leaves.items()}
+        return tensors, shape
 
     def _begun(self) -> Leaves:
         """Return the state with which all environments start an episode, ``[*lead, *shape]``;
@@ -282,7 +290,10 @@ class FunctionPolicy:
         if self._initial is None:
             return {}
         leaves, self._state_shape = self._initial_leaves()
-        return {key: value.expand(*self._lead, *value.shape) for key, value in leaves.items()}
+        begun = {}
+        for key, value in leaves.items():
+            begun[key] = value.expand(*self._lead, *value.shape)
+        return begun
 
     def _check_begun(self, begun: Leaves, state: Leaves) -> None:
         """Raise ``BadPolicyOutput`` unless the first state is like the one that it returned."""
@@ -333,13 +344,13 @@ class FunctionPolicy:
                 )
             self._state_shape = _take_apart(parts[-1], STATE, state)
             parts = parts[:-1]
-        if len(parts) > 2 or (len(parts) == 2 and not isinstance(parts[1], Mapping)):
+        named = parts[1] if len(parts) == 2 else {}
+        if len(parts) > 2 or not isinstance(named, Mapping):
             raise BadPolicyOutput(
                 f"policy {self.name} returned {_kind(out)}, expected an action, or (action, extras)"
                 " with extras a dict of names to tensors"
             )
         extras: Leaves = {}
-        named = parts[1] if len(parts) == 2 else {}
         for name, value in named.items():
             if not isinstance(name, str) or name in self._taken:
                 raise BadPolicyOutput(
@@ -354,8 +365,9 @@ class FunctionPolicy:
         for key in self._action_specs:
             value = action
             for part in key[1:]:
+                is_sequence = isinstance(value, (tuple, list))
                 try:
-                    value = value[int(part)] if isinstance(value, (tuple, list)) else value[part]
+                    value = value[int(part) if is_sequence else part]
                 except (KeyError, IndexError, TypeError):
                     raise BadPolicyOutput(
                         f"policy {self.name} returned {_kind(action)}, expected {dotted(key)} in"

@@ -118,7 +118,9 @@ class HeadPolicy:
         else:
 
             def act(t: int) -> None:
-                emit(t, _host(compute(self._input([leaf[t] for leaf in tensors]))).reshape(B, -1))
+                x = self._input([leaf[t] for leaf in tensors])
+                out = _host(compute(x))
+                emit(t, out.reshape(B, -1))
 
         if program is not None or self._device is not None:
             return act
@@ -147,7 +149,8 @@ class HeadPolicy:
         masks = None if self._mask is None else lane.tensors[self._mask.key]
 
         def act(t: int) -> None:
-            out = compute(self._input([leaf[t] for leaf in tensors])).reshape(B, -1).float()
+            x = self._input([leaf[t] for leaf in tensors])
+            out = compute(x).reshape(B, -1).float()
             if masks is not None:
                 out = head.restrict(out, masks[t])
             action, log_prob = head.draw(out, deterministic=deterministic)

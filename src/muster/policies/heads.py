@@ -196,7 +196,8 @@ class Head(nn.Module):
                     f"shape {tuple(action_mask.shape)} is for other rows than the output"
                     f" {tuple(out.shape)}"
                 )
-            if known is not None and math.prod(shape) == sum(own) == math.prod(own):
+            both_fit = math.prod(shape) == sum(own) == math.prod(own)
+            if known is not None and both_fit:
                 return known.joint
             return is_joint_mask(own, shape)
         except ValueError as error:
@@ -252,7 +253,8 @@ class Categorical(Head):
             return JointCategoricals(
                 logits, self.nvec, self._first_choices, self._event_shape, agents
             )
-        if self.nvec is None or (self.action_shape == () and self.low == (0,)):
+        plain = self.action_shape == () and self.low == (0,)
+        if self.nvec is None or plain:
             return D.Categorical(logits=logits)
         return Categoricals(logits, self.nvec, self._first_choices, self._event_shape)
 
@@ -355,8 +357,10 @@ class Categoricals(D.Distribution):
 
     def log_prob(self, value: torch.Tensor) -> torch.Tensor:
         lead = value.shape[: value.ndim - len(self.event_shape)]
-        index = (value.reshape(*lead, -1) - self.low).unbind(-1)
-        log_probs = [part.log_prob(i) for part, i in zip(self.parts, index, strict=True)]  # type: ignore[no-untyped-call]
+        index = value.reshape(*lead, -1) - self.low
+        log_probs = []
+        for part, of_part in zip(self.parts, index.unbind(-1), strict=True):
+            log_probs.append(part.log_prob(of_part))  # type: ignore[no-untyped-call]
         return torch.stack(log_probs).sum(0)
 
     def entropy(self) -> torch.Tensor:
@@ -380,7 +384,8 @@ def joint_logits(logits: torch.Tensor, nvec: tuple[int, ...], agents: int = 1) -
     first, *others = torch.split(own_logits, list(own), -1)
     joint = first
     for part in others:
-        joint = (joint.unsqueeze(-1) + part.unsqueeze(-2)).flatten(-2)
+        pairs = joint.unsqueeze(-1) + part.unsqueeze(-2)
+        joint = pairs.flatten(-2)
     return joint.flatten(-2)
 
 
@@ -430,7 +435,8 @@ class JointCategoricals(D.Distribution):
         return entropy.sum(-1)
 
     def _action(self, number: torch.Tensor) -> torch.Tensor:
-        choices = torch.stack(split_index(number, self._nvec), -1).flatten(-2) + self.low
+        by_variable = torch.stack(split_index(number, self._nvec), -1)
+        choices = by_variable.flatten(-2) + self.low
         return choices.reshape((*choices.shape[:-1], *self.event_shape))
 
 
@@ -495,7 +501,8 @@ class Gaussian(Head):
         if not self.clip:
             return self._normal(mean, log_std)
         dims = 1 if self.action_shape is None else len(self.action_shape)
-        normal = ClippedNormal(self._shaped(mean), self._shaped(log_std.exp()), self.low, self.high)
+        std = self._shaped(log_std.exp())
+        normal = ClippedNormal(self._shaped(mean), std, self.low, self.high)
         return D.Independent(normal, dims)
 
     def bind(self, spec: ArraySpec) -> int:
@@ -555,10 +562,8 @@ class Gaussian(Head):
             emit = sampling.gaussian(rows, first, log_std=of_actions, rng=rng)
         if not self.clip:
             return emit
-        low, high = (
-            np.broadcast_to(bound.cpu().numpy().reshape(-1), (n,))
-            for bound in (self.low, self.high)
-        )
+        low = np.broadcast_to(self.low.cpu().numpy().reshape(-1), (n,))
+        high = np.broadcast_to(self.high.cpu().numpy().reshape(-1), (n,))
         return sampling.clipped(
             rows, emit, low, high, log_std=of_actions, log_std_bounds=LOG_STD_BOUNDS
         )
@@ -575,18 +580,19 @@ class Gaussian(Head):
         return action, normal.log_prob(action).sum(-1)
 
     def _bind_bounds(self, spec: ArraySpec) -> None:
-        bounds = [spec.low, spec.high]
-        if not any(bound is not None and np.isfinite(bound).any() for bound in bounds):
+        low = -math.inf if spec.low is None else spec.low
+        high = math.inf if spec.high is None else spec.high
+        if not (np.isfinite(low).any() or np.isfinite(high).any()):
             raise BadOption(
                 "gaussian: the action space is unbounded, there is nothing to clip to. Leave out"
                 " clip=True, or use an environment whose actions have bounds."
             )
-        low = -math.inf if spec.low is None else spec.low
-        high = math.inf if spec.high is None else spec.high
-        at = self.low.device
         # in the dtype of the space: an action at a bound is compared with it
-        self.low = torch.from_numpy(np.full(spec.shape, low, spec.dtype)).to(at)
-        self.high = torch.from_numpy(np.full(spec.shape, high, spec.dtype)).to(at)
+        lows = np.full(spec.shape, low, spec.dtype)
+        highs = np.full(spec.shape, high, spec.dtype)
+        at = self.low.device
+        self.low = torch.from_numpy(lows).to(at)
+        self.high = torch.from_numpy(highs).to(at)
 
     def _parameters_of(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.log_std is None:
@@ -618,12 +624,14 @@ class ClippedNormal(D.Distribution):
         return drawn.clamp(self.low, self.high)
 
     def rsample(self, sample_shape: Any = ()) -> torch.Tensor:
-        return self.normal.rsample(torch.Size(sample_shape)).clamp(self.low, self.high)
+        drawn = self.normal.rsample(torch.Size(sample_shape))
+        return drawn.clamp(self.low, self.high)
 
     def log_prob(self, value: torch.Tensor) -> torch.Tensor:
         below, above, _ = self._tails()
         inside: torch.Tensor = self.normal.log_prob(value)  # type: ignore[no-untyped-call]
-        return torch.where(value <= self.low, below, torch.where(value >= self.high, above, inside))
+        from_low = torch.where(value >= self.high, above, inside)
+        return torch.where(value <= self.low, below, from_low)
 
     def entropy(self) -> torch.Tensor:
         """Of the bounds as events, and of the density between them."""

@@ -54,7 +54,9 @@ class InputRows:
         self._policy = policy
         self.columns = {key: lane.tensors[key].data for key in keys}
         kind = _DeviceCopies if lane.mirrored else _HostCopies
-        self._copies = [kind(lane, key, column) for key, column in self.columns.items()]
+        self._copies = []
+        for key, column in self.columns.items():
+            self._copies.append(kind(lane, key, column))
         # rows that the policy has read one after another
         self._first = 0
         self._last = -2
@@ -172,13 +174,13 @@ def unchanged_inputs(
 
     The function raises ``BadPolicyOutput`` if the policy has changed a copy.
     """
-    given = {key: value.clone() if torch.is_tensor(value) else value for key, value in obs.items()}
+    given = dict(obs)
+    copies = {key: value.clone() for key, value in obs.items() if torch.is_tensor(value)}
+    given.update(copies)
 
     def check() -> None:
-        for key, value in given.items():
-            if not torch.is_tensor(value):
-                continue
-            if not torch.equal(_bytes(value), _bytes(obs[key])):
+        for key, copy in copies.items():
+            if not torch.equal(_bytes(copy), _bytes(obs[key])):
                 raise BadPolicyOutput(changed_text(policy, key))
 
     return given, check

@@ -36,8 +36,10 @@ def sampler_of(env: EnvBatch) -> Sample:
 
 
 def _draw_actions(env: EnvBatch, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
-    specs = env.spec.action_specs.items()
-    return {key: draw(spec, rng.stream(i), shape) for i, (key, spec) in enumerate(specs)}
+    drawn = {}
+    for i, (key, spec) in enumerate(env.spec.action_specs.items()):
+        drawn[key] = draw(spec, rng.stream(i), shape)
+    return drawn
 
 
 def random_policy(env: EnvBatch) -> RandomPolicy:
@@ -123,7 +125,8 @@ class RandomPolicy:
             else:
                 acts.append(self._masked(mask, lane, stream))
         # also without a row: environments that choose actions themselves notice the rollout
-        for key, drawn in self._sample(rng, (max(0, until - begin), lane.B)).items():
+        shape = (max(0, until - begin), lane.B)
+        for key, drawn in self._sample(rng, shape).items():
             lane.data[key][begin:until] = drawn
         of_env = {column.key for column in lane.layout.columns if column.by_policy}
         for column in self._columns:
@@ -157,7 +160,8 @@ class RandomPolicy:
         uniform = stream.random((most, lane.B, len(mask.drawn)))
 
         def draw(t: int) -> None:
-            actions[t] = mask.draw(rows[t], uniform[t - first]).reshape(actions[t].shape)
+            chosen = mask.draw(rows[t], uniform[t - first])
+            actions[t] = chosen.reshape(actions[t].shape)
 
         return draw
 

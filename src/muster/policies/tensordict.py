@@ -23,7 +23,13 @@ from muster.memory.cells import assemble, is_uneven, take
 from muster.memory.objects import copied_cells
 from muster.memory.slots import Lane
 from muster.memory.specs import OBJECT, Array, ArraySpec, Column
-from muster.policies.checks import PolicySetting, action_problem, called_first, column_of
+from muster.policies.checks import (
+    PolicySetting,
+    action_problem,
+    called_first,
+    columns_of,
+    init_column,
+)
 from muster.policies.inputs import InputRows, unchanged_inputs
 from muster.policies.states import begins_with_environments
 from muster.policies.tensordict_program import TensorDictProgram, Values, as_key, fuse
@@ -113,7 +119,8 @@ class TensorDictPolicy:
         self._object_outputs = list(outputs.objects)
         self._columns = self._columns_of(outputs)
         every = {**outputs.action, **outputs.extras}
-        every |= {next_of(key): value for key, value in outputs.state.items()}
+        for key, value in outputs.state.items():
+            every[next_of(key)] = value
         self._kinds = {key: (value.shape, value.dtype) for key, value in every.items()}
         if self._executor and not self._object_outputs:
             self._fuse(inputs, every, before)
@@ -152,16 +159,12 @@ class TensorDictPolicy:
         return act
 
     def _columns_of(self, outputs: Outputs) -> list[Column]:
-        columns = []
-        for key, value in outputs.extras.items():
-            columns.append(column_of(key, value, self._lead, self.name))
-        for key, value in outputs.state.items():
-            columns.append(column_of(key, value, self._lead, self.name, carry=True))
+        columns = columns_of(outputs, self._lead, self.name)
         for key, cells in outputs.objects.items():
             if key not in self._action_specs:
                 columns.append(Column(key, (), OBJECT, ragged=_is_ragged(cells)))
         if self._wants_init:
-            columns.append(Column(IS_INIT, (), np.dtype(bool), carry=True, trailing=True))
+            columns.append(init_column())
         return columns
 
     # --- one step ---------------------------------------------------------------------------------
@@ -193,8 +196,11 @@ class TensorDictPolicy:
         carrier: Any = None
         written = [_name(key) for key, _ in outputs]
         kinds = [self._kinds[key] for key, _ in outputs]
-        take_row = {key: self._copy if key in self._copied_keys else self._move for key in inputs}
-        sources = [(_name(key), rows, take_row[key]) for key, rows in inputs.items()]
+        take_row = {}
+        sources = []
+        for key, rows in inputs.items():
+            take_row[key] = self._copy if key in self._copied_keys else self._move
+            sources.append((_name(key), rows, take_row[key]))
 
         def begin() -> None:
             nonlocal carrier
@@ -238,8 +244,10 @@ class TensorDictPolicy:
 
     def _read_keys(self) -> tuple[list[Key], bool]:
         """The keys of the module's recurrent state, and whether it reads ``is_init``."""
-        reads = [as_key(key) for key in getattr(self.module, "in_keys", None) or self._obs_keys]
-        writes = {as_key(key) for key in getattr(self.module, "out_keys", None) or ()}
+        in_keys = getattr(self.module, "in_keys", None) or self._obs_keys
+        out_keys = getattr(self.module, "out_keys", None) or ()
+        reads = [as_key(key) for key in in_keys]
+        writes = {as_key(key) for key in out_keys}
         state = [key for key in dict.fromkeys(reads) if next_of(key) in writes]
         known = {*self._obs_keys, *state, IS_INIT}
         missing = [dotted(key) for key in reads if key not in known and not _is_private(key)]
@@ -300,7 +308,9 @@ class TensorDictPolicy:
             """Return the states after a call of a copy of the module, for one environment more than
             there are.
             """
-            more = {key: torch.cat([value, value[:1]]) for key, value in inputs.items()}
+            more = {}
+            for key, value in inputs.items():
+                more[key] = torch.cat([value, value[:1]])
             own = self.module
             lead = self._lead
             self.module = module
@@ -429,7 +439,9 @@ class TensorDictPolicy:
             torch.set_rng_state(before)
             values = dict(inputs)
             program(values)
-        same = all(key in values and _same(values[key], value) for key, value in expected.items())
+        same = True
+        for key, value in expected.items():
+            same = same and key in values and _same(values[key], value)
         if same and torch.equal(torch.get_rng_state(), after):
             self._program = program
             self.path = "torch executor"

@@ -33,6 +33,7 @@ Stage = Callable[[Values], None]
 Sampler = Callable[..., "tuple[torch.Tensor, torch.Tensor | None]"]
 
 SEQUENTIAL = (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward)
+INTERACTIONS = (InteractionType.RANDOM, InteractionType.DETERMINISTIC, InteractionType.MODE)
 LOG_SQRT_2PI = math.log(math.sqrt(2 * math.pi))
 
 
@@ -180,10 +181,11 @@ def _as_it_is(part: Any) -> Stage:
     """
     sources = [as_key(key) for key in part.in_keys]
     targets = [as_key(key) for key in part.out_keys]
+    named = [(key if len(key) > 1 else key[0], key) for key in sources]
 
     def stage(values: Values) -> None:
-        parameters = {key if len(key) > 1 else key[0]: values[key] for key in sources}
         lead = values[sources[0]].shape[:-1]
+        parameters = {name: values[key] for name, key in named}
         out = part(TensorDict(parameters, batch_size=lead))
         for key in targets:
             values[key] = out.get(key)
@@ -202,9 +204,9 @@ def _sampler(part: Any, interaction: InteractionType) -> Sampler | None:
         return None
     if part.num_samples is not None:
         return None
-    if not random and interaction not in (InteractionType.DETERMINISTIC, InteractionType.MODE):
+    if interaction not in INTERACTIONS:
         return None
-    names = tuple(key if isinstance(key, str) else key[-1] for key in part.dist_keys)
+    names = tuple(as_key(key)[-1] for key in part.dist_keys)
     torchrl = cls.__module__.startswith("torchrl.modules.distributions")
     ours = torchrl or cls.__module__.startswith("tensordict.nn.distributions")
     if names == ("logits",) and not options:
@@ -217,10 +219,12 @@ def _sampler(part: Any, interaction: InteractionType) -> Sampler | None:
     independent = torchrl and cls.__name__ == "IndependentNormal"
     if not options and (independent or cls is torch.distributions.Normal):
         return _normal(random, summed=torchrl)
-    squashed = torchrl and cls.__name__ == "TanhNormal"
-    if squashed and interaction is not InteractionType.MODE and {*options} <= {"low", "high"}:
+    squashed = torchrl and cls.__name__ == "TanhNormal" and {*options} <= {"low", "high"}
+    if squashed and interaction is not InteractionType.MODE:
+        low = options.get("low", -1.0)
+        high = options.get("high", 1.0)
         preimage = random and part.return_log_prob and _is_torchrl(part)
-        return _tanh_normal(random, options.get("low", -1.0), options.get("high", 1.0), preimage)
+        return _tanh_normal(random, low, high, preimage)
     return None
 
 
@@ -292,7 +296,8 @@ def _rsample(loc: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def _density(x: torch.Tensor, loc: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The log-density of a normal distribution, in torch.distributions' order of operations."""
-    return -((x - loc) ** 2) / (2 * scale**2) - scale.log() - LOG_SQRT_2PI
+    exponent = -((x - loc) ** 2) / (2 * scale**2)
+    return exponent - scale.log() - LOG_SQRT_2PI
 
 
 def _require_finite(x: torch.Tensor) -> None:

@@ -176,7 +176,8 @@ def _parse(path: Path, size: int, opened: tensor_files.TensorFile) -> Chunk:
         if not fits:
             raise ValueError(f"{name!r} has shape {shape}, and the batches {stored}")
     leaves = {_key(name): name for name in opened.names}
-    if any(key[:n] in leaves for key in leaves for n in range(1, len(key))):
+    above = {key[:n] for key in leaves for n in range(1, len(key))}
+    if not above.isdisjoint(leaves):
         raise ValueError("a key is also the parent of another one")
     first = _size(about["first_batch"])
     index = _size(about["chunk"])

@@ -190,7 +190,8 @@ class _Stats:
         """Add rows ``[n, size]``."""
         rows = rows.astype(np.float64)
         squares = (rows**2).sum(0)
-        self.parts.append((len(rows), rows.min(0), rows.max(0), rows.sum(0), squares))
+        part = (len(rows), rows.min(0), rows.max(0), rows.sum(0), squares)
+        self.parts.append(part)
 
     def result(self, shape: Sequence[int], frames: int) -> dict[str, Any]:
         """Return them by name, with values of this shape."""
@@ -264,7 +265,9 @@ def _info(
         }
     for name, key in cameras.items():
         # MP4 has even sizes
-        height, width = (size + size % 2 for size in _pictures(first, key).shape[1:3])
+        _, high, wide, *_ = _pictures(first, key).shape
+        height = high + high % 2
+        width = wide + wide % 2
         video = {
             "video.height": height,
             "video.width": width,

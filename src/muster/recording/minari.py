@@ -231,7 +231,8 @@ def _batch(data: Any) -> TensorDict:
     ends = {TERMINATED: terminated, TRUNCATED: truncated, DONE: terminated | truncated}
     leaves |= {next_of(key): value for key, value in ends.items()}
     leaves |= {key: torch.zeros_like(terminated) for key in ends}  # no row begins after an end
-    leaves[REWARD] = torch.from_numpy(np.array(data.rewards, np.float32))[:, None]
+    rewards = torch.from_numpy(np.array(data.rewards, np.float32))
+    leaves[REWARD] = rewards[:, None]
     leaves[TRAJ_IDS] = torch.full((length,), int(data.id), device="cpu")
     return TensorDict(nested(leaves), batch_size=[length], names=["time"])
 

@@ -228,7 +228,10 @@ def _ended(batch: TensorDict) -> torch.Tensor:
         name = key if isinstance(key, str) else key[-1]
         if name.endswith(flags):
             keys.append(key)
-    ends = [after.get(key).flatten(batch.ndim).any(-1) for key in keys]
+    ends = []
+    for key in keys:
+        of_env = after.get(key).flatten(batch.ndim)
+        ends.append(of_env.any(-1))
     return torch.stack(ends).any(0)
 
 

@@ -207,19 +207,22 @@ class _Stream:
         after = batch["next", "observation"].numpy().reshape(-1, steps, 6)
         rows = obs.shape[:2]
         marks = batch.get(("collector", "valid"), None)
-        valid = np.ones(rows, bool) if marks is None else marks.numpy().reshape(rows)
+        valid = np.ones(rows, bool)
+        if marks is not None:
+            valid = marks.numpy().reshape(rows)
         actions = batch["action"].numpy().reshape(rows)
-        expected = follow(np.moveaxis(obs, -1, 0), actions)
+        expected_after, reward, terminated, truncated = follow(np.moveaxis(obs, -1, 0), actions)
         flags = {
             flag: batch["next", flag].numpy().reshape(rows)
             for flag in ("reward", "terminated", "truncated", "done")
         }
         either = flags["terminated"] | flags["truncated"]
+        differs = after != np.stack(expected_after, -1)
         wrong = {
-            "next/observation": (after != np.stack(expected[0], -1)).any(-1),
-            "reward": flags["reward"] != expected[1],
-            "terminated": flags["terminated"] != expected[2],
-            "truncated": flags["truncated"] < expected[3],
+            "next/observation": differs.any(-1),
+            "reward": flags["reward"] != reward,
+            "terminated": flags["terminated"] != terminated,
+            "truncated": flags["truncated"] < truncated,
             "done": flags["done"] != either,
         }
         for name, at in wrong.items():
@@ -244,7 +247,8 @@ class _Stream:
         env, run = (int(number) for number in obs[0, :2])
         before, ended = self._last.get(env, (None, True))
         if before is not None and before[1] == run:
-            self._join(before[None], np.array([ended]), obs[:1], f"{where}, row 0")
+            first = obs[:1]
+            self._join(before[None], np.array([ended]), first, f"{where}, row 0")
         else:
             known = -1 if before is None else int(before[1])
             assert run > known, f"{where}: run {run} of environment {env} after run {known}"
@@ -253,7 +257,7 @@ class _Stream:
                 f"{where}: run {run} of environment {env} begins with {obs[0].tolist()}"
             )
         self._join(after[:-1], done[:-1], obs[1:], where)
-        self._last[env] = after[-1].copy(), bool(done[-1])
+        self._last[env] = (after[-1].copy(), bool(done[-1]))
         self.rows[env, run] += len(obs)
         starts = np.append(True, done[:-1])
         for row in np.flatnonzero(starts):
@@ -271,9 +275,10 @@ class _Stream:
     def _join(self, before: Array, ended: Array, obs: Array, where: str) -> None:
         """Check that the rows ``obs`` directly follow the observations ``before``."""
         missing = np.where(ended, obs[:, 4] - before[:, 4], 0)
-        same_run = (obs[:, :2] == before[:, :2]).all(-1)
+        env_and_run = slice(0, 2)
+        same = obs[:, env_and_run] == before[:, env_and_run]
         later_episode = obs[:, 2] > before[:, 2]
-        began = same_run & later_episode & (obs[:, 3] == 0)
+        began = same.all(-1) & later_episode & (obs[:, 3] == 0)
         differs = (obs != before).any(-1)
         bad = np.where(ended, ~began, differs)
         self.gaps += int(missing.sum())

@@ -156,19 +156,17 @@ class Actor:
             groups: observations to act on and state of the random streams, by group.
             acts: the policy will act for these groups, and continue their streams.
         """
-        for number, (_, state) in groups.items() if acts else ():
-            self._streams.add(number, state)
+        if acts:
+            for number, (_, state) in groups.items():
+                self._streams.add(number, state)
         if not self._policies:
             number = min(groups)
-            info, (obs, state) = self._infos[number], groups[number]
-            tensors = {
-                key: torch.from_numpy(a).reshape((*info.batch_shape, *a.shape[1:]))
-                for key, a in obs.items()
-            }
+            obs, state = groups[number]
+            lead = self._infos[number].batch_shape
+            tensors = _batched(obs, lead)
             self._take_weights()
-            policy = self._policy_for(
-                info.batch_shape, lambda: tensors, self._streams.restored(number, state)
-            )
+            rng = self._streams.restored(number, state)
+            policy = self._policy_for(lead, lambda: tensors, rng)
             self._columns = list(policy.columns())
         return self._columns
 
@@ -227,8 +225,10 @@ class Actor:
 
     def path(self, rollout: ServedRollout) -> str:
         """Return how actions were computed, for ``stats()``."""
-        alone = self._policies.get(rollout.lane.layout.lead) if rollout.act is not None else None
-        return f"server: {(alone or self.any_policy()).path}"
+        policy = self.any_policy()
+        if rollout.act is not None:  # prepared for this lane alone
+            policy = self._policies.get(rollout.lane.layout.lead, policy)
+        return f"server: {policy.path}"
 
     @property
     def _sets_initial_state(self) -> bool:
@@ -237,6 +237,9 @@ class Actor:
 
     def any_policy(self) -> Policy:
         return next(reversed(self._policies.values()))
+
+    def _any_info(self) -> EnvSpec:
+        return next(iter(self._infos.values()))
 
     def enable_grad(self, on: bool) -> None:
         """See ``Worker.enable_grad``."""
@@ -247,11 +250,9 @@ class Actor:
         """Fill in the values of next observations of a group."""
         info = self._infos[group]
         rng = self._streams[group]
-        lead, some = info.batch_shape, np.arange(info.num_envs) % len(made.t)
-        seen = {
-            key: torch.from_numpy(rows[some]).reshape((*lead, *rows.shape[1:]))
-            for key, rows in made.rows.items()
-        }
+        lead = info.batch_shape
+        some = np.arange(info.num_envs) % len(made.t)
+        seen = _batched({key: rows[some] for key, rows in made.rows.items()}, lead)
         policy = self._policy_for(lead, lambda: seen, rng)
 
         @contextmanager
@@ -263,7 +264,8 @@ class Actor:
                 self.settle()
 
         self.settle()  # installed streams can be neither saved nor restored
-        fill_values(made, policy, rng, spare_lane(made.columns, info.num_envs, lead), around())
+        lane = spare_lane(made.columns, info.num_envs, lead)
+        fill_values(made, policy, rng, lane, around())
         return made
 
     def _act_alone(self, rollout: ServedRollout, row: int, *, first: bool) -> None:
@@ -295,8 +297,13 @@ class Actor:
         ready = prepared.get(size)
         if ready is not None and (ready.epoch != self._epoch or ready.row == buffer.T):
             ready = None
-        left = leader.lane.T - row  # start so late in the buffer that all noise drawn is used
-        here = 0 if first else max(0, buffer.T - left) if ready is None else ready.row
+        if first:
+            here = 0
+        elif ready is None:
+            left = leader.lane.T - row  # start so late in the buffer that all noise drawn is used
+            here = max(0, buffer.T - left)
+        else:
+            here = ready.row
         parts = self._parts(asked, buffer)
         for (into, _, _), row in parts:
             for there, lane in into:
@@ -332,15 +339,18 @@ class Actor:
         """
         leader, row = asked[0]
         if all(other == row for _, other in asked):
-            together = (buffer.B, buffer.T, *(rollout.number for rollout, _ in asked))
+            rollouts = [rollout for rollout, _ in asked]
+            numbers = [rollout.number for rollout in rollouts]
+            together = (buffer.B, buffer.T, *numbers)
             if together not in leader.pairs:
-                leader.pairs[together] = self._pairs(buffer, 0, [rollout for rollout, _ in asked])
-            if (pairs := leader.pairs[together]) is not None:
+                leader.pairs[together] = self._pairs(buffer, 0, rollouts)
+            pairs = leader.pairs[together]
+            if pairs is not None:
                 return [(pairs, row)]
         parts: list[tuple[_Pairs3, int]] = []
         begin = 0
         for rollout, row in asked:
-            alone = buffer.B, buffer.T, begin
+            alone = (buffer.B, buffer.T, begin)
             if alone not in rollout.pairs:
                 rollout.pairs[alone] = self._pairs(buffer, begin, [rollout])
             parts.append((cast("_Pairs3", rollout.pairs[alone]), row))
@@ -358,11 +368,12 @@ class Actor:
         n = len(rollouts)
         places = [rollout.index for rollout in rollouts]
         apart = places[1] - places[0] if n > 1 else 1
-        if any(rollout.slot is not slot for rollout in rollouts) or places != [
-            places[0] + i * apart for i in range(n)
-        ]:
+        even = [places[0] + i * apart for i in range(n)]
+        in_one_slot = all(rollout.slot is slot for rollout in rollouts)
+        if not in_one_slot or places != even:
             return None
-        lane, written = rollouts[0].lane, self._written()
+        lane = rollouts[0].lane
+        written = self._written()
         B = lane.B
         parts: _Pairs3 = ([], [], [])
         into, out, later = parts
@@ -372,15 +383,15 @@ class Actor:
             if n > 1:
                 step = apart * slot.layout.lane_bytes
                 shape = (len(here), n, *here.shape[1:])
-                strides = here.strides[0], step, *here.strides[1:]
+                strides = (here.strides[0], step, *here.strides[1:])
                 here = np.lib.stride_tricks.as_strided(here, shape, strides)
                 there = there.reshape(len(there), n, B, *there.shape[2:])
             if column.carry:
                 into.append((there, here))
-            if column.key in written:
-                (later if column.carry else out).append((there, here))
-                if column.carry and self._sets_initial_state:
-                    out.append((there, here))
+            if column.key in written and column.carry:
+                later.append((there, here))
+            if column.key in written and (not column.carry or self._sets_initial_state):
+                out.append((there, here))
         return parts
 
     def _buffer(self, B: int, T: int, like: Layout) -> Lane:
@@ -388,14 +399,19 @@ class Actor:
         is on a GPU.
         """
         if (B, T) not in self._buffers:
-            written, infos = self._written(), next(iter(self._infos.values())).info_specs
-            columns = tuple(
-                c for c in like.columns if c.key in written or (c.carry and c.key not in infos)
-            )
-            row_bytes = B * sum(math.prod(c.shape) * c.dtype.itemsize for c in columns)
+            written = self._written()
+            infos = self._any_info().info_specs
+            columns = []
+            row_bytes = 0
+            for column in like.columns:
+                read = column.carry and column.key not in infos
+                if read or column.key in written:
+                    columns.append(column)
+                    row_bytes += B * math.prod(column.shape) * column.dtype.itemsize
             steps = min(T, max(1, GATHER_BYTES // row_bytes))
-            pinned = self._device is not None and self._device.type == "cuda"
-            slot = Slot(Layout(steps, B, columns, batch_shape=(B,)), "pinned" if pinned else "heap")
+            layout = Layout(steps, B, tuple(columns), batch_shape=(B,))
+            on_gpu = self._device is not None and self._device.type == "cuda"
+            slot = Slot(layout, "pinned" if on_gpu else "heap")
             self._buffers[B, T] = slot.lanes[0]
         return self._buffers[B, T]
 
@@ -404,14 +420,13 @@ class Actor:
 
         ``is_init`` is not among them: only resets write it.
         """
-        return {
-            *next(iter(self._infos.values())).action_specs,
-            *(column.key for column in self._columns),
-        } - {IS_INIT}
+        keys = {column.key for column in self._columns}
+        keys.update(self._any_info().action_specs)
+        return keys - {IS_INIT}
 
     def _seen(self, lane: Lane, row: int) -> dict[Key, Any]:
         """Return the observations of a row, and its ``is_init`` if there is that column."""
-        keys = (*next(iter(self._infos.values())).observation_specs, IS_INIT)
+        keys = (*self._any_info().observation_specs, IS_INIT)
         return {key: lane.rows(key)[row] for key in keys if key in lane.tensors}
 
     def _policy_for(
@@ -422,9 +437,10 @@ class Actor:
         A new one is called once to determine its columns.
         """
         if shape not in self._policies:
-            spec = replace(next(iter(self._infos.values())), batch_shape=shape)
+            spec = replace(self._any_info(), batch_shape=shape)
             policy = fit_policy(self._policy, self._setting, spec, self._device)
-            if (coroutines := getattr(policy, "coroutines", None)) is not None:
+            coroutines = getattr(policy, "coroutines", None)
+            if coroutines is not None:
                 coroutines.look = self._look
             # a copy: this call must not draw from the group's
             probe = self._streams.restored(0, rng.state_dict())
@@ -460,6 +476,15 @@ class Actor:
             self._epoch += 1
 
 
+def _batched(arrays: Mapping[Key, Array], lead: tuple[int, ...]) -> dict[Key, torch.Tensor]:
+    """Return a tensor over each array ``[B, *shape]``, with these batch dimensions."""
+    tensors = {}
+    for key, array in arrays.items():
+        shape = (*lead, *array.shape[1:])
+        tensors[key] = torch.from_numpy(array).reshape(shape)
+    return tensors
+
+
 def check_alike(info: EnvSpec, first: EnvSpec) -> None:
     """Raise ``BadOption`` for a group that an inference server cannot act for together with the
     first one.
@@ -473,13 +498,15 @@ def check_alike(info: EnvSpec, first: EnvSpec) -> None:
         raise BadOption(
             f"inference='server': the agents of {info.name} take turns; leave inference out"
         )
-    if masks := [dotted(key) for key in info.action_masks.values() if key[0] == INFO]:
+    masks = [dotted(key) for key in info.action_masks.values() if key[0] == INFO]
+    if masks:
         raise BadOption(
             "inference='server' sends observations to the policy, and the action mask of"
             f" {info.name} is in {masks}: leave inference out, or make the mask a part of the"
             " observation"
         )
-    if objects := [dotted(key) for key, spec in specs.items() if not spec.is_tensor]:
+    objects = [dotted(key) for key, spec in specs.items() if not spec.is_tensor]
+    if objects:
         raise BadOption(
             f"inference='server' needs fixed shapes, and {info.name} has Python objects in"
             f" {objects}: leave inference out, or encode them as arrays"

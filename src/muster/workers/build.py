@@ -179,7 +179,9 @@ def _infos_of(
 
 
 def _one_row(env: EnvBatch) -> Lane:
-    return Slot(Layout(1, env.spec.num_envs, lane_columns(env.spec, (), RolloutOptions()))).lanes[0]
+    columns = lane_columns(env.spec, (), RolloutOptions())
+    slot = Slot(Layout(1, env.spec.num_envs, columns))
+    return slot.lanes[0]
 
 
 def make_group(
@@ -310,7 +312,8 @@ def _check_env(env: EnvBatch, options: RolloutOptions) -> None:
         "prev_action_reward": options.prev_action_reward,
     }
     refused = {"max_frames_per_traj": options.max_frames_per_traj, **others}
-    if env.spec.ready is not None and (name := next(filter(refused.get, refused), None)):
+    name = next(filter(refused.get, refused), None)
+    if env.spec.ready is not None and name is not None:
         raise BadOption(
             f"{name}: {env.spec.name} is asynchronous (batch_size={env.spec.ready} of"
             f" num_envs={env.spec.num_envs}): its environments reset themselves, and are at"
@@ -319,7 +322,8 @@ def _check_env(env: EnvBatch, options: RolloutOptions) -> None:
             " episodes), or leave batch_size out"
         )
     refused = {"set_truncated": options.set_truncated, "compact_obs": options.compact_obs, **others}
-    if env.spec.agents and (name := next(filter(refused.get, refused), None)):
+    name = next(filter(refused.get, refused), None)
+    if env.spec.agents and name is not None:
         raise BadOption(
             f"{name}: the agents of {env.spec.name} take turns, which this option does not know."
             " Remove it"

@@ -159,8 +159,8 @@ class FrameCounters:
             self.discard(reason, gone)
             self.partial -= gone
             self.without_result -= min(gone, self.without_result)
-        for kind, (spent, earlier) in enumerate(zip(now.timing, before.timing, strict=True)):
-            self._spent[kind] += spent - earlier
+        for kind, spent in enumerate(now.timing):
+            self._spent[kind] += spent - before.timing[kind]
         self.clock = self.clock if now.clock is None else now.clock
 
     def arrived(self, frames: int) -> None:

@@ -48,8 +48,8 @@ def run_request(worker: Worker, request: Request) -> Any:
 
 
 def _lay_out(worker: Worker, request: LayOut) -> dict[int, Layout]:
-    layouts = worker.layouts(request)
-    return {group.number: layout for group, layout in zip(worker.groups, layouts, strict=True)}
+    numbers = [group.number for group in worker.groups]
+    return dict(zip(numbers, worker.layouts(request), strict=True))
 
 
 def _reset(worker: Worker, request: Reset) -> None:

@@ -68,11 +68,9 @@ class _Undelivered:
 
     def __iter__(self) -> Iterator[_Requested]:
         """Iterate over a copy, oldest first."""
-        return iter(
-            sorted(
-                (one for queue in self._queues.values() for one in queue), key=lambda one: one.order
-            )
-        )
+        every = [one for queue in self._queues.values() for one in queue]
+        every.sort(key=lambda one: one.order)
+        return iter(every)
 
     def add(self, requested: _Requested) -> None:
         self._of.update({request.number: requested for request in requested.requests})
@@ -311,6 +309,10 @@ class FirstReady(Schedule):
                     stacklevel=2,
                 )
 
+    def _fewest_first(self, bundle: Bundle) -> tuple[int, int]:
+        number = bundle.groups[0]
+        return self._begun[number], number
+
     def _request_rollouts(
         self, wanted: CollectRequest, batches: int | None, *, delivered: int = 0
     ) -> None:
@@ -318,17 +320,19 @@ class FirstReady(Schedule):
         ``max_lag`` allow.
         """
         # A rollout that is being delivered is followed by a publish.
-        lag = None if self._max_lag is None else self._max_lag + 1 - delivered
-        bounds = [n for n in (None if self.idle_groups else batches, lag) if n is not None]
-        left = min(bounds, default=self._lead * len(self.bundles)) - len(self._requested)
+        most = self._lead * len(self.bundles)
+        if self._max_lag is not None:
+            most = min(most, self._max_lag + 1 - delivered)
+        if batches is not None and not self.idle_groups:
+            most = min(most, batches)
+        left = most - len(self._requested)
         for level in range(self._lead):
             known = self._requested
             lacking = [
                 bundle for bundle in known.lacking.values() if len(known.of_bundle(bundle)) <= level
             ]
-            for bundle in sorted(
-                lacking, key=lambda bundle: (self._begun[bundle.groups[0]], bundle.groups[0])
-            ):
+            lacking.sort(key=self._fewest_first)
+            for bundle in lacking:
                 if left <= 0:
                     return
                 requested = (

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from muster.capabilities import KeepsState, capability
 from muster.episodes.record import Episodes
 from muster.errors import BadCheckpoint
-from muster.keys import dotted
+from muster.keys import Key, dotted
 from muster.memory.slots import Lane, Layout, Slot, SlotState, as_tensor
 from muster.memory.specs import OBJECT, Array, Column
 from muster.protocols import Outputs, Policy
@@ -20,6 +20,9 @@ from muster.rollout.bootstrap import BootstrapRows
 from muster.rollout.group import FirstCall, Group
 from muster.rollout.marks import Final
 from muster.workers.messages import RolloutResult
+
+if TYPE_CHECKING:
+    import torch
 
 # fields of a result that are plain data already
 PARTS = "group", "frames", "rows", "version", "path", "dropped"
@@ -59,17 +62,7 @@ def load(
     """
     group.clock.load_state_dict(state["clock"])
     group.rng.load_state_dict(state["rng"])
-    rows = {key: _row(row, group.env.spec.device) for key, row in state["carry"].items()}
-    for key, row in rows.items():
-        like = group.carry.get(key)  # None: a recurrent state that the policy has not made yet
-        if row.shape[:2] != (1, group.B) or (
-            like is not None and (row.shape, row.dtype) != (like.shape, like.dtype)
-        ):
-            raise BadCheckpoint(
-                f"the row of {dotted(key)} has shape {tuple(row.shape)} and dtype {row.dtype}"
-            )
-    group.carry.clear()  # also of columns of this process's policy
-    group.carry.update(rows)
+    _load_carry(group, state["carry"])
     call = state["call"]
     group.discard_call()
     if call is not None and policy is not None:
@@ -85,34 +78,58 @@ def load(
         if keeping is not None:
             keeping.restore(state["adapter"])
         return {}
+    if group.env.spec.agents:
+        group.clock.abandon(range(group.B))
+    lost = _lost(group, reasons)
+    group.reset(list(lost))
+    group.mark_resumed(list(lost))
+    ids = group.env_ids
+    return {int(ids[i]): why for i, why in lost.items()}
+
+
+def _load_carry(group: Group, saved: Mapping[Key, Any]) -> None:
+    rows = {}
+    for key, plain_row in saved.items():
+        row = _row(plain_row, group.env.spec.device)
+        like = group.carry.get(key)  # None: a recurrent state that the policy has not made yet
+        fits = row.shape[:2] == (1, group.B)
+        if fits and like is not None:
+            fits = row.shape == like.shape and row.dtype == like.dtype
+        if not fits:
+            raise BadCheckpoint(
+                f"the row of {dotted(key)} has shape {tuple(row.shape)} and dtype {row.dtype}"
+            )
+        rows[key] = row
+    group.carry.clear()  # also of columns of this process's policy
+    group.carry.update(rows)
+
+
+def _lost(group: Group, reasons: list[str | None]) -> dict[int, str]:
+    """Return the environments of a group that are not restored, each with the reason."""
     # One object per environment, or one for all of them: then none of them is restored.
     # Where agents take turns, the open turns of all games are lost with one of them.
     per_env = len(reasons) == group.B and not group.env.spec.agents
-    if group.env.spec.agents:
-        group.clock.abandon(range(group.B))
-    lost = [i for i, why in enumerate(reasons) if why] if per_env else list(range(group.B))
-    group.reset(lost)
-    group.mark_resumed(lost)
-    return {
-        int(group.env_ids[i]): str(reasons[i] if per_env else next(filter(None, reasons)))
-        for i in lost
-    }
+    if per_env:
+        return {i: why for i, why in enumerate(reasons) if why}
+    first = next(why for why in reasons if why)
+    return dict.fromkeys(range(group.B), first)
 
 
 def _call_state(call: FirstCall) -> dict[str, Any]:
     """Return the outputs of a policy call that was already made for the next row, as plain data."""
     outputs = call.outputs
-    objects = {key: array.tolist() for key, array in outputs.objects.items()}
-    tensors = {
-        "action": outputs.action,
-        "extras": outputs.extras,
-        "state": outputs.state,
-        "begun": outputs.begun,
-    }
-    return {name: {k: v.cpu() for k, v in part.items()} for name, part in tensors.items()} | {
-        "objects": objects,
+    return {
+        "action": _on_cpu(outputs.action),
+        "extras": _on_cpu(outputs.extras),
+        "state": _on_cpu(outputs.state),
+        "begun": _on_cpu(outputs.begun),
+        "objects": {key: array.tolist() for key, array in outputs.objects.items()},
         "version": call.version,
     }
+
+
+def _on_cpu(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+    return {key: tensor.cpu() for key, tensor in tensors.items()}
 
 
 def _outputs(state: dict[str, Any]) -> Outputs:
@@ -122,13 +139,17 @@ def _outputs(state: dict[str, Any]) -> Outputs:
 
 
 def _plain(row: Any) -> Any:
-    return plain(row) if isinstance(row, np.ndarray) else row.cpu().clone()
+    if isinstance(row, np.ndarray):
+        return plain(row)
+    return row.cpu().clone()
 
 
 def _row(row: Any, device: Any) -> Any:
     if isinstance(row, list):
         return cells_of(row)
-    return row.copy() if isinstance(row, np.ndarray) else row.to(device, copy=True)
+    if isinstance(row, np.ndarray):
+        return row.copy()
+    return row.to(device, copy=True)
 
 
 # --- undelivered rollouts -------------------------------------------------------------------------
@@ -137,21 +158,25 @@ def _row(row: Any, device: Any) -> Any:
 def to_plain(slot: Slot, results: Sequence[RolloutResult]) -> dict[str, Any]:
     """Copy a full slot and the results of its lanes into plain data."""
     layout = slot.layout
+    pairs = zip(slot.lanes, results, strict=True)
     return {
         "T": layout.T,
         "B": layout.B,
         "batch_shape": layout.batch_shape,
         "columns": _plain_columns(layout.columns),
-        "lanes": [_lane(lane, result) for lane, result in zip(slot.lanes, results, strict=True)],
+        "lanes": [_lane(lane, result) for lane, result in pairs],
         "results": [_result(result) for result in results],
     }
 
 
 def layout_of(saved: Mapping[str, Any]) -> Layout:
     """Return the layout of the saved slot."""
-    columns = _columns_of(saved["columns"])
     return Layout(
-        saved["T"], saved["B"], columns, len(saved["lanes"]), batch_shape=saved["batch_shape"]
+        saved["T"],
+        saved["B"],
+        _columns_of(saved["columns"]),
+        len(saved["lanes"]),
+        batch_shape=saved["batch_shape"],
     )
 
 
@@ -160,7 +185,8 @@ def write(saved: Mapping[str, Any], slot: Slot) -> None:
     for lane, columns in zip(slot.lanes, saved["lanes"], strict=True):
         for key, rows in columns.items():
             if key in lane.arrays:
-                lane.arrays[key][...] = cells_of(rows) if isinstance(rows, list) else rows
+                cells = cells_of(rows) if isinstance(rows, list) else rows
+                lane.arrays[key][...] = cells
             if lane.mirrored and key in lane.tensors:
                 lane.tensors[key].copy_(as_tensor(rows))
         lane.complete(lane.T)
@@ -169,25 +195,33 @@ def write(saved: Mapping[str, Any], slot: Slot) -> None:
 
 def result_of(saved: Mapping[str, Any], number: int) -> RolloutResult:
     """Return a saved result as the result of request ``number``."""
+    parts = {name: saved[name] for name in PARTS}
+    episodes = saved["episodes"]
+    values = saved["values"]
     return RolloutResult(
         number,
-        **{name: saved[name] for name in PARTS},
-        episodes=None if saved["episodes"] is None else Episodes.from_state(saved["episodes"]),
-        values=None if saved["values"] is None else _values_of(saved["values"]),
-        finals=[
-            Final(f["t"], f["envs"], {k: _leaf(v) for k, v in f["leaves"].items()})
-            for f in saved["finals"]
-        ],
+        **parts,
+        episodes=None if episodes is None else Episodes.from_state(episodes),
+        values=None if values is None else _values_of(values),
+        finals=[_final_of(final) for final in saved["finals"]],
     )
 
 
 def _plain_columns(columns: Sequence[Column]) -> list[dict[str, Any]]:
-    known = [{f.name: getattr(column, f.name) for f in fields(Column)} for column in columns]
-    return [{**column, "dtype": column["dtype"].str} for column in known]
+    found = []
+    for column in columns:
+        known = {field.name: getattr(column, field.name) for field in fields(Column)}
+        known["dtype"] = column.dtype.str
+        found.append(known)
+    return found
 
 
 def _columns_of(saved: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
-    return tuple(Column(**{**column, "dtype": np.dtype(column["dtype"])}) for column in saved)
+    columns = []
+    for known in saved:
+        dtype = np.dtype(known["dtype"])
+        columns.append(Column(**{**known, "dtype": dtype}))
+    return tuple(columns)
 
 
 def _lane(lane: Lane, result: RolloutResult) -> dict[Any, Any]:
@@ -208,23 +242,32 @@ def _plain_values(values: BootstrapRows) -> dict[str, Any]:
 
 
 def _values_of(saved: Mapping[str, Any]) -> BootstrapRows:
-    return BootstrapRows(**{**saved, "columns": _columns_of(saved["columns"])})
+    columns = _columns_of(saved["columns"])
+    return BootstrapRows(**{**saved, "columns": columns})
+
+
+def _plain_final(final: Final) -> dict[str, Any]:
+    return {
+        "t": final.t,
+        "envs": [int(i) for i in final.envs],
+        "leaves": {key: plain(leaf) for key, leaf in final.leaves.items()},
+    }
+
+
+def _final_of(saved: Mapping[str, Any]) -> Final:
+    leaves = {key: _leaf(values) for key, values in saved["leaves"].items()}
+    return Final(saved["t"], saved["envs"], leaves)
 
 
 def _result(result: RolloutResult) -> dict[str, Any]:
-    finals = [
-        {
-            "t": f.t,
-            "envs": [int(i) for i in f.envs],
-            "leaves": {key: plain(leaf) for key, leaf in f.leaves.items()},
-        }
-        for f in result.finals
-    ]
+    parts = {name: getattr(result, name) for name in PARTS}
+    episodes = result.episodes
+    values = result.values
     return {
-        **{name: getattr(result, name) for name in PARTS},
-        "episodes": None if result.episodes is None else result.episodes.state_dict(),
-        "finals": finals,
-        "values": None if result.values is None else _plain_values(result.values),
+        **parts,
+        "episodes": None if episodes is None else episodes.state_dict(),
+        "finals": [_plain_final(final) for final in result.finals],
+        "values": None if values is None else _plain_values(values),
     }
 
 
@@ -243,4 +286,6 @@ def cells_of(rows: list[list[Any]]) -> Array:
 
 
 def _leaf(values: list[Any] | Array) -> Array:
-    return cells_of([values]).reshape(-1) if isinstance(values, list) else values
+    if isinstance(values, list):
+        return cells_of([values]).reshape(-1)
+    return values

@@ -148,8 +148,11 @@ class InferenceServer:
 
     def _between_calls(self, function: Callable[[], Any]) -> None:
         """Call a function between two calls of the policy, or after a timeout if a call hangs."""
-        longest = min(LOST_S, LOST_S if self._deadline_s is None else self._deadline_s)
-        while_held(self._acting, max(0.0, longest - self.acting_for()), lambda held: function())
+        longest = LOST_S
+        if self._deadline_s is not None:
+            longest = min(longest, self._deadline_s)
+        left = max(0.0, longest - self.acting_for())
+        while_held(self._acting, left, lambda held: function())
 
     def acting_for(self) -> float:
         """Return the seconds since the start of the present call of the policy; 0 between calls."""
@@ -255,15 +258,15 @@ class InferenceServer:
             error: Exception | None = None
             asked: list[tuple[ServedRollout, int]] = []
             try:
-                asked += [
-                    (self._rollout(client), self.mailbox.row(client.worker))
-                    for client, _ in questions
-                ]
+                for client, _ in questions:
+                    row = self.mailbox.row(client.worker)
+                    asked.append((self._rollout(client), row))
                 self.actor.act(asked)
             except OWN as known:
                 error = known
             except BaseException as unknown:  # noqa: BLE001 (raised to the user by the schedule)
-                error = policy_error(self.actor.any_policy(), unknown, asked[0][1] if asked else 0)
+                first_row = asked[0][1] if asked else 0
+                error = policy_error(self.actor.any_policy(), unknown, first_row)
                 error.__cause__ = unknown
             for rollout, _ in asked:
                 rollout.end_call(error)

@@ -88,11 +88,13 @@ def launch(
         raise BadOption(f"start method {method!r} is unknown; there are {sorted(METHODS)}.")
     check_descriptors(name)
     alone = method == "spawn" or sys.platform != "linux"
-    here = [*sys.modules] if not alone and (preload or light not in _ForkServer.shared) else []
-    suits = LIGHT.__contains__ if light else _preloadable
-    modules = [
-        module for module in [*here, target.partition(":")[0]] if suits(module) and not alone
-    ]
+    modules: list[str] = []
+    if not alone:
+        if preload or light not in _ForkServer.shared:
+            modules += sys.modules
+        modules.append(target.partition(":")[0])
+        suits = LIGHT.__contains__ if light else _preloadable
+        modules = [module for module in modules if suits(module)]
     # of managers; it is sent over private sockets only
     authkey = bytes(process.current_process().authkey)
     surroundings = (sys.path[:], sys.argv[:], dict(os.environ), _cwd(), _umask(), authkey)

@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Callable
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
@@ -33,7 +34,8 @@ def tie_life(lifeline: socket.socket | int) -> None:
     # elsewhere it is SIGIO, which also ends a process unless it is handled
     if hasattr(fcntl, "F_SETSIG"):
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
     if hung_up(lifeline):  # closed before the signal was set up
         os._exit(1)
 
@@ -49,8 +51,10 @@ def kill_group(pid: int, *, reaped: bool = False) -> None:
     """Kill the process group of a worker, and the worker itself unless it was reaped: its pid may
     have been reused.
     """
-    # just forked, it has no group yet
-    for kill in (os.killpg,) if reaped else (os.killpg, os.kill):
+    ways: list[Callable[[int, int], None]] = [os.killpg]
+    if not reaped:
+        ways.append(os.kill)  # just forked, it has no group yet
+    for kill in ways:
         try:
             kill(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):

@@ -149,7 +149,8 @@ class MailboxClient:
     ) -> None:
         self._arena = Arena.attach(fds[0])
         half = 1 + (len(fds) - 1) // 2
-        self._server, self._wake_up = WakeUp(*fds[1:half]), WakeUp(*fds[half:])
+        self._server = WakeUp(*fds[1:half])
+        self._wake_up = WakeUp(*fds[half:])
         self._all: Any = _cells(self._arena, workers + 1)
         self._cells: Any = self._all[number * CELLS : (number + 1) * CELLS]
         self._servers: Any = self._all[workers * CELLS :]

@@ -133,7 +133,8 @@ class WorkerLanes:
             self._lanes.clear()
         at = (request.group, request.offset)
         if at not in self._lanes:
-            self._lanes[at] = self._made(request, layouts[request.group], group.env.spec.device)
+            device = group.env.spec.device
+            self._lanes[at] = self._made(request, layouts[request.group], device)
         lane, shared = self._lanes[at]
         if self._at.get(id(lane)) != request.number:
             lane.restart()
@@ -455,10 +456,13 @@ class WorkerMain:
         if (index is None or index >= group.B) and group.B == 1:
             index = 0
         if index is not None and index < group.B:
-            ended = (lane.arrays[next_of(TERMINATED)] | lane.arrays[next_of(TRUNCATED)])[
-                :row, index
-            ].nonzero()[0]
-            steps = row - 1 - int(ended[-1]) if len(ended) else int(clock.steps[index]) + row
+            terminated = lane.arrays[next_of(TERMINATED)][:row, index]
+            truncated = lane.arrays[next_of(TRUNCATED)][:row, index]
+            ended = np.flatnonzero(terminated | truncated)
+            if len(ended):
+                steps = row - 1 - int(ended[-1])
+            else:
+                steps = int(clock.steps[index]) + row
             where |= {
                 "env_index": index,
                 "episode": int(clock.episode[index]) + len(ended),

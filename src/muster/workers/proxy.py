@@ -173,7 +173,10 @@ class WorkerProxy(Proxy):
 
     def where(self) -> Where:
         counters = self._pool.counters
-        ids = [int(i) for group in self.groups for i in counters[group].env_ids] if counters else []
+        ids: list[int] = []
+        if counters:
+            for group in self.groups:
+                ids += map(int, counters[group].env_ids)
         return Where(self.index, env_ids=tuple(ids), node=self.config.node)
 
     def assign(self, place: WorkerPlace) -> None:

@@ -106,27 +106,24 @@ class Bundle:
         Raises:
             BadOption: the layouts differ, so the lanes cannot share a slot.
         """
-        if any(_shape(layout) != _shape(layouts[0]) for layout in layouts):
+        first = layouts[0]
+        if any(_shape(layout) != _shape(first) for layout in layouts):
+            named = zip(names, layouts, strict=True)
+            sizes = [f"{name}: {layout.B} environments" for name, layout in named]
             raise BadOption(
                 "the groups of create_env_fn differ in number of environments, spaces or policy"
-                " outputs, so they cannot share a batch: "
-                + "; ".join(
-                    f"{name}: {layout.B} environments"
-                    for name, layout in zip(names, layouts, strict=True)
-                )
+                f" outputs, so they cannot share a batch: {'; '.join(sizes)}"
             )
         self.laid_out = True
-        first = layouts[0]
-        self._ring = self.ring_of(
-            Layout(first.T, first.B, first.columns, len(layouts), batch_shape=first.batch_shape)
-        )
+        self._ring = self.ring_of(replace(first, lanes=len(layouts)))
 
     def ring_of(self, layout: Layout) -> SlotRing:
         """Return the ring of this layout; make it if necessary."""
         ring = next((ring for ring in self._rings if ring.layout == layout), None)
         if ring is None:
             ring = SlotRing(layout, limit_bytes=self._limit_bytes, memory=self._memory)
-        self._rings = [*[other for other in self._rings if other is not ring][1 - RINGS :], ring]
+        others = [other for other in self._rings if other is not ring]
+        self._rings = [*others[1 - RINGS :], ring]
         return ring
 
     def lay_out_again(self) -> None:
@@ -337,21 +334,26 @@ class Schedule(ABC):
             # all of them: with a server, the workers of a node wait for each other
             self.pool.start_dead(absent=False)
             rows = {number: self.T[number] for number in handle.groups}
-            for of_worker in self.pool.ask(handle, LayOut(policy, rows, version, grad=grad)):
+            request = LayOut(policy, rows, version, grad=grad)
+            for of_worker in self.pool.ask(handle, request):
                 layouts |= of_worker
-        for bundle in self.bundles if layouts else ():
+        if not layouts:
+            return
+        for bundle in self.bundles:
             if bundle in bundles or not layouts.keys().isdisjoint(bundle.groups):
                 names = [self.pool.counters[group].info.name for group in bundle.groups]
-                bundle.lay_out([self._layout_of(group, layouts) for group in bundle.groups], names)
+                own = [self._layout_of(group, layouts) for group in bundle.groups]
+                bundle.lay_out(own, names)
 
     def _layout_of(self, group: int, layouts: Mapping[int, Layout]) -> Layout:
         """Return the layout of a group, or of one like it if it is dropped: it has no worker to
         ask.
         """
-        info, like = self.pool.counters[group].info, next(iter(layouts.values()))
-        return layouts.get(group) or replace(
-            like, T=self.T[group], B=info.num_envs, batch_shape=info.batch_shape
-        )
+        if group in layouts:
+            return layouts[group]
+        info = self.pool.counters[group].info
+        like = next(iter(layouts.values()))
+        return replace(like, T=self.T[group], B=info.num_envs, batch_shape=info.batch_shape)
 
     def _sharing(self, groups: Sequence[int], group: int) -> tuple[int, int]:
         """Return ``RolloutRequest.sharing`` of a group among these, without those that are dropped."""
@@ -362,11 +364,14 @@ class Schedule(ABC):
     def _finish(self, slot: Slot, lane: int, result: RolloutResult) -> None:
         """Complete a lane for delivery, and count its frames as delivered."""
         self.pool.counters[result.group].deliver(result.frames)
+        delivered = slot.lanes[lane]
         if result.dropped:
-            blank(slot.lanes[lane], np.zeros((0, slot.lanes[lane].B), bool), repeat_flags=False)
+            no_rows = np.zeros((0, delivered.B), bool)
+            blank(delivered, no_rows, repeat_flags=False)
         for key, array in result.objects.items():
-            slot.lanes[lane].arrays[key][...] = array
+            delivered.arrays[key][...] = array
 
 
 def _shape(layout: Layout) -> object:
-    return layout.B, layout.lead, [(c.key, c.shape, c.dtype, c.carry) for c in layout.columns]
+    columns = [(c.key, c.shape, c.dtype, c.carry) for c in layout.columns]
+    return layout.B, layout.lead, columns

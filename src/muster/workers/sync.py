@@ -239,7 +239,10 @@ class Sync(Schedule):
         if self._batch is None:
             return
         self._discard(reason)
-        self.pool.call(Reset({n: range(a.info.num_envs) for n, a in enumerate(self.pool.counters)}))
+        every = {}
+        for group, counts in enumerate(self.pool.counters):
+            every[group] = range(counts.info.num_envs)
+        self.pool.call(Reset(every))
 
     def layout(self, policy: str, version: int | str | None = None) -> Layout:
         if self._batch is not None and self._batch.policy == policy:

@@ -173,13 +173,12 @@ class Worker:
         for group in self.groups:
             if group.open is None:
                 begin_episodes(group)
-        return {
-            group.number: (
-                {key: np.array(group.carry[key][0]) for key in group.env.spec.observation_specs},
-                group.rng.state_dict(),
-            )
-            for group in self.groups
-        }
+        found = {}
+        for group in self.groups:
+            keys = group.env.spec.observation_specs
+            obs = {key: np.array(group.carry[key][0]) for key in keys}
+            found[group.number] = (obs, group.rng.state_dict())
+        return found
 
     def _adopt(self, name: str, version: int | str | None, *, grad: bool) -> Policy:
         """Let a policy that did not act last make its first calls, with the newest weights."""
@@ -517,11 +516,12 @@ def on_environments(worker: Worker, sent: Any) -> list[Any]:
 
 def running(worker: Worker) -> dict[int, list[int]]:
     """Return the environments in the middle of an episode, by group."""
-    return {
-        group.number: [i for i in np.flatnonzero(moving).tolist() if i not in group.pending]
-        for group in worker.groups
-        for moving in [group.clock.steps.reshape(group.B, -1).any(1)]
-    }
+    found = {}
+    for group in worker.groups:
+        begun = group.clock.steps.reshape(group.B, -1).any(1)
+        moving = np.flatnonzero(begun).tolist()
+        found[group.number] = [i for i in moving if i not in group.pending]
+    return found
 
 
 def objects_of(lane: Lane) -> dict[Key, Array]:
