@@ -28,7 +28,7 @@ from torch import multiprocessing as mp
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 import muster.compat.torchrl.collectors
-from muster.compat.torchrl import weight_update
+from muster.compat.torchrl import progress, weight_update
 from muster.errors import BadOption, BadWeights
 from tests.parity import torchrl_workers as workers
 from tests.parity.test_torchrl_collector import assert_equal
@@ -246,7 +246,7 @@ def look(collector: Any, policy: Any, folder: Any) -> Iterator[Any]:
     yield {
         name: value
         for name, value in collector.stats(workers="both").items()
-        if "alive" not in name
+        if "alive" not in name and name.rpartition("/")[2] not in progress.NAMES
     }
     state = collector.state_dict()
     yield list(state), {name: sorted(state[name]) for name in ("worker0", "worker1")}
