@@ -149,8 +149,7 @@ class TorchEnvs(
         # steps of current episodes
         self._count = torch.zeros(B, dtype=torch.int64, device=self._on)
         rows_on = self.spec.device or torch.device("cpu")
-        self._generator = torch.Generator(rows_on)
-        self._draws = [_drawing(spec, B, rows_on) for spec in self.actions.specs.values()]
+        self._random = RandomActions([*self.actions.specs.values()], B, rows_on)
         if not self._self_resetting:
             self._need_mask("it does not reset by itself (AutoresetMode.DISABLED)")
 
@@ -170,15 +169,14 @@ class TorchEnvs(
         """Draw like ``SpaceCodec.sample``, on the device of the rows. Each row has a seed of its
         own, so the numbers do not depend on the division of steps into batches.
         """
-        rows: list[list[torch.Tensor]] = [[] for _ in self._draws]
+        rows: list[list[torch.Tensor]] = [[] for _ in self.spec.action_specs]
         for _ in range(math.prod(shape[:-1])):
             seed = int(rng.stream(0).integers(2**63))
-            self._generator.manual_seed(seed)
-            for steps, draw in zip(rows, self._draws, strict=True):
-                steps.append(draw(self._generator))
+            for steps, leaf in zip(rows, self._random.drawn(seed), strict=True):
+                steps.append(leaf)
         drawn: dict[Key, Any] = {}
         for (key, spec), steps in zip(self.spec.action_specs.items(), rows, strict=True):
-            leaf = torch.empty((0,), dtype=torch_dtype(spec.dtype), device=self._generator.device)
+            leaf = torch.empty((0,), dtype=torch_dtype(spec.dtype), device=self._random.device)
             if steps:  # none, if the only row has an action of the policy's first call
                 leaf = torch.stack(steps)
             leaf = leaf.reshape(*shape, *spec.shape)
@@ -428,8 +426,7 @@ class TorchEnvs(
         all as requested.
         """
         self._mask_untried = False
-        self._generator.manual_seed(0)
-        actions = [draw(self._generator).to(self._on) for draw in self._draws]
+        actions = [leaf.to(self._on) for leaf in self._random.drawn(0)]
         seen = dict(zip(self.spec.observation_specs, obs, strict=True))
         for place, (action, spec) in enumerate(self.spec.action_specs.items()):
             key = self.spec.action_masks.get(action)
@@ -528,6 +525,25 @@ def _describe(value: Any) -> str:
 
 
 # --- spaces ---------------------------------------------------------------------------------------
+
+
+class RandomActions:
+    """Random actions of B environments, drawn on a device.
+
+    Args:
+        specs: of the parts of an action.
+        device: on which they are drawn.
+    """
+
+    def __init__(self, specs: Sequence[ArraySpec], B: int, device: torch.device) -> None:
+        self.device = device
+        self._generator = torch.Generator(device)
+        self._draws = [_drawing(spec, B, device) for spec in specs]
+
+    def drawn(self, seed: int) -> list[torch.Tensor]:
+        """Return each part of the actions, ``[B, *shape]``."""
+        self._generator.manual_seed(seed)
+        return [draw(self._generator) for draw in self._draws]
 
 
 def _drawing(spec: ArraySpec, B: int, on: torch.device) -> Draw:

@@ -134,7 +134,6 @@ class Group:
         shares_batch: all groups fill a batch together; False: this group fills batches of its own.
 
     Attributes:
-        env_ids: see above.
         on_device: the clock on the device of the rows, and what is on its way from there; None: the
             rows are on the host.
         reports: see ``Reports``.
@@ -166,7 +165,6 @@ class Group:
         self.sharing = (env_ids, total_envs)
         if not shares_batch:
             self.sharing = (np.arange(env.spec.num_envs), env.spec.num_envs)
-        self.env_ids = env_ids
         clock: TrajectoryClock | AgentClock
         if env.spec.agents:
             clock = AgentClock(env_ids, total_envs, env.spec.agents)
@@ -195,6 +193,11 @@ class Group:
     def B(self) -> int:  # noqa: N802 (the field's name)
         """Number of environments."""
         return self.env.spec.num_envs
+
+    @property
+    def env_ids(self) -> Array:
+        """Global numbers of the environments, ``[B]``."""
+        return self._clock.env_ids
 
     @property
     def clock(self) -> TrajectoryClock | AgentClock:

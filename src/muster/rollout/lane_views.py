@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, SEED, TRAJ_IDS, VALID, Key, next_of
 from muster.memory.slots import Lane
+from muster.memory.specs import Array
 from muster.protocols import EnvBatch
 from muster.rollout.abilities import writes_next
 from muster.rollout.carry import Carry
@@ -20,6 +22,11 @@ TRUNCATED = next_of(("truncated",))
 DONE = next_of(("done",))
 
 
+Rows = Any  # arrays, or tensors on a device
+Fill = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
 class LaneViews:
     """The parts of a lane that a group reads and writes in every rollout; made once per slot.
 
@@ -38,62 +45,95 @@ class LaneViews:
         is_fine: see ``quick_check``; None: every rollout needs ``first_bad_value``.
         row_is_fine: see ``quick_row_check``; None: every row needs ``first_bad_value``.
         mirrored: keys of columns to copy to the device after a rollout.
+        flags: arrays of reward, done, terminated, truncated and ids.
+        version, valid, resumed, seed: arrays of columns; None: the lane does not have them.
+        version_there, resumed_there: the same columns where the rows are.
     """
 
-    def __init__(self, env: EnvBatch, carry: Carry, options: RolloutOptions, lane: Lane) -> None:
-        data = lane.data
-        arrays = lane.arrays
-        columns = lane.layout.columns
-        of_env = env.spec.carried_specs
-        self.observed = list(of_env)
-        self.next_rows: list[tuple[Any, Any]] = []
-        self.copied_every = NEVER
-        if not (writes_next(env) or options.compact_obs):
-            for key in of_env:
-                self.next_rows.append((data[next_of(key)], data[key][1:]))
-            row_bytes = sum(carry[key].nbytes for key in of_env)
-            self.copied_every = max(1, CACHE_BYTES // max(row_bytes, 1))
-        carried = [column for column in columns if column.carry]
-        self.carried: list[tuple[Key, Any, Any, Any]] = []
-        self.states: list[tuple[Any, bool]] = []
-        for column in carried:
-            carry.of(column)  # allocates it
-            key = column.key
-            rows = data[key]
-            self.carried.append((key, rows, rows[:1], rows[lane.T :]))
-            if key not in of_env:
-                self.states.append((rows, key == IS_INIT))
-        self.is_fine = quick_check(lane, env.spec, options.validate)
-        self.row_is_fine = quick_row_check(lane, env.spec, options.validate)
-        values = marks_of(lane)
-        self.marks: list[tuple[Any, Any]] = []
-        parts = (data, arrays) if lane.mirrored else (arrays,)
-        for part in parts:
-            for key, value in values.items():
-                if key in part:
-                    self.marks.append((part[key], value))
-        self.fills = _fills(lane, values)
-        self.host_fills: list[tuple[Callable[[Any], Any], Any]] = []
-        if lane.mirrored:
-            self.host_fills = [(arrays[key].fill, values[key]) for key in values if key in arrays]
-        self.mirrored: list[Key] = []
-        if lane.mirrored:
-            self.mirrored = [column.key for column in lane.layout.tensor_columns if column.host]
-        keys = (env.spec.reward_key, DONE, TERMINATED, TRUNCATED, TRAJ_IDS)
-        self.flags = [arrays[key] for key in keys]
-        self.version = arrays.get(POLICY_VERSION)
-        self.valid = arrays.get(VALID)
-        self.resumed = arrays.get(RESUMED)
-        self.version_there = data.get(POLICY_VERSION)
-        self.resumed_there = data.get(RESUMED)
-        self.seed = arrays.get(SEED)
+    observed: list[Key]
+    next_rows: list[tuple[Rows, Rows]]
+    copied_every: int
+    carried: list[tuple[Key, Rows, Rows, Rows]]
+    states: list[tuple[Rows, bool]]
+    marks: list[tuple[Rows, bool]]
+    fills: list[tuple[Fill, bool]]
+    host_fills: list[tuple[Fill, bool]]
+    is_fine: Callable[[], bool] | None
+    row_is_fine: Callable[[int], bool] | None
+    mirrored: list[Key]
+    flags: list[Array]
+    version: Array | None
+    valid: Array | None
+    resumed: Array | None
+    seed: Array | None
+    version_there: Rows
+    resumed_there: Rows
 
 
-def _fills(lane: Lane, values: Mapping[Key, bool]) -> list[tuple[Callable[[Any], Any], Any]]:
+def views_of(lane: Lane, env: EnvBatch, carry: Carry, options: RolloutOptions) -> LaneViews:
+    """Return the parts of a lane for a group with these environments; ``carry`` gets memory for the
+    carried columns.
+    """
+    data = lane.data
+    arrays = lane.arrays
+    of_env = env.spec.carried_specs
+    next_rows = []
+    copied_every = NEVER
+    if not (writes_next(env) or options.compact_obs):
+        for key in of_env:
+            next_rows.append((data[next_of(key)], data[key][1:]))
+        row_bytes = sum(carry[key].nbytes for key in of_env)
+        copied_every = max(1, CACHE_BYTES // max(row_bytes, 1))
+    carried = []
+    states = []
+    for column in lane.layout.columns:
+        if not column.carry:
+            continue
+        carry.of(column)  # allocates it
+        key = column.key
+        rows = data[key]
+        carried.append((key, rows, rows[:1], rows[lane.T :]))
+        if key not in of_env:
+            states.append((rows, key == IS_INIT))
+    values = marks_of(lane)
+    marks = []
+    for part in (data, arrays) if lane.mirrored else (arrays,):
+        for key, value in values.items():
+            if key in part:
+                marks.append((part[key], value))
+    host_fills: list[tuple[Fill, bool]] = []
+    mirrored: list[Key] = []
+    if lane.mirrored:
+        host_fills = [(arrays[key].fill, values[key]) for key in values if key in arrays]
+        mirrored = [column.key for column in lane.layout.tensor_columns if column.host]
+    flags = (env.spec.reward_key, DONE, TERMINATED, TRUNCATED, TRAJ_IDS)
+    return LaneViews(
+        observed=list(of_env),
+        next_rows=next_rows,
+        copied_every=copied_every,
+        carried=carried,
+        states=states,
+        marks=marks,
+        fills=_fills(lane, values),
+        host_fills=host_fills,
+        is_fine=quick_check(lane, env.spec, options.validate),
+        row_is_fine=quick_row_check(lane, env.spec, options.validate),
+        mirrored=mirrored,
+        flags=[arrays[key] for key in flags],
+        version=arrays.get(POLICY_VERSION),
+        valid=arrays.get(VALID),
+        resumed=arrays.get(RESUMED),
+        seed=arrays.get(SEED),
+        version_there=data.get(POLICY_VERSION),
+        resumed_there=data.get(RESUMED),
+    )
+
+
+def _fills(lane: Lane, values: Mapping[Key, bool]) -> list[tuple[Fill, bool]]:
     """Return functions that fill the columns with these values, and the values: one for columns
     beside each other.
     """
-    fills: list[tuple[Callable[[Any], Any], Any]] = []
+    fills: list[tuple[Fill, bool]] = []
     block: Any = lane.block
     offsets = lane.layout.offsets
     runs = groupby(lane.layout.tensor_columns, key=lambda column: values.get(column.key))

@@ -28,7 +28,7 @@ from muster.rollout.ends import (
 )
 from muster.rollout.group import FirstCall, Group, Reports
 from muster.rollout.hooks import rendering, watching
-from muster.rollout.lane_views import TERMINATED, TRUNCATED, LaneViews
+from muster.rollout.lane_views import TERMINATED, TRUNCATED, LaneViews, views_of
 from muster.rollout.marks import NextObservations, end_agents, mark_end, mark_valid
 from muster.rollout.on_device import DeviceRows, OnDevice, device_rows, needs_of_request
 from muster.rollout.progress import BEFORE, KNOWN, Phase, Progress
@@ -95,7 +95,7 @@ class Rollout:
         self.tally = tally
         views: LaneViews | None = lane.cache.get(group)
         if views is None:
-            views = lane.cache[group] = LaneViews(group.env, group.carry, group.options, lane)
+            views = lane.cache[group] = views_of(lane, group.env, group.carry, group.options)
         self.views = views
         self.next_obs = NextObservations(views.observed, views.next_rows, views.copied_every)
         self.paused: Prepared | None = None
@@ -107,7 +107,6 @@ class Rollout:
         self.absent = request.absent
         # its rows are completed on the device, and the host does not wait for them
         self._there: DeviceRows | None = None
-        self._is_computed = False  # see ``compute_there``
         self.waiting: Waiting
         self.ends: Ends
         self._limit: StepLimit | None = None
@@ -602,44 +601,17 @@ class Rollout:
             frames, n, episodes, self.next_obs.finals, left_out=not self.waiting.is_idle
         )
 
-    @property
-    def is_completed_there(self) -> bool:
-        """Whether its columns are completed on the device, as far as is known now."""
-        return self._there is not None and self.waiting.is_idle
-
-    def prepare_there(self) -> None:
-        """Prepare ``compute_there``; some of it is done on the host."""
-        on_device = self.group.on_device
-        assert on_device is not None and self._there is not None
-        on_device.look()
-        on_device.prepare(self._there)
-
-    def compute_there(self) -> None:
-        """Complete all columns on the device, and carry the last rows on.
-
-        These are operations of the device only, and the same for each rollout into the lane, which
-        can be recorded as a graph: then ``computed_there`` follows its replay.
-        """
-        on_device = self.group.on_device
-        assert on_device is not None and self._there is not None
-        on_device.compute(self._there)
-        for key, _, _, last in self.views.carried:
-            self.group.carry.take(key, last, ())
-        self._is_computed = True
-
-    def computed_there(self) -> None:
-        """Note that a graph has done what ``compute_there`` does."""
-        self._is_computed = True
-
     def _finish_there(self, rows: DeviceRows) -> RolloutOutcome:
         """Complete all columns on the device."""
         group = self.group
         lane = self.lane
         on_device = group.on_device
         assert on_device is not None
-        if not self._is_computed:
-            self.prepare_there()
-            self.compute_there()
+        on_device.look()
+        on_device.prepare(rows)
+        on_device.compute(rows)
+        for key, _, _, last in self.views.carried:
+            group.carry.take(key, last, ())
         closes = self.request.closes
         if group.options.set_truncated and closes:
             limited = bool(group.options.max_frames_per_traj)
