@@ -4,8 +4,8 @@ Tests wait half of their time, for deadlines and for processes that end. So ``ma
 processes than CI has cores. They are split in halves:
 
 - The tests of nodes have the second half: Ray and gloo start threads and open files in a process
-  that other tests would count. Those of Ray have the last process: each process that connects
-  starts a cluster.
+  that other tests would count. Those of Ray begin in the last process, and others help when they
+  have run their own: each process that connects starts a cluster.
 - The tests that count threads, files or memory, or that fork (``COUNTS``), have the first half.
 - All other files are for whichever process has nothing else to do.
 
@@ -50,7 +50,7 @@ def kinds_for(number: int, processes: int) -> list[str]:
     if number < processes // 2:
         return ["counts", "any"]
     if number < processes - 1:
-        return ["nodes", "any"]
+        return ["nodes", "ray", "any"]
     return ["ray", "nodes", "any"]
 
 
