@@ -563,18 +563,20 @@ def test_data_of_an_interrupted_rollout_is_marked(kind):
 
 
 def test_a_preempted_batch_has_what_was_acted_for():
-    """Environment 1 waits until the other one is done, which opens the gate by closing its episode."""
+    """Environment 1 waits until the other one has made its last step. It has a thousand to make, in
+    which the news comes that it is late.
+    """
 
     class Last(Numbered):
         def step(self, action: int) -> Any:
             got = super().step(action)
-            if self.number == 0 and self.executed == 10:
+            if self.number == 0 and self.executed == 1000:
                 GATE.set()
             return got
 
     factories = [partial(Last, 0), partial(Last, 1, waits=True)]
     options: dict[str, Any] = {
-        "frames_per_batch": 20,
+        "frames_per_batch": 2000,
         "preemptive_threshold": 0.5,
         "inference": CentralInference(max_wait_s=0),
     }
