@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 import weakref
@@ -16,6 +17,8 @@ from muster.utils.whole_files import file_errors, make_folder, written_elsewhere
 
 if TYPE_CHECKING:
     import torch
+
+_log = logging.getLogger("muster.profiling")
 
 ACTIVITIES = ("cpu", "cuda")
 PASSED_ON = ("record_shapes", "profile_memory", "with_stack", "with_flops")
@@ -140,7 +143,7 @@ class RolloutProfiler:
         profile.start()
         self._profile = profile
         # torch crashes if the process exits during recording
-        self._at_exit = weakref.finalize(self, profile.stop)
+        self._at_exit = weakref.finalize(self, _stop_at_exit, profile)
 
     def step(self) -> None:
         """Record the end of a rollout. Does nothing while not running."""
@@ -178,3 +181,16 @@ def _available(activities: Sequence[str]) -> list[torch.profiler.ProfilerActivit
     if not usable:
         raise BadOption(f"activities={list(activities)!r}: there is no CUDA device here to profile")
     return usable
+
+
+def _stop_at_exit(profile: torch.profiler.profile) -> None:
+    """Stop a profile when the process ends. torch may not be able to read the names in its stacks
+    any more, since the code of the main module is gone.
+    """
+    try:
+        profile.stop()
+    except UnicodeDecodeError:
+        _log.warning(
+            "The program ended while it was profiled, and torch cannot read the stacks any more: no"
+            " trace is written. Call disable_profile() before the end, or set with_stack=False."
+        )
