@@ -360,7 +360,8 @@ class Engine:
         self.in_batch = not closes
         memory = self.memory
         if memory is not None and remembered:
-            self._prepare(memory, self.acting if is_chosen else self._who_acts(0))
+            if not memory.is_open:
+                self._open(memory, self.acting if is_chosen else self._who_acts(0))
         elif memory is not None:
             memory.forget()  # the rows that follow do not continue those that were written
             memory = None
@@ -384,12 +385,11 @@ class Engine:
             batch, hidden, frames, self.ended.collected, self.last.env_ids, filled.results
         )
 
-    def _prepare(self, memory: MemoryWriter, acting: str) -> None:
+    def _open(self, memory: MemoryWriter, acting: str) -> None:
         """Open the memory before the first rollout that it gets, in which ``acting`` acts: another
         policy would make a first call that no rollout uses.
         """
-        if not memory.is_open:
-            memory.open(self._layout_for(acting), self.rows)
+        memory.open(self._layout_for(acting), self.rows)
 
     def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
         """See ``Collector.set_post_collect_hook``."""
@@ -420,7 +420,7 @@ class Engine:
             assert self.memory is not None
             policy = self._who_acts(0)
             if not self.memory.is_open:
-                self._prepare(self.memory, policy)
+                self._open(self.memory, policy)
             version = self.weights.hold()
             try:
                 results = rows.collect(next(self.source.pool.numbers), policy, version)

@@ -484,8 +484,7 @@ class Rollout:
                 over = lane.arrays[TRAJ_DONE][t:n]
             episodes = self._advance_clock(clock, t, flags, over)
         self._settled = n
-        finals = self.next_obs.finals
-        return RolloutOutcome(lane.B, 1, episodes, self.next_obs.take_finals() if finals else ())
+        return RolloutOutcome(lane.B, 1, episodes, self.next_obs.take_finals())
 
     def _advance_clock(
         self,
@@ -547,9 +546,8 @@ class Rollout:
             is_whole = n == lane.T and self.waiting.is_idle
             if is_whole and not needs_of_request(self.request, self._watch):
                 return self._finish_there(self._there)
-            lane.completed_there()
-            lane.bring_to_host()
-        if lane.mirrored:
+            lane.pull(views.mirrored)
+        elif lane.mirrored:
             lane.pull((group.env.spec.reward_key, TERMINATED, TRUNCATED))
         flags = views.flags if n == lane.T else [rows[:n] for rows in views.flags]
         _, done, terminated, truncated, _ = flags

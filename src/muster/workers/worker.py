@@ -274,8 +274,7 @@ class Worker:
         # collector
         error = None
         if self._log is not None:
-            if lane.mirrored:
-                lane.bring_to_host()
+            lane.bring_to_host()
             self._log(result, lane, begin)
         return result
 
