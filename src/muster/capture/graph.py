@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from muster.utils.devices import with_index
+
 
 class Graph(Protocol):
     """A sequence of operations on a device.
@@ -136,8 +138,7 @@ def default_generator(device: torch.device) -> torch.Generator:
     """Return the generator of a device that operations without a generator draw from."""
     if device.type != "cuda":
         return torch.default_generator
-    index = torch.cuda.current_device() if device.index is None else device.index
-    found: torch.Generator = torch.cuda.default_generators[index]
+    found: torch.Generator = torch.cuda.default_generators[with_index(device).index]
     return found
 
 

@@ -36,6 +36,7 @@ from muster.capture.graph import Graph, GraphPool, default_generator
 from muster.capture.held import OF_POLICY, HeldState
 from muster.capture.state import Contents, Survey, compare, same_bits, survey
 from muster.errors import BadOption, CaptureRefused, described
+from muster.keys import dotted
 from muster.memory.slots import Lane
 from muster.observing.stats import CaptureStats
 from muster.protocols import Act, EnvBatch, Policy, Step
@@ -410,7 +411,7 @@ class Trial:
     ) -> None:
         lane = self._lane
         differing = [
-            ".".join(column.key)
+            dotted(column.key)
             for column in lane.layout.tensor_columns
             if not same_bits(_part(lane, column.key, self._block), _part(lane, column.key, block))
         ]
@@ -462,7 +463,7 @@ def hindrance(env: EnvBatch, kinds: Mapping[str, Any]) -> str:
         if not spec.is_tensor
     ]
     if objects:
-        return f"{'.'.join(objects[0])} are Python objects"
+        return f"{dotted(objects[0])} are Python objects"
     return ""
 
 

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from muster.memory.slots import Lane, Slot
+from muster.utils.devices import with_index
 
 MOST_ENTRIES = 50_000  # of a survey
 MOST_DEPTH = 60
@@ -446,13 +447,6 @@ def _looked_up(owner: type | dict[str, Any], name: str) -> Any:
     return (vars(owner) if isinstance(owner, type) else owner).get(name, _MISSING)
 
 
-def with_index(device: torch.device) -> torch.device:
-    """Return a device with its number: "cuda" is the current one."""
-    if device.type != "cuda" or device.index is not None:
-        return device
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 class Length(int):
     """The length of a container."""
 
@@ -611,10 +605,6 @@ class Contents:
             if id(tensor) not in written and not share_memory(tensor, besides):
                 written.add(id(tensor))
                 distinct(tensor.detach()).copy_(distinct(saved, like=tensor))
-        self.load_generators()
-
-    def load_generators(self) -> None:
-        """Set the generators' states."""
         for generator, state in self._states:
             generator.set_state(state)
 

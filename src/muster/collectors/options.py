@@ -34,6 +34,7 @@ from muster.policies.agents import per_agent
 from muster.utils.addresses import host_and_port
 from muster.utils.checked import Details, Limit, Number, PositiveNumber, Seed, list_of_seeds
 from muster.utils.containers import is_several
+from muster.utils.devices import with_index
 from muster.utils.integers import integer
 from muster.utils.whole_files import check_folder
 from muster.workers.options import WorkerOptions
@@ -248,9 +249,7 @@ def _device(name: str, value: Any, *, here: bool = True) -> torch.device | None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadOption(f"{name}={value!r}: this machine or this build of torch has no CUDA device")
     # tensors name the index, and the two are compared
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
+    return with_index(device)
 
 
 def _half_of_memory() -> int:

@@ -40,6 +40,7 @@ from muster.rollout.marks import nested_truncations
 from muster.rollout.options import RolloutOptions
 from muster.rollout.progress import Progress
 from muster.utils.attributes import name_of
+from muster.utils.devices import with_index
 from muster.workers.config import WorkerConfig
 from muster.workers.options import WorkerOptions, WorkerSetting
 
@@ -83,7 +84,7 @@ def _device_here(name: str, device: torch.device | None) -> torch.device | None:
         raise BadOption(
             f"{name}={str(device)!r}: the machine of this worker has {count} CUDA devices"
         )
-    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+    return with_index(device)
 
 
 def build_envs(
