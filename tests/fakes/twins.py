@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,6 +80,16 @@ class Twins:
             assert_same(a, b)
             del a, b  # their slots are the next ones
             self.same_around(f"batch {number}")
+
+    @contextmanager
+    def keeping(self, batches: int) -> Iterator[None]:
+        """The next batches are kept, and what is done meanwhile does not change them."""
+        kept = [self.do(Collector.next) for _ in range(batches)]
+        copies = [b.clone() for _, b in kept]
+        yield
+        for (a, b), copied in zip(kept, copies, strict=True):
+            assert_same(a, b)
+            assert_same(copied, b)
 
     def same_around(self, where: str = "") -> None:
         """Records, counters, the environments' own state and all random numbers are equal."""

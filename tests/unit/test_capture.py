@@ -27,6 +27,7 @@ from muster.observing.snapshots import EpisodeTotals, snapshot
 from muster.testing import TorchCartPole
 from tests.fakes import torch_envs
 from tests.fakes.device_rows import on_device
+from tests.fakes.recorded_policies import Chooses, Recurrent, Sampling
 from tests.fakes.tape import TapePool
 from tests.fakes.twins import B, Kept, Twins, state_of
 from tests.tools import assert_accounted, assert_same
@@ -55,52 +56,14 @@ def net(outputs: int = 2, inputs: int = 4) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
 
 
-class Sampling(nn.Module):
-    """Draws from the global generator, and returns an extra."""
-
-    def __init__(self, inputs: int = 4) -> None:
-        super().__init__()
-        self.net = net(inputs=inputs)
-
-    def forward(self, obs: torch.Tensor) -> Any:
-        log_probs = self.net(obs).log_softmax(-1)
-        action = (log_probs - torch.empty_like(log_probs).exponential_().log()).argmax(-1)
-        return action, {"value": log_probs.gather(-1, action[:, None])[:, 0]}
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.cell = nn.GRUCell(4, 6)
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, obs: torch.Tensor, state: torch.Tensor | None) -> Any:
-        state = self.cell(obs, state)
-        return self.head(state).argmax(-1), state
-
-
-class Chooses(nn.Module):
-    """A module for TensorDicts: logits, and an action drawn with torch's generator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-
-    def forward(self, obs: torch.Tensor) -> Any:
-        logits = self.net(obs)
-        noise = torch.rand_like(logits)
-        return (logits + noise).argmax(-1), logits
-
-
 POLICIES: dict[str, Callable[[], Any]] = {
     "random": lambda: None,
     "head": lambda: policies.categorical(net()),
     "greedy": lambda: policies.deterministic(net()),
-    "module": Sampling,
+    "module": lambda: Sampling(net()),
     "function": lambda: lambda obs: (obs[:, 2] > 0).long(),
-    "recurrent": Recurrent,
-    "tensordict": lambda: TensorDictModule(Chooses(), ["observation"], ["action", "logits"]),
+    "recurrent": lambda: Recurrent(6),
+    "tensordict": lambda: TensorDictModule(Chooses(net()), ["observation"], ["action", "logits"]),
 }
 
 
@@ -361,12 +324,8 @@ def test_several_groups_and_batches_that_are_kept(pools):
     makes = [CartPole, partial(CartPole, autoreset=AutoresetMode.DISABLED)]
     with Twins(makes, POLICIES["head"], frames_per_batch=2 * 8 * B) as twins:
         twins.alike(4)
-        kept = [twins.do(Collector.next) for _ in range(4)]
-        copies = [b.clone() for _, b in kept]
-        twins.alike(5)
-        for (a, b), copied in zip(kept, copies, strict=True):
-            assert_same(a, b)
-            assert_same(copied, b)
+        with twins.keeping(4):
+            twins.alike(5)
         assert len(pools) == 2
         assert twins.replays >= 6
 
@@ -553,12 +512,8 @@ def test_a_policy_that_keeps_its_last_observations(pools):
 
     with Twins(CartPole, Keeps, execution=Execution(executor=False)) as twins:
         twins.alike(4)
-        kept = [twins.do(Collector.next) for _ in range(4)]
-        copies = [b.clone() for _, b in kept]
-        twins.alike(5)
-        for (a, b), copied in zip(kept, copies, strict=True):
-            assert_same(a, b)
-            assert_same(copied, b)
+        with twins.keeping(4):
+            twins.alike(5)
         assert twins.replays >= 4
 
 

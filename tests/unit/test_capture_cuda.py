@@ -17,6 +17,7 @@ from muster import Collector, Execution, ReplayMemory, policies
 from muster.errors import CaptureRefused
 from muster.testing import TorchCartPole, TorchGridWorld, TorchPendulum
 from tests.fakes import torch_envs
+from tests.fakes.recorded_policies import Chooses, Recurrent, Sampling
 from tests.fakes.twins import Twins as TwinsOnTheHost
 from tests.tools import assert_same
 
@@ -39,47 +40,12 @@ def net(outputs: int = 2, inputs: int = 4) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(64, outputs)).to(CUDA)
 
 
-class Sampling(nn.Module):
-    """Draws from the global generator, and returns an extra."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-
-    def forward(self, obs: torch.Tensor) -> Any:
-        log_probs = self.net(obs).log_softmax(-1)
-        action = (log_probs - torch.empty_like(log_probs).exponential_().log()).argmax(-1)
-        return action, {"value": log_probs.gather(-1, action[:, None])[:, 0]}
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.cell = nn.GRUCell(4, 16).to(CUDA)
-        self.head = nn.Linear(16, 2).to(CUDA)
-
-    def forward(self, obs: torch.Tensor, state: torch.Tensor | None) -> Any:
-        state = self.cell(obs, state)
-        return self.head(state).argmax(-1), state
-
-
-class Chooses(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-
-    def forward(self, obs: torch.Tensor) -> Any:
-        logits = self.net(obs)
-        return (logits + torch.rand_like(logits)).argmax(-1), logits
-
-
 POLICIES: dict[str, Callable[[], Any]] = {
     "random": lambda: None,
     "head": lambda: policies.categorical(net()),
-    "module": Sampling,
-    "recurrent": Recurrent,
-    "tensordict": lambda: TensorDictModule(Chooses(), ["observation"], ["action", "logits"]),
+    "module": lambda: Sampling(net()),
+    "recurrent": lambda: Recurrent(16, CUDA),
+    "tensordict": lambda: TensorDictModule(Chooses(net()), ["observation"], ["action", "logits"]),
 }
 
 
@@ -173,7 +139,7 @@ class Sampling2(nn.Module):
 
 
 def test_weights_change_between_replays():
-    with Twins(cart_pole(), Sampling, frames_per_batch=8 * 64) as twins:
+    with Twins(cart_pole(), POLICIES["module"], frames_per_batch=8 * 64) as twins:
         for number in range(8):
             twins.alike(1)
             for policy in twins.policies:
@@ -190,18 +156,14 @@ def test_resets_seeds_groups_and_batches_that_are_kept():
     makes = [cart_pole(64), cart_pole(64, AutoresetMode.DISABLED)]
     with Twins(makes, POLICIES["head"], frames_per_batch=2 * 8 * 64) as twins:
         twins.alike(4)
-        kept = [twins.do(Collector.next) for _ in range(4)]
-        copies = [b.clone() for _, b in kept]
-        for call in (
-            lambda c: c.reset([1, 3, 70]),
-            lambda c: c.set_seed(8),
-            lambda c: c.collect_batch(n_step=5 * 128),
-        ):
-            twins.do(call)
-            twins.alike(3)
-        for (a, b), copied in zip(kept, copies, strict=True):
-            assert_same(a, b)
-            assert_same(copied, b)
+        with twins.keeping(4):
+            for call in (
+                lambda c: c.reset([1, 3, 70]),
+                lambda c: c.set_seed(8),
+                lambda c: c.collect_batch(n_step=5 * 128),
+            ):
+                twins.do(call)
+                twins.alike(3)
         assert twins.replays
 
 
