@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from muster.keys import Key
+from muster.memory.asides import Asides
 from muster.memory.native import Rows
 from muster.memory.ring import Ring
 from muster.memory.slots import as_tensor
@@ -47,16 +48,10 @@ class SavedRows:
         if stored.masked is not None:
             found["masked"] = self._copied(stored.masked, first, end)
         places = self._ring.places_of(np.arange(first * self._ring.B, end * self._ring.B))
-        index, leaves = stored.asides.of_cells(places)
-        found["aside"] = torch.from_numpy(index)
-        for i, key in enumerate(stored.observed):
-            found[f"aside.{i}"] = as_tensor(leaves[key]).cpu()
+        found |= _kept(stored.asides, places, "aside", stored.observed)
         if stored.frames is not None:
             found["depth"] = self._copied(stored.frames.depth, first, end)
-            index, leaves = stored.frames.wholes.of_cells(places)
-            found["whole"] = torch.from_numpy(index)
-            for i, key in enumerate(stored.stacked):
-                found[f"whole.{i}"] = as_tensor(leaves[key]).cpu()
+            found |= _kept(stored.frames.wholes, places, "whole", stored.stacked)
         return found
 
     def newest(self) -> Tensors:
@@ -94,21 +89,12 @@ class SavedRows:
         if "masked" in rows:
             self._put(stored.make_maskable(), first, rows["masked"], skipped)
         index = rows["aside"].numpy()
-        chosen = np.flatnonzero(index >= (lo - first) * ring.B)
         if len(index) and not 0 <= index.min() <= index.max() < n * ring.B:
             raise ValueError("what is kept aside is of no row")
-        stored.asides.keep(
-            ring.places_of(first * ring.B + index[chosen]),
-            {key: rows[f"aside.{i}"][chosen] for i, key in enumerate(stored.observed)},
-        )
+        self._keep(stored.asides, first, lo - first, rows, "aside", stored.observed)
         if stored.frames is not None:
             self._put(stored.frames.depth, first, rows["depth"], skipped)
-            index = rows["whole"].numpy()
-            chosen = np.flatnonzero(index >= skipped * ring.B)
-            stored.frames.wholes.keep(
-                ring.places_of(first * ring.B + index[chosen]),
-                {key: rows[f"whole.{i}"][chosen] for i, key in enumerate(stored.stacked)},
-            )
+            self._keep(stored.frames.wholes, first, skipped, rows, "whole", stored.stacked)
 
     def restore(self, lo: int, hi: int, newest: Mapping[str, torch.Tensor]) -> None:
         """Make the rows from ``lo`` to ``hi`` readable, which were put, and continue from
@@ -120,9 +106,8 @@ class SavedRows:
         ring.continue_from(lo, hi, newest["episode"].numpy(), newest["fresh"].numpy())
         place = ring.next_place
         seam = hi // ring.places * ring.places  # the newest row at place 0
-        has_seam = (
-            lo - ring.reach < seam < hi
-        )  # what follows the row before it is in the extra place
+        # what follows the row before the seam is in the extra place
+        has_seam = lo - ring.reach < seam < hi
         stacks: dict[Key, torch.Tensor] = {}
         for i, column in enumerate(stored.columns):
             if not column.carry:
@@ -144,6 +129,24 @@ class SavedRows:
         parts = self._stored.parts(first, end)
         return torch.cat([as_tensor(rows[part]).cpu() for part in parts])
 
+    def _keep(
+        self,
+        asides: Asides,
+        first: int,
+        least: int,
+        rows: Mapping[str, torch.Tensor],
+        name: str,
+        keys: Sequence[Key],
+    ) -> None:
+        """Put what ``_kept`` has returned for rows that begin with row ``first``, from the ``least``
+        of them on.
+        """
+        ring = self._ring
+        index = rows[name].numpy()
+        chosen = np.flatnonzero(index >= least * ring.B)
+        places = ring.places_of(first * ring.B + index[chosen])
+        asides.keep(places, {key: rows[f"{name}.{i}"][chosen] for i, key in enumerate(keys)})
+
     def _put(self, there: Rows | Array, first: int, rows: torch.Tensor, skipped: int) -> None:
         into = as_tensor(there)
         if rows.shape[1:] != into.shape[1:] or rows.dtype != into.dtype:
@@ -156,3 +159,12 @@ class SavedRows:
             end = begin + part.stop - part.start
             into[part] = rows[begin:end].to(into.device)
             begin = end
+
+
+def _kept(asides: Asides, places: Array, name: str, keys: Sequence[Key]) -> Tensors:
+    """Return copies of what is kept aside for cells at ``places``, and the indices of these cells."""
+    index, leaves = asides.of_cells(places)
+    found = {name: torch.from_numpy(index)}
+    for i, key in enumerate(keys):
+        found[f"{name}.{i}"] = as_tensor(leaves[key]).cpu()
+    return found
