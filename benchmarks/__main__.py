@@ -23,7 +23,9 @@ PARTS = ("speed", "import", "soak")
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "--quick", action="store_true", help="a minute: few workloads, no peers but SyncVectorEnv"
+        "--quick",
+        action="store_true",
+        help="a minute: few workloads, no peers but SyncVectorEnv",
     )
     parser.add_argument(
         "--workload", action="append", choices=WORKLOADS, help="repeatable; default all"
@@ -32,7 +34,9 @@ def parse() -> argparse.Namespace:
         "--system", action="append", choices=SYSTEMS, help="repeatable; default all"
     )
     parser.add_argument("--slices", type=int, help="rounds (default 9; quick 4)")
-    parser.add_argument("--seconds", type=float, help="per slice (default 0.4; quick 0.25)")
+    parser.add_argument(
+        "--seconds", type=float, help="per slice (default 0.4; quick 0.25)"
+    )
     parser.add_argument(
         "--clock",
         choices=("wall", "cpu"),
@@ -40,10 +44,16 @@ def parse() -> argparse.Namespace:
         help="cpu: for a machine in use by others",
     )
     parser.add_argument(
-        "--soak", type=int, metavar="FRAMES", help="also watch memory over so many frames"
+        "--soak",
+        type=int,
+        metavar="FRAMES",
+        help="also watch memory over so many frames",
     )
     parser.add_argument(
-        "--only", choices=PARTS, action="append", help="repeatable; default speed, import"
+        "--only",
+        choices=PARTS,
+        action="append",
+        help="repeatable; default speed, import",
     )
     runner.add_python_option(parser)
     parser.add_argument(
@@ -56,11 +66,15 @@ def main() -> None:
     options = parse()
     os.environ.update(runner.ONE_THREAD)
     start = time.perf_counter()
-    workloads = options.workload or (QUICK_WORKLOADS if options.quick else tuple(WORKLOADS))
+    workloads = options.workload or (
+        QUICK_WORKLOADS if options.quick else tuple(WORKLOADS)
+    )
     systems = options.system or [
         name for name, entry in SYSTEMS.items() if entry.quick or not options.quick
     ]
-    default_parts = ("speed",) if options.quick or options.system or options.workload else PARTS[:3]
+    default_parts = (
+        ("speed",) if options.quick or options.system or options.workload else PARTS[:3]
+    )
     parts = set(options.only or default_parts) | ({"soak"} if options.soak else set())
     slices = options.slices or (4 if options.quick else 9)
     seconds = options.seconds or (0.25 if options.quick else 0.4)
@@ -126,7 +140,9 @@ def import_cost(repeats: int = 5) -> dict[str, float]:
                 env=runner.environment(),
             )
             found[name].append(json.loads(run.stdout))
-    result = {name: round(statistics.median(values), 3) for name, values in found.items()}
+    result = {
+        name: round(statistics.median(values), 3) for name, values in found.items()
+    }
     print(
         "\nCPU seconds to import: "
         + ", ".join(f"{name} {value:.3f}" for name, value in result.items())

@@ -19,7 +19,9 @@ from benchmarks.systems import SYSTEMS
 from benchmarks.workers_targets import Figure, Speed
 from benchmarks.workloads import Workload
 
-Case = TypeVar("Case", bound=Workload)  # with ``systems``, the names of those that are measured
+Case = TypeVar(
+    "Case", bound=Workload
+)  # with ``systems``, the names of those that are measured
 More = Callable[[runner.Homes, Sequence[str]], tuple[list[Figure], Mapping[str, Any]]]
 
 
@@ -58,7 +60,9 @@ def run_cases(
         {system for case in chosen for system in _systems(case)}, options.python
     )
     results: report.Results = {}
-    with runner.Homes(interpreters, partial(runner.WorkerProcess, module=f"{name}_child")) as homes:
+    with runner.Homes(
+        interpreters, partial(runner.WorkerProcess, module=f"{name}_child")
+    ) as homes:
         for case in chosen:
             since, systems = time.perf_counter(), _systems(case)
             measured = runner.measure_one(
@@ -75,7 +79,9 @@ def run_cases(
                 f"\n{_table(measured, case, bases(case))}\n({time.perf_counter() - since:.0f} s)",
                 flush=True,
             )
-        figures = [target.figure(results) for target in targets if target.workload in results]
+        figures = [
+            target.figure(results) for target in targets if target.workload in results
+        ]
         found: Mapping[str, Any] = {}
         if more is not None:
             further, found = more(homes, [*results])
@@ -101,8 +107,12 @@ def _parse(
     seconds: float,
     clock: runner.Clock,
 ) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
-    parser.add_argument("--case", action="append", choices=cases, help="repeatable; default all")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=description
+    )
+    parser.add_argument(
+        "--case", action="append", choices=cases, help="repeatable; default all"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
         "--seconds", type=float, default=seconds, help=f"per slice (default {seconds})"
@@ -123,7 +133,9 @@ def _systems(case: Any) -> Sequence[str]:
     return systems
 
 
-def _table(series: Mapping[str, runner.Series], case: Workload, bases: Sequence[str]) -> str:
+def _table(
+    series: Mapping[str, runner.Series], case: Workload, bases: Sequence[str]
+) -> str:
     """All systems of a case; ``us/step`` is of a time step of all environments."""
     rows = [
         [f"{case.name}: {case.describe}"],

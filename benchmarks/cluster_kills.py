@@ -70,7 +70,11 @@ def kills(collector: Any, count: int) -> Watch:
             of = batch()
             now = time.monotonic()
             state = collector.stats().workers[node]
-            if not joined and state.pid not in (0, before.pid) and state.state == "working":
+            if (
+                not joined
+                and state.pid not in (0, before.pid)
+                and state.state == "working"
+            ):
                 joined = now - at
             if of != node:
                 watch.gaps.append(now - last)
@@ -149,7 +153,9 @@ def table(found: dict[str, Any]) -> str:
     joined, first = found["joined_s"], found["first_batch_s"]
     return report.aligned(
         [
-            [f"{found['kills']} kills of a node, one after the other; {WORKLOAD.describe}"],
+            [
+                f"{found['kills']} kills of a node, one after the other; {WORKLOAD.describe}"
+            ],
             ["", "asked", "median", "maximum"],
             [
                 "seconds until the node has joined again",
@@ -157,14 +163,24 @@ def table(found: dict[str, Any]) -> str:
                 f"{joined['median']:g}",
                 f"{joined['max']:g}",
             ],
-            ["seconds until its first batch", "", f"{first['median']:g}", f"{first['max']:g}"],
+            [
+                "seconds until its first batch",
+                "",
+                f"{first['median']:g}",
+                f"{first['max']:g}",
+            ],
             [
                 "longest wait for a batch of another node, seconds",
                 "",
                 "",
                 f"{found['longest_wait_for_others_s']:g}",
             ],
-            ["the same before the kills", "", "", f"{found['longest_wait_before_kills_s']:g}"],
+            [
+                "the same before the kills",
+                "",
+                "",
+                f"{found['longest_wait_before_kills_s']:g}",
+            ],
             ["frames unaccounted for", "0", "", f"{found['unaccounted']}"],
             [
                 "frames that were lost, and counted as such",
@@ -185,13 +201,21 @@ def table(found: dict[str, Any]) -> str:
 def quantiles(values: list[float]) -> dict[str, float]:
     """Median, IQR and maximum."""
     median, spread = report.median_iqr(values)
-    return {"median": round(median, 3), "iqr": round(spread, 3), "max": round(max(values), 3)}
+    return {
+        "median": round(median, 3),
+        "iqr": round(spread, 3),
+        "max": round(max(values), 3),
+    }
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster_kills", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cluster_kills", description=__doc__
+    )
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--output", type=Path, default=report.RESULTS / "cluster_kills.json")
+    parser.add_argument(
+        "--output", type=Path, default=report.RESULTS / "cluster_kills.json"
+    )
     return parser.parse_args()
 
 
@@ -213,7 +237,9 @@ def main() -> None:
     options.output.write_text(
         json.dumps({"machine": report.machine(), "distributed": found}, indent=1) + "\n"
     )
-    print(f"{table(found)}\n\n{time.perf_counter() - begin:.0f} s; written to {options.output}")
+    print(
+        f"{table(found)}\n\n{time.perf_counter() - begin:.0f} s; written to {options.output}"
+    )
 
 
 if __name__ == "__main__":

@@ -32,9 +32,7 @@ from benchmarks.workers_systems import PAIRS, Crewed
 from benchmarks.workloads import WORKLOADS, Workload
 
 SLOW_ID = "MusterBench/SlowFrames-v0"
-RAY_ADDRESS = (
-    "MUSTER_BENCH_RAY"  # environment variable; the cluster that all systems with Ray share
-)
+RAY_ADDRESS = "MUSTER_BENCH_RAY"  # environment variable; the cluster that all systems with Ray share
 HEAVY = 10_000_000  # float32: 40 MB
 MEMORY = 512 * 2**20  # of an actor, for Ray's scheduler
 QUIET: dict[str, Any] = {"object_store_memory": 400 * 2**20, "include_dashboard": False}
@@ -44,9 +42,15 @@ gymnasium.register(
 )  # as ``FRAMES``, but a step costs what a small simulator's does
 
 
-CARTPOLE = Workload("nodes-cartpole", "CartPole-v1", 16, 128, "2 nodes, 8 CartPoles on each")
+CARTPOLE = Workload(
+    "nodes-cartpole", "CartPole-v1", 16, 128, "2 nodes, 8 CartPoles on each"
+)
 FRAMES = Workload(
-    "nodes-frames", envs.FRAMES, 8, 128, "2 nodes, 4 envs on each, 84x84x4 uint8, 20 us step"
+    "nodes-frames",
+    envs.FRAMES,
+    8,
+    128,
+    "2 nodes, 4 envs on each, 84x84x4 uint8, 20 us step",
 )
 SLOW_FRAMES = Workload(
     "nodes-slow-frames",
@@ -56,7 +60,11 @@ SLOW_FRAMES = Workload(
     "2 nodes, 4 envs on each, 84x84x4 uint8, 200 us step",
 )
 WEIGHTS = Workload(
-    "nodes-weights", "CartPole-v1", 4, 1, "4 nodes, 1 CartPole on each, 40 MB of weights, one step"
+    "nodes-weights",
+    "CartPole-v1",
+    4,
+    1,
+    "4 nodes, 1 CartPole on each, 40 MB of weights, one step",
 )
 
 
@@ -69,13 +77,17 @@ def serial(workload: Workload) -> Any:
 
     torch.set_num_threads(1)
     one = functools.partial(_wrapped, workload)
-    return GymWrapper(workload.make()) if workload.B == 1 else SerialEnv(workload.B, one)
+    return (
+        GymWrapper(workload.make()) if workload.B == 1 else SerialEnv(workload.B, one)
+    )
 
 
 def _wrapped(workload: Workload) -> Any:
     from torchrl.envs import GymWrapper
 
-    return GymWrapper(workload.make(), categorical_action_encoding=True, from_pixels=False)
+    return GymWrapper(
+        workload.make(), categorical_action_encoding=True, from_pixels=False
+    )
 
 
 def actor(workload: Workload) -> Any:
@@ -105,15 +117,26 @@ class TorchRL:
         nodes: how many.
     """
 
-    def __init__(self, workload: Workload, engine: str, *, sync: bool, nodes: int = 2) -> None:
+    def __init__(
+        self, workload: Workload, engine: str, *, sync: bool, nodes: int = 2
+    ) -> None:
         from torchrl.collectors import distributed
 
         share = replace(workload, B=workload.B // nodes)
         factories = [functools.partial(serial, share)] * nodes
-        own = distributed_options() if engine == "DistributedCollector" else ray_options(nodes)
+        own = (
+            distributed_options()
+            if engine == "DistributedCollector"
+            else ray_options(nodes)
+        )
         frames = workload.frames if sync else share.frames
         self.collector: Any = getattr(distributed, engine)(
-            factories, actor(share), frames_per_batch=frames, total_frames=10**9, sync=sync, **own
+            factories,
+            actor(share),
+            frames_per_batch=frames,
+            total_frames=10**9,
+            sync=sync,
+            **own,
         )
         self.batches: Iterator[Any] = iter(self.collector)
 
@@ -125,7 +148,11 @@ class TorchRL:
 
 
 def distributed_options() -> dict[str, Any]:
-    return {"launcher": "mp", "backend": "gloo", "tcp_port": 20_000 + os.getpid() % 20_000}
+    return {
+        "launcher": "mp",
+        "backend": "gloo",
+        "tcp_port": 20_000 + os.getpid() % 20_000,
+    }
 
 
 def ray_options(nodes: int, *, one_store: bool = False) -> dict[str, Any]:
@@ -144,7 +171,12 @@ def ray_options(nodes: int, *, one_store: bool = False) -> dict[str, Any]:
             "remote_configs": {"num_cpus": 0.1, "num_gpus": 0, "memory": MEMORY},
         }
     each = [
-        {"num_cpus": 0.1, "num_gpus": 0, "memory": MEMORY, "resources": {f"place-{i}": 1}}
+        {
+            "num_cpus": 0.1,
+            "num_gpus": 0,
+            "memory": MEMORY,
+            "resources": {f"place-{i}": 1},
+        }
         for i in range(nodes)
     ]
     address = os.environ[RAY_ADDRESS]
@@ -188,7 +220,9 @@ class Broadcast:
         collective: ``broadcast``; else four ``isend`` out of the same buffer.
     """
 
-    def __init__(self, workload: Workload, nodes: int = 4, *, collective: bool = True) -> None:
+    def __init__(
+        self, workload: Workload, nodes: int = 4, *, collective: bool = True
+    ) -> None:
         self._nodes, self._collective = nodes, collective
         path = Path(tempfile.mkdtemp(prefix="muster-bench-")) / "store"
         context = multiprocessing.get_context("fork")
@@ -205,7 +239,8 @@ class Broadcast:
             distributed.broadcast(self._buffer, 0)
         else:
             for work in [
-                distributed.isend(self._buffer, rank) for rank in range(1, self._nodes + 1)
+                distributed.isend(self._buffer, rank)
+                for rank in range(1, self._nodes + 1)
             ]:
                 assert work is not None
                 work.wait()
@@ -311,7 +346,10 @@ class Publish:
     def __init__(
         self, workload: Workload, engine: str, *, publish: bool, one_store: bool = False
     ) -> None:
-        self._nodes, self._publish = _heavy(workload, engine, one_store=one_store), publish
+        self._nodes, self._publish = (
+            _heavy(workload, engine, one_store=one_store),
+            publish,
+        )
 
     def rollout(self) -> int:
         if self._publish:
@@ -346,7 +384,11 @@ def _ours(engine: str, policy: str, *, sync: bool) -> dict[str, Crewed]:
     label = f"Muster {engine}, {how}, {policy}"
     return {
         f"{SHORT[engine]}-{how}-{policy}": Crewed(
-            "cluster_peers:Nodes", label, _NEEDS[engine], options=options, ahead=not sync
+            "cluster_peers:Nodes",
+            label,
+            _NEEDS[engine],
+            options=options,
+            ahead=not sync,
         )
     }
 
@@ -388,10 +430,14 @@ SPEED = {
 }
 PLAIN = {
     "broadcast": Crewed(
-        "cluster_peers:Broadcast", "torch.distributed.broadcast", options={"collective": True}
+        "cluster_peers:Broadcast",
+        "torch.distributed.broadcast",
+        options={"collective": True},
     ),
     "isends": Crewed(
-        "cluster_peers:Broadcast", "4 x torch.distributed.isend", options={"collective": False}
+        "cluster_peers:Broadcast",
+        "4 x torch.distributed.isend",
+        options={"collective": False},
     ),
 }
 ONE_STORE = {
@@ -400,7 +446,9 @@ ONE_STORE = {
         options={"engine": "RayCollector", "sync": True, "one_store": True},
     )
 }  # fmt: skip
-OF_WEIGHTS = {name: entry for short in OF_SHORT for name, entry in _weights(short).items()}
+OF_WEIGHTS = {
+    name: entry for short in OF_SHORT for name, entry in _weights(short).items()
+}
 SYSTEMS.update({**PAIRS, **SPEED, **PLAIN, **OF_WEIGHTS, **ONE_STORE})
 WORKLOADS.update({w.name: w for w in (CARTPOLE, FRAMES, SLOW_FRAMES, WEIGHTS)})
 

@@ -72,14 +72,24 @@ class Bound(workers_targets.Speed):
 SPEEDS = (
     *(
         workers_targets.Speed(
-            CARTPOLE.name, f"{ours} / torchrl", 5.0, (ours,), (f"torchrl-{short}-{how}",)
+            CARTPOLE.name,
+            f"{ours} / torchrl",
+            5.0,
+            (ours,),
+            (f"torchrl-{short}-{how}",),
         )
         for short in SHORT.values()
         for how in ("sync", "async")
         for ours in (f"{short}-{how}-plain", f"{short}-{how}-heads")
     ),
     *(
-        Bound(w.name, f"wall of {name} over MultiSync", most, ("muster-sync-plain",), (name,))
+        Bound(
+            w.name,
+            f"wall of {name} over MultiSync",
+            most,
+            ("muster-sync-plain",),
+            (name,),
+        )
         for w in (SLOW_FRAMES, FRAMES)
         for name, most in (
             ("dist-sync-plain", 1.2),
@@ -115,7 +125,11 @@ class NodesProcess(PoolProcess):
 
 
 def measure(
-    cases: Mapping[str, Sequence[str]], *, rounds: int, seconds: float, pythons: Sequence[str] = ()
+    cases: Mapping[str, Sequence[str]],
+    *,
+    rounds: int,
+    seconds: float,
+    pythons: Sequence[str] = (),
 ) -> tuple[report.Results, dict[str, Any]]:
     """Slices of all systems of each case, in turns; and bytes on the wire per frame, by case and
     system.
@@ -133,17 +147,24 @@ def measure(
                 case, systems, workers, slices=rounds, seconds=seconds
             )
             wire[case] = {
-                name: per_frame(cast(NodesProcess, workers[name]).wire[name][-rounds:], series)
+                name: per_frame(
+                    cast(NodesProcess, workers[name]).wire[name][-rounds:], series
+                )
                 for name, series in results[case].items()
                 if series.slices
             }
-        print(f"\n{table(results, wire, case)}\n({time.perf_counter() - begin:.0f} s)", flush=True)
+        print(
+            f"\n{table(results, wire, case)}\n({time.perf_counter() - begin:.0f} s)",
+            flush=True,
+        )
     return results, wire
 
 
 def per_frame(wire: Iterable[int], series: runner.Series) -> list[float]:
     """Median and IQR, over the rounds."""
-    return _rounded([n / turn.frames for n, turn in zip(wire, series.slices, strict=False)], 1)
+    return _rounded(
+        [n / turn.frames for n, turn in zip(wire, series.slices, strict=False)], 1
+    )
 
 
 def table(results: report.Results, wire: Mapping[str, Any], case: str) -> str:
@@ -183,7 +204,10 @@ def figures_of(results: report.Results, wire: Mapping[str, Any]) -> list[Figure]
                 over = wire[case][name][0] / payload
                 found.append(
                     Figure(
-                        f"{case}: {name}, bytes on the wire / payload", 1.02, over, at_least=False
+                        f"{case}: {name}, bytes on the wire / payload",
+                        1.02,
+                        over,
+                        at_least=False,
                     )
                 )
     if WEIGHTS.name in results:
@@ -195,11 +219,15 @@ def publish_figure(results: report.Results, short: str) -> Figure:
     """What new weights add to a step on all nodes, against a plain broadcast, within each round."""
     name = f"40 MB to 4 nodes, {short}, over a plain broadcast"
     series = results[WEIGHTS.name]
-    three = [series.get(one) for one in (f"{short}-publish", f"{short}-step", "broadcast")]
+    three = [
+        series.get(one) for one in (f"{short}-publish", f"{short}-step", "broadcast")
+    ]
     if not all(one is not None and one.slices for one in three):
         return Figure(name, 1.5, None, at_least=False, note="not measured")
     publish, step, plain = (one.fps for one in three if one is not None)
-    ratios = [(1 / p - 1 / s) * b for p, s, b in zip(publish, step, plain, strict=False)]
+    ratios = [
+        (1 / p - 1 / s) * b for p, s, b in zip(publish, step, plain, strict=False)
+    ]
     median, spread = report.median_iqr(ratios)
     return Figure(name, 1.5, median, at_least=False, spread=spread)
 
@@ -218,7 +246,10 @@ def object_store(address: str, rounds: int) -> dict[str, Any]:
     finally:
         ray.shutdown()
     milliseconds = {
-        place: {piece: _rounded([1e3 * x for x in each], 2) for piece, each in pieces.items()}
+        place: {
+            piece: _rounded([1e3 * x for x in each], 2)
+            for piece, each in pieces.items()
+        }
         for place, pieces in times.items()
     }
     one, two = (times[place]["store"] for place in PLACES)
@@ -226,7 +257,8 @@ def object_store(address: str, rounds: int) -> dict[str, Any]:
     pieces = list(milliseconds[PLACES[0]])
     rows = [["Ray's object store, 58 MB, ms", *pieces]]
     rows += [
-        [place, *(f"{milliseconds[place][piece][0]:g}" for piece in pieces)] for place in PLACES
+        [place, *(f"{milliseconds[place][piece][0]:g}" for piece in pieces)]
+        for place in PLACES
     ]
     print(f"\n{report.aligned(rows)}\ntwo nodes over one: {ratios[0]:g}")
     return {"ms": milliseconds, "two_nodes_over_one": ratios}
@@ -254,9 +286,12 @@ def covered(batch: Any) -> int:
     spans = []
     for tensor in batch.values(True, True):
         extent = 1 + sum(
-            (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            (n - 1) * stride
+            for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )
-        spans.append((tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()))
+        spans.append(
+            (tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size())
+        )
     total, reached = 0, 0
     for begin, end in sorted(spans):
         total += max(0, end - max(begin, reached))
@@ -283,16 +318,29 @@ def loopback_bytes() -> int:
     """Received on the loopback device so far, headers included."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     return next(
-        (int(line.split(":")[1].split()[0]) for line in lines if line.strip().startswith("lo:")), 0
+        (
+            int(line.split(":")[1].split()[0])
+            for line in lines
+            if line.strip().startswith("lo:")
+        ),
+        0,
     )
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.clusters", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two rounds, no peers and no Ray")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.clusters", description=__doc__
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="two rounds, no peers and no Ray"
+    )
     parser.add_argument("--rounds", type=int, help="default 7; quick 2")
-    parser.add_argument("--seconds", type=float, help="per slice (default 0.5; quick 0.2)")
-    parser.add_argument("--case", action="append", choices=CASES, help="repeatable; default all")
+    parser.add_argument(
+        "--seconds", type=float, help="per slice (default 0.5; quick 0.2)"
+    )
+    parser.add_argument(
+        "--case", action="append", choices=CASES, help="repeatable; default all"
+    )
     parser.add_argument(
         "--system", action="append", choices=SYSTEMS, help="repeatable; default all"
     )
@@ -314,10 +362,13 @@ def main() -> None:
         options.seconds or (0.2 if quick else 0.5),
     )
     wanted = options.system or [
-        name for name in SYSTEMS if not quick or ("ray" not in name and "torchrl" not in name)
+        name
+        for name in SYSTEMS
+        if not quick or ("ray" not in name and "torchrl" not in name)
     ]
     cases = {
-        case: [name for name in CASES[case] if name in wanted] for case in options.case or CASES
+        case: [name for name in CASES[case] if name in wanted]
+        for case in options.case or CASES
     }
     store: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -333,7 +384,9 @@ def main() -> None:
                 ray_cluster(4 if WEIGHTS.name in cases else 2)
             )
             store = object_store(os.environ[RAY_ADDRESS], 3 * rounds)
-        results, wire = measure(cases, rounds=rounds, seconds=seconds, pythons=options.python)
+        results, wire = measure(
+            cases, rounds=rounds, seconds=seconds, pythons=options.python
+        )
     figures = figures_of(results, wire)
     print("\n" + workers_targets.table(figures))
     how = {

@@ -80,7 +80,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core for everything
+        os.sched_setaffinity(
+            0, {min(os.sched_getaffinity(0))}
+        )  # one core for everything
     rows = []
     for num_envs in args.envs:
         measured = {

@@ -53,9 +53,7 @@ class Curve:
     arguments: str = ""
     options: str = "--eval-episodes 1"  # of the example
     window: int = 20  # episodes of a point, as the example prints them
-    gymnasium: bool = (
-        False  # CleanRL's script with environments of Gymnasium, by ``benchmarks.gym_envs``
-    )
+    gymnasium: bool = False  # CleanRL's script with environments of Gymnasium, by ``benchmarks.gym_envs``
 
 
 _MUJOCO = "--env-id HalfCheetah-v5 --batch-size 256"
@@ -84,7 +82,9 @@ CURVES = {
         options="--device cpu --envs 512 --eval-episodes 1",
         window=100,
     ),
-    "self_play": Curve("PPO against itself, tic-tac-toe (PettingZoo)", 160_000, options=""),
+    "self_play": Curve(
+        "PPO against itself, tic-tac-toe (PettingZoo)", 160_000, options=""
+    ),
     "sac": Curve(
         "SAC, HalfCheetah-v5 (MuJoCo)",
         102_400,
@@ -122,9 +122,17 @@ def lines(command: list[str]) -> Iterator[tuple[float, str]]:
     processor time).
     """
     started, before = time.perf_counter(), os.times()
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryFile("w+") as errors,
+    ):
         with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=folder, env=environment()
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            cwd=folder,
+            env=environment(),
         ) as process:
             assert process.stdout is not None
             for line in process.stdout:
@@ -136,7 +144,10 @@ def lines(command: list[str]) -> Iterator[tuple[float, str]]:
             )
     after = os.times()
     yield (
-        after.children_user + after.children_system - before.children_user - before.children_system,
+        after.children_user
+        + after.children_system
+        - before.children_user
+        - before.children_system,
         "cpu",
     )
 
@@ -144,21 +155,31 @@ def lines(command: list[str]) -> Iterator[tuple[float, str]]:
 def ours(name: str, seed: int, frames: int) -> dict[str, Any]:
     """Run an example; return its curve, rows of frames, mean return and seconds."""
     rows, cpu = [], 0.0
-    command = [sys.executable, "-u", str(ROOT / "examples" / f"{name}.py"), "--seed", str(seed)]
+    command = [
+        sys.executable,
+        "-u",
+        str(ROOT / "examples" / f"{name}.py"),
+        "--seed",
+        str(seed),
+    ]
     for seconds, line in lines(
         [*command, "--total-frames", str(frames), *CURVES[name].options.split()]
     ):
         if line == "cpu":
             cpu = seconds
         elif found := ROW.search(line):
-            rows.append([int(found[1].replace(",", "")), float(found[2]), round(seconds, 1)])
+            rows.append(
+                [int(found[1].replace(",", "")), float(found[2]), round(seconds, 1)]
+            )
     return {"seed": seed, "cpu_s": round(cpu, 1), "rows": rows}
 
 
 def cleanrl(curve: Curve, python: str, seed: int, frames: int) -> dict[str, Any]:
     """Run CleanRL's script; return the same as ``ours``."""
     script = next(
-        Path(python).parent.parent.glob(f"lib/python*/site-packages/cleanrl/{curve.script}")
+        Path(python).parent.parent.glob(
+            f"lib/python*/site-packages/cleanrl/{curve.script}"
+        )
     )
     command = [
         python,
@@ -189,7 +210,9 @@ def cleanrl(curve: Curve, python: str, seed: int, frames: int) -> dict[str, Any]
                 )
                 following += every
             returns.append(float(found[2]))
-    rows.append([frames, round(statistics.fmean(returns[-curve.window :]), 1), round(ended, 1)])
+    rows.append(
+        [frames, round(statistics.fmean(returns[-curve.window :]), 1), round(ended, 1)]
+    )
     return {"seed": seed, "cpu_s": round(cpu, 1), "rows": rows}
 
 
@@ -220,7 +243,8 @@ def table(results: dict[str, Any]) -> str:
                 f"{runs[0]['rows'][-1][0]:,}",
                 str(len(runs)),
                 system,
-                f"{mean:.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}"),
+                f"{mean:.{digits}f}"
+                + ("" if math.isnan(half) else f" ± {half:.{digits}f}"),
                 f"{statistics.fmean(run['rows'][-1][2] for run in runs):.0f}",
                 f"{statistics.fmean(run['cpu_s'] for run in runs):.0f}",
             ]
@@ -230,14 +254,18 @@ def table(results: dict[str, Any]) -> str:
 
 def read() -> dict[str, Any]:
     """Return the results so far, by example."""
-    found: dict[str, Any] = json.loads(OUTPUT.read_text("utf-8")) if OUTPUT.exists() else {}
+    found: dict[str, Any] = (
+        json.loads(OUTPUT.read_text("utf-8")) if OUTPUT.exists() else {}
+    )
     return found
 
 
 def write(results: dict[str, Any]) -> None:
     """Write the results, and the table into the page."""
     OUTPUT.write_text(
-        json.dumps(results, indent=None, separators=(",", ":")).replace('{"seed"', '\n{"seed"')
+        json.dumps(results, indent=None, separators=(",", ":")).replace(
+            '{"seed"', '\n{"seed"'
+        )
         + "\n"
     )
     before, rest = PAGE.read_text("utf-8").split(BEGIN)
@@ -247,7 +275,9 @@ def write(results: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run, and write what was found so far after each run."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.curves", description=__doc__
+    )
     parser.add_argument(
         "--example", action="append", choices=CURVES, help="repeatable; default: all"
     )
@@ -270,7 +300,9 @@ def main() -> None:
         curve = CURVES[name]
         frames = options.frames or curve.frames
         python = {"gym": options.gym, "gymnasium": options.gymnasium}.get(curve.python)
-        runs: dict[str, list[Any]] = {"Muster": []} | ({"CleanRL": []} if python else {})
+        runs: dict[str, list[Any]] = {"Muster": []} | (
+            {"CleanRL": []} if python else {}
+        )
         for seed in range(1, options.seeds + 1):
             for system, done in runs.items():
                 done.append(
@@ -282,7 +314,10 @@ def main() -> None:
                     f"{name} seed {seed} {system}: {done[-1]['rows'][-1]}, cpu {done[-1]['cpu_s']} s",
                     flush=True,
                 )
-            write(read() | {name: {"title": curve.title, "machine": machine(), "runs": runs}})
+            write(
+                read()
+                | {name: {"title": curve.title, "machine": machine(), "runs": runs}}
+            )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,14 @@ import torch
 
 import muster
 from benchmarks import report, runner
-from benchmarks.cluster_peers import CARTPOLE, MEMORY, SLOW_FRAMES, WEIGHTS, Heavy, ray_cluster
+from benchmarks.cluster_peers import (
+    CARTPOLE,
+    MEMORY,
+    SLOW_FRAMES,
+    WEIGHTS,
+    Heavy,
+    ray_cluster,
+)
 from benchmarks.nets import PlainPolicy
 from benchmarks.workloads import Workload
 
@@ -35,7 +42,9 @@ Spent = tuple[float, float]  # seconds of CPU and wall
 Figures = dict[str, Any]
 
 
-def in_turns(calls: Mapping[str, Callable[[], Any]], rounds: int, times: int) -> Figures:
+def in_turns(
+    calls: Mapping[str, Callable[[], Any]], rounds: int, times: int
+) -> Figures:
     """Median and IQR of a call in ms, and of the second over the first in each round.
 
     The first round is left out.
@@ -50,9 +59,13 @@ def in_turns(calls: Mapping[str, Callable[[], Any]], rounds: int, times: int) ->
     first, second = calls
     for index, what in enumerate(("cpu", "wall")):
         for name, turns in found.items():
-            result[f"{what}_ms_{name}"] = _rounded([1e3 * turn[index] for turn in turns])
+            result[f"{what}_ms_{name}"] = _rounded(
+                [1e3 * turn[index] for turn in turns]
+            )
         pairs = zip(found[second], found[first], strict=True)
-        result[f"{what}_{second}_over_{first}"] = _rounded([a[index] / b[index] for a, b in pairs])
+        result[f"{what}_{second}_over_{first}"] = _rounded(
+            [a[index] / b[index] for a, b in pairs]
+        )
     return result
 
 
@@ -88,7 +101,9 @@ def run(
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
     """A parser of the arguments for ``run``."""
-    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=description)
+    made = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{module}", description=description
+    )
     made.add_argument("--quick", action="store_true", help="two rounds of few batches")
     made.add_argument("--rounds", type=int, help="default 9; quick 2")
     made.add_argument("--output", type=Path)
@@ -121,7 +136,9 @@ def cases(engine: str, quick: bool) -> Iterator[Case]:
     small = {"small": False, "small, new weights": True}
     yield Case(small, CARTPOLE, 2, plain(CARTPOLE), 5 if quick else 50)
     for place in (HERE, THERE) if engine == "ray" else (HERE,):
-        yield Case({f"58 MB, {place}": False}, SLOW_FRAMES, 1, plain(SLOW_FRAMES), turn, place)
+        yield Case(
+            {f"58 MB, {place}": False}, SLOW_FRAMES, 1, plain(SLOW_FRAMES), turn, place
+        )
     for nodes in (1, 2) if quick else (1, 2, 4, 8):
         names = {f"one step of {nodes}": False, f"40 MB of weights to {nodes}": True}
         yield Case(names, WEIGHTS, nodes, lambda: Heavy(WEIGHTS).eval(), turn, THERE)
@@ -140,14 +157,17 @@ def batches(engine: str) -> Callable[[bool, int], Iterator[tuple[str, Figures]]]
                     }
                     for name, publishes in case.names.items():
                         calls = {
-                            e: publishing(one) if publishes else one.next for e, one in each.items()
+                            e: publishing(one) if publishes else one.next
+                            for e, one in each.items()
                         }
                         yield name, in_turns(calls, rounds, case.turn)
 
     return measured
 
 
-def collector(engine: str, transport: str, case: Case, options: Mapping[str, Any]) -> Any:
+def collector(
+    engine: str, transport: str, case: Case, options: Mapping[str, Any]
+) -> Any:
     """Nodes with the environments of the workload divided among them."""
     workload = case.workload
     share = max(1, workload.B // case.nodes)
@@ -177,7 +197,9 @@ def started(engine: str) -> Iterator[dict[str, dict[str, Any]]]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    os.environ.update({"RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "120"})
+    os.environ.update(
+        {"RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "120"}
+    )
     with ray_cluster(1) as address:
         ray.init(address=address, log_to_driver=False)
         try:
@@ -189,7 +211,9 @@ def started(engine: str) -> Iterator[dict[str, dict[str, Any]]]:
                 place: {
                     "remote_configs": {
                         **room,
-                        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),  # type: ignore[no-untyped-call]
+                        "scheduling_strategy": NodeAffinitySchedulingStrategy(
+                            node, soft=False
+                        ),  # type: ignore[no-untyped-call]
                     }
                 }
                 for place, node in places.items()

@@ -33,14 +33,20 @@ class FramesEnv(gymnasium.Env[NDArray[np.uint8], Any]):
     def __init__(self, step_s: float = 20e-6) -> None:
         self.observation_space = gymnasium.spaces.Box(0, 255, (84, 84, 4), np.uint8)
         self.action_space = gymnasium.spaces.Discrete(2)
-        pool = np.random.default_rng(0).integers(0, 256, (16, 84, 84, 4), dtype=np.uint8)
+        pool = np.random.default_rng(0).integers(
+            0, 256, (16, 84, 84, 4), dtype=np.uint8
+        )
         self._pool, self._t, self._step_s = list(pool), 0, step_s
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> Any:
         super().reset(seed=seed)
         return self._pool[0], {}
 
-    def step(self, action: Any) -> tuple[NDArray[np.uint8], float, bool, bool, dict[str, Any]]:
+    def step(
+        self, action: Any
+    ) -> tuple[NDArray[np.uint8], float, bool, bool, dict[str, Any]]:
         burn(self._step_s)
         self._t += 1
         return self._pool[self._t & 15], 1.0, False, False, {}
@@ -56,11 +62,15 @@ class BusyEnv(gymnasium.Env[NDArray[np.float32], Any]):
         self.action_space = gymnasium.spaces.Discrete(2)
         self._obs, self._step_s = np.zeros(4, np.float32), step_s
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> Any:
         super().reset(seed=seed)
         return self._obs.copy(), {}
 
-    def step(self, action: Any) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+    def step(
+        self, action: Any
+    ) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
         burn(self._step_s)
         return self._obs.copy(), 1.0, False, False, {}
 
@@ -88,7 +98,9 @@ class VectorCounting(gymnasium.vector.VectorEnv[Any, Any, Any]):
         self.observation_space = gymnasium.vector.utils.batch_space(
             self.single_observation_space, num_envs
         )
-        self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
+        self.action_space = gymnasium.vector.utils.batch_space(
+            self.single_action_space, num_envs
+        )
         self._length = 10 + np.arange(num_envs) % 7
         self._t = np.zeros(num_envs, np.int64)
 

@@ -45,7 +45,9 @@ def different(rng: np.random.Generator, num_envs: int) -> Lengths:
     return lambda env: SHORT if place[env] < num_envs // 2 else LONG
 
 
-def counted(name: RuleName, episodes: int, num_envs: int, lengths: Lengths) -> Iterator[int]:
+def counted(
+    name: RuleName, episodes: int, num_envs: int, lengths: Lengths
+) -> Iterator[int]:
     """Lengths of the episodes that a rule counts; all environments begin together."""
     rule = make_rule(name, episodes, num_envs)
     length = [lengths(i) for i in range(num_envs)]
@@ -66,7 +68,10 @@ def mean_return(
     rng = np.random.default_rng([episodes, num_envs])
     means = [
         np.mean(
-            [length == SHORT for length in counted(name, episodes, num_envs, kind(rng, num_envs))]
+            [
+                length == SHORT
+                for length in counted(name, episodes, num_envs, kind(rng, num_envs))
+            ]
         )
         for _ in range(COUNTED // episodes)
     ]
@@ -77,10 +82,15 @@ def main() -> None:
     worst = 0.0
     for kind in (alike, different):
         print(f"\n{kind.__name__}: {kind.__doc__}\n")
-        print("| B | n | " + " | ".join(f"`{name}`" for name in get_args(RuleName)) + " |")
+        print(
+            "| B | n | " + " | ".join(f"`{name}`" for name in get_args(RuleName)) + " |"
+        )
         print("|---|---|" + "---|" * len(get_args(RuleName)))
         for num_envs, episodes in CASES:
-            results = [mean_return(name, episodes, num_envs, kind) for name in get_args(RuleName)]
+            results = [
+                mean_return(name, episodes, num_envs, kind)
+                for name in get_args(RuleName)
+            ]
             worst = max(worst, *(error for _, error in results))
             print(
                 f"| {num_envs} | {episodes} | "

@@ -79,7 +79,9 @@ class Program:
                 env={
                     **os.environ,
                     key: value,
-                    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path]),
+                    "PYTHONPATH": os.pathsep.join(
+                        [str(ROOT / "src"), str(ROOT), *sys.path]
+                    ),
                 },
                 start_new_session=True,
             )
@@ -143,7 +145,9 @@ class Program:
         all_gone(family(self.mark), 0.0)
 
 
-def run_backend(name: str, keys: list[Key], folder: Path) -> Iterator[tuple[Key, dict[str, str]]]:
+def run_backend(
+    name: str, keys: list[Key], folder: Path
+) -> Iterator[tuple[Key, dict[str, str]]]:
     """All cells of a backend, one after another, and their results."""
     backend, shared = BACKENDS[name], None
     try:
@@ -157,7 +161,9 @@ def run_backend(name: str, keys: list[Key], folder: Path) -> Iterator[tuple[Key,
             kind, said = program.run(key, LIMIT_S[backend.where])
             if case.ends(backend) and (kind, said) == ("ended", case.ending):
                 kind, said = "outcome", ENDS
-            elif kind == "ended" or (case.ends(backend) and not said.startswith("refused")):
+            elif kind == "ended" or (
+                case.ends(backend) and not said.startswith("refused")
+            ):
                 kind, said = "finding", f"{kind}: {said}"
             gone = program.process.poll() is not None
             if alone and not gone and (wrong := program.close()):
@@ -171,7 +177,10 @@ def run_backend(name: str, keys: list[Key], folder: Path) -> Iterator[tuple[Key,
                 else {"finding": said, "log": program.tail()},
             )
         if shared is not None and (wrong := shared.close()):
-            yield ("end of the program", name, "raise"), {"finding": wrong, "log": shared.tail()}
+            yield (
+                ("end of the program", name, "raise"),
+                {"finding": wrong, "log": shared.tail()},
+            )
     finally:
         if shared is not None:
             shared.kill()
@@ -188,14 +197,22 @@ def table(cells: dict[Key, dict[str, str]]) -> str:
         for backend, place in BACKENDS.items():
             if place.where in case.places:
                 got = [
-                    cells.get((fault, backend, mode), {"outcome": "not run"}) for mode in case.modes
+                    cells.get((fault, backend, mode), {"outcome": "not run"})
+                    for mode in case.modes
                 ]
-                said = [one.get("outcome") or f"**finding**: {one['finding']}" for one in got]
+                said = [
+                    one.get("outcome") or f"**finding**: {one['finding']}"
+                    for one in got
+                ]
                 if len(set(said)) == 1 and said != ["not run"] * len(MODES):
                     said[1:] = ['"'] * (len(MODES) - 1)
                 rows.setdefault(tuple(said), []).append(backend)
         for number, (said, backends) in enumerate(rows.items()):
-            columns = [fault if number == 0 else "", _short(backends), *map(_cell, said)]
+            columns = [
+                fault if number == 0 else "",
+                _short(backends),
+                *map(_cell, said),
+            ]
             lines.append(f"| {' | '.join(columns)} |".replace("|  |", "| |"))
     return "\n".join(lines)
 
@@ -211,7 +228,9 @@ def _short(backends: list[str]) -> str:
 def page(result: dict[str, Any]) -> str:
     """The generated part."""
     cells = {tuple(key.split(" | ")): value for key, value in result["cells"].items()}
-    versions = ", ".join(f"{name} {number}" for name, number in sorted(result["versions"].items()))
+    versions = ", ".join(
+        f"{name} {number}" for name, number in sorted(result["versions"].items())
+    )
     found = sum("finding" in cell for cell in cells.values())
     return f"{len(cells)} cells, {found} findings; {result['date']}, {versions}.\n\n{table(cells)}"
 
@@ -225,18 +244,31 @@ def write(result: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fault_matrix", description=__doc__)
-    parser.add_argument(
-        "--backend", action="append", choices=[*BACKENDS], help="only this one; may be repeated"
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.fault_matrix", description=__doc__
     )
     parser.add_argument(
-        "--fault", action="append", choices=[*FAULTS], help="only this one; may be repeated"
+        "--backend",
+        action="append",
+        choices=[*BACKENDS],
+        help="only this one; may be repeated",
     )
     parser.add_argument(
-        "--failure", action="append", choices=MODES, help="only this on_failure; may be repeated"
+        "--fault",
+        action="append",
+        choices=[*FAULTS],
+        help="only this one; may be repeated",
+    )
+    parser.add_argument(
+        "--failure",
+        action="append",
+        choices=MODES,
+        help="only this on_failure; may be repeated",
     )
     parser.add_argument("--jobs", type=int, default=1, help="backends at the same time")
-    parser.add_argument("--dry", action="store_true", help="print the results, and write no file")
+    parser.add_argument(
+        "--dry", action="store_true", help="print the results, and write no file"
+    )
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:

@@ -36,7 +36,16 @@ from muster.errors import BadRecording, MusterError, UnknownOption, text_of
 from muster.testing import Fault, OracleEnv
 from tests.fakes import faults, foreign
 from tests.fakes.adding import Adds
-from tests.fakes.fault_runs import ALL_DROPPED, FRAMES, LEFT_OUT, MODES, Outcome, T, deadlines, run
+from tests.fakes.fault_runs import (
+    ALL_DROPPED,
+    FRAMES,
+    LEFT_OUT,
+    MODES,
+    Outcome,
+    T,
+    deadlines,
+    run,
+)
 from tests.fakes.lost_nodes import NodeSignalled
 from tests.fakes.mounts import mount, own_mounts
 from tests.fakes.node_runs import KilledForMemory, has_events
@@ -73,7 +82,9 @@ def on_ray(*given: Any, **options: Any) -> RayCollector:
     from tests.fakes.ray_cluster import cluster
 
     cluster()
-    return RayCollector(*given, remote_configs={"num_cpus": 1, "memory": 2**28}, **options)
+    return RayCollector(
+        *given, remote_configs={"num_cpus": 1, "memory": 2**28}, **options
+    )
 
 
 @dataclass(frozen=True)
@@ -89,10 +100,13 @@ class Backend:
     workers: int = 2
     frames: int = T  # per batch
 
-    def options(self, path: Path, folder: Path, fault: Fault | None, mode: str) -> dict[str, Any]:
-        factories = [partial(OracleEnv, path, 0, 1, fault), partial(OracleEnv, path, 1)][
-            : self.workers
-        ]
+    def options(
+        self, path: Path, folder: Path, fault: Fault | None, mode: str
+    ) -> dict[str, Any]:
+        factories = [
+            partial(OracleEnv, path, 0, 1, fault),
+            partial(OracleEnv, path, 1),
+        ][: self.workers]
         given: dict[str, Any] = {
             "create_env_fn": factories[0] if self.where == "here" else factories,
             "policy": Adds(),
@@ -106,25 +120,34 @@ class Backend:
             given["on_failure"] = mode
         return given
 
-    def collector(self, folder: Path, fault: Fault | None = None, **options: Any) -> Any:
+    def collector(
+        self, folder: Path, fault: Fault | None = None, **options: Any
+    ) -> Any:
         """One that collects until it is shut down."""
         given = {**self.options(folder / "counts", folder, fault, "raise"), **options}
-        return self.make(**{key: value for key, value in given.items() if value is not LEFT_OUT})
+        return self.make(
+            **{key: value for key, value in given.items() if value is not LEFT_OUT}
+        )
 
 
 BACKENDS = {
     "in process": Backend(Collector, "here", 1),
     "processes": Backend(MultiSyncCollector, frames=2 * T),
     "processes, first ready": Backend(MultiAsyncCollector),
-    "threads": Backend(partial(MultiSyncCollector, backend="threads"), "threads", frames=2 * T),
+    "threads": Backend(
+        partial(MultiSyncCollector, backend="threads"), "threads", frames=2 * T
+    ),
     "server": Backend(partial(MultiSyncCollector, inference="server"), frames=2 * T),
     "server, first ready": Backend(partial(MultiAsyncCollector, inference="server")),
     "AsyncCollector": Backend(AsyncCollector, workers=1),
-    "torch.distributed": Backend(partial(DistributedCollector, launcher="mp", sync=True), "nodes"),
+    "torch.distributed": Backend(
+        partial(DistributedCollector, launcher="mp", sync=True), "nodes"
+    ),
     "RPC": Backend(partial(RPCCollector, launcher="mp", sync=True), "nodes"),
     "Ray": Backend(partial(on_ray, sync=True), "nodes"),
     "direct": Backend(
-        partial(DistributedCollector, transport="direct", launcher="mp", sync=True), "nodes"
+        partial(DistributedCollector, transport="direct", launcher="mp", sync=True),
+        "nodes",
     ),
 }
 
@@ -152,7 +175,9 @@ def stopped(place: Backend, folder: Path, connection: Connection) -> str:
         batches.extend(collector.next().clone() for _ in range(3))
     got = Outcome(batches, [], collector.stats(), OracleEnv.read(folder / "counts"))
     got.check(frames=None)
-    assert set(got.stats.discarded) <= {"shutdown"} and not got.stats.restarts, got.stats.discarded
+    assert set(got.stats.discarded) <= {"shutdown"} and not got.stats.restarts, (
+        got.stats.discarded
+    )
     return "no effect"
 
 
@@ -167,7 +192,9 @@ def interrupted_twice(place: Backend, folder: Path, connection: Connection) -> s
     )
 
     def press() -> None:
-        wait_until(lambda: len(found := OracleEnv.read(counts)) and found[0, 1] > AT["step"])
+        wait_until(
+            lambda: len(found := OracleEnv.read(counts)) and found[0, 1] > AT["step"]
+        )
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=press).start()
@@ -310,7 +337,11 @@ def dies(do: Any, ending: str, says: str, make: Any = None) -> Case:
     """The process of the environment ends."""
     elsewhere = {"here": ENDS, "threads": ENDS}
     return Case(
-        make or always(do), errors=("WorkerDied",), says=says, elsewhere=elsewhere, ending=ending
+        make or always(do),
+        errors=("WorkerDied",),
+        says=says,
+        elsewhere=elsewhere,
+        ending=ending,
     )
 
 
@@ -336,7 +367,9 @@ def hangs(
     threads: str = "",
     says: str = r"its deadline is 1 s\..*longer deadline",
 ) -> Case:
-    elsewhere = {"here": "does not apply: your own thread has no deadline; Ctrl-C ends it"}
+    elsewhere = {
+        "here": "does not apply: your own thread has no deadline; Ctrl-C ends it"
+    }
     if threads:
         elsewhere["threads"] = f"does not apply: {threads}"
     return Case(
@@ -396,7 +429,10 @@ FAULTS: dict[str, Case] = {
         r"killed by SIGSEGV during step\. That is a crash in native code",
     ),
     "out of memory": dies(
-        None, "SIGKILL", r"killed by SIGKILL during step\. Probably out of memory", short_of_memory
+        None,
+        "SIGKILL",
+        r"killed by SIGKILL during step\. Probably out of memory",
+        short_of_memory,
     ),
     "os._exit": dies(
         faults.exits_at_once,
@@ -405,10 +441,13 @@ FAULTS: dict[str, Case] = {
     ),
     "hang in Python": hangs(faults.waits),
     "hang in C, GIL held": hangs(
-        faults.holds_the_gil, threads="a thread that keeps the GIL stops the whole program"
+        faults.holds_the_gil,
+        threads="a thread that keeps the GIL stops the whole program",
     ),
     "SIGSTOP": hangs(
-        faults.stops, threads=STOPS, says=r"its deadline is 1 s\. The process is stopped"
+        faults.stops,
+        threads=STOPS,
+        says=r"its deadline is 1 s\. The process is stopped",
     ),
     "error": raises(partial(ValueError, "boom"), "ValueError: boom"),
     "unpicklable error": raises(faults.Unpicklable, "Unpicklable: holds a function"),
@@ -423,17 +462,23 @@ FAULTS: dict[str, Case] = {
     "error whose __reduce__ raises": raises(foreign.Unreducible, "Unreducible"),
     "error whose properties raise": raises(foreign.Shy, "Shy"),
     "wrong shape": returns(
-        faults.wrong_shape, r"observation is an array of shape \(3,\).* Fix the environment"
+        faults.wrong_shape,
+        r"observation is an array of shape \(3,\).* Fix the environment",
     ),
     "wrong dtype": returns(
-        faults.wrong_dtype, "observation is an array of dtype complex128.* Fix the environment"
+        faults.wrong_dtype,
+        "observation is an array of dtype complex128.* Fix the environment",
     ),
     "NaN": returns(faults.nan_reward, "reward is nan. The 10 rows before it are kept"),
-    "inf": returns(faults.Reward(float("inf")), "reward is inf. The 10 rows before it are kept"),
+    "inf": returns(
+        faults.Reward(float("inf")), "reward is inf. The 10 rows before it are kept"
+    ),
     "None": returns(faults.nothing, "returned NoneType"),
     "str": returns(faults.text, "observation is str"),
     "reset fails": raises(partial(ValueError, "boom"), "ValueError: boom", "reset"),
-    "construct fails": raises(partial(ValueError, "boom"), "ValueError: boom", "construct"),
+    "construct fails": raises(
+        partial(ValueError, "boom"), "ValueError: boom", "construct"
+    ),
     "close fails": raises(partial(ValueError, "boom"), "ValueError: boom", "close"),
     "close hangs": hangs(faults.waits, on="close"),
     "close exits": Case(
@@ -444,10 +489,13 @@ FAULTS: dict[str, Case] = {
     ),
     "forks": Case(forks, elsewhere={"here": YOURS, "threads": YOURS}),
     "starts threads": Case(
-        always(faults.Does(faults.starts_threads)), elsewhere={"here": YOURS, "threads": YOURS}
+        always(faults.Does(faults.starts_threads)),
+        elsewhere={"here": YOURS, "threads": YOURS},
     ),
     "closes descriptors": breaks(faults.closes_descriptors),
-    "changes signal handlers": changes(faults.changes_signal_handlers, threads=MAIN_ONLY),
+    "changes signal handlers": changes(
+        faults.changes_signal_handlers, threads=MAIN_ONLY
+    ),
     "changes the directory": changes(faults.changes_directory),
     "changes modules": changes(faults.removes_modules, "gymnasium"),
     "removes Muster's modules": breaks(faults.removes_modules, "muster"),
@@ -478,7 +526,9 @@ FAULTS: dict[str, Case] = {
 # --- one cell -------------------------------------------------------------------------------------
 
 
-def cell(fault: str, backend: str, mode: str, folder: Path, connection: Connection) -> str:
+def cell(
+    fault: str, backend: str, mode: str, folder: Path, connection: Connection
+) -> str:
     """Run one and check it.
 
     Returns:
@@ -525,7 +575,9 @@ class Before:
     def __init__(self, place: Backend) -> None:
         self.place = place
         # Threads that hang, and those that an environment of this process starts, are the user's.
-        self.but: tuple[str, ...] = ("threads",) if place.where in ("here", "threads") else ()
+        self.but: tuple[str, ...] = (
+            ("threads",) if place.where in ("here", "threads") else ()
+        )
         self.resources, self.files = resources(), self._files()
 
     def allow_hung(self) -> str:
@@ -569,7 +621,9 @@ def judged(got: Outcome, case: Case, place: Backend, mode: str) -> str:
     errors = [error for error in got.errors if error not in over]
     gaps = got.stats.discarded.get("bad_env_output", 0) if mode == "raise" else 0
     of_node = place.where == "nodes" and case.places == ("nodes",)
-    got.check(gaps=gaps, frames=None if over else FRAMES, unseen=2 * T if of_node else 0)
+    got.check(
+        gaps=gaps, frames=None if over else FRAMES, unseen=2 * T if of_node else 0
+    )
     said = []
     if case.on == "close":
         assert len(errors) <= 1 and not got.stats.discarded
@@ -583,12 +637,15 @@ def judged(got: Outcome, case: Case, place: Backend, mode: str) -> str:
     if got.stats.restarts:
         said.append("restarted")
     if mode == "drop" and case.errors and case.on != "close":
-        said.append("dropped; then WorkerDied, as no worker is left" if over else "dropped")
+        said.append(
+            "dropped; then WorkerDied, as no worker is left" if over else "dropped"
+        )
     # What was in flight at the end depends on timing.
     lost = {why: rows for why, rows in got.stats.discarded.items() if why != "shutdown"}
     assert {*lost} <= {why for name in case.errors for why in REASONS[name]}, lost
     said += [
-        f"{rows} {'row' if rows == 1 else 'rows'} discarded ({why})" for why, rows in lost.items()
+        f"{rows} {'row' if rows == 1 else 'rows'} discarded ({why})"
+        for why, rows in lost.items()
     ]
     return "; ".join(said) or "no effect"
 
@@ -620,7 +677,9 @@ def named(error: Any, case: Case, place: Backend) -> str:
 def serve(connection: Connection, temporary: Path) -> None:
     """Run the cells that are sent until there is no other."""
     tempfile.tempdir = str(temporary)
-    with suppress(OSError):  # without the right to, the names of all programs are counted
+    with suppress(
+        OSError
+    ):  # without the right to, the names of all programs are counted
         own_mounts()
         mount("/dev/shm")
     while True:

@@ -41,7 +41,10 @@ from tests.faults.test_worker_resources import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-KINDS = {"MultiSyncCollector": MultiSyncCollector, "MultiAsyncCollector": MultiAsyncCollector}
+KINDS = {
+    "MultiSyncCollector": MultiSyncCollector,
+    "MultiAsyncCollector": MultiAsyncCollector,
+}
 PLACES = ("idle", "stepping", "waiting", "hung", "grandchildren", "starting", "spawned")
 EVERY_S = 0.2  # between two kills, at most
 
@@ -66,7 +69,9 @@ class Recoveries:
             return False
         # One that is hit again while it starts waits for its back-off besides, and is not measured.
         first = worker.index not in self._since
-        since = self._since.setdefault(worker.index, [at, self._runs.get(worker.index, 0), True])
+        since = self._since.setdefault(
+            worker.index, [at, self._runs.get(worker.index, 0), True]
+        )
         since[2] &= first
         return True
 
@@ -115,7 +120,10 @@ def kills(kind: str, count: int) -> dict[str, Any]:
         "executed": stats.executed,
         "delivered": stats.frames,
         "discarded": discarded,
-        "unaccounted": stats.executed - stats.frames - sum(discarded.values()) - stats.in_flight,
+        "unaccounted": stats.executed
+        - stats.frames
+        - sum(discarded.values())
+        - stats.in_flight,
         "in_the_middle_of_a_step": own
         - stats.executed,  # made, and killed before its reward was stored
         "lost": stats.frames - sum(rows.values()),
@@ -138,7 +146,9 @@ def detection(trials: int) -> dict[str, Any]:
                 collector.next()
                 pid = collector.stats().workers[0].pid
 
-                def kill(pid: int = pid, path: Path = path, at: list[float] = at) -> None:
+                def kill(
+                    pid: int = pid, path: Path = path, at: list[float] = at
+                ) -> None:
                     while OracleEnv.read(path)[0, 1] < 31:
                         select.select([], [], [], 0.01)
                     at.append(time.monotonic())
@@ -150,9 +160,9 @@ def detection(trials: int) -> dict[str, Any]:
                     collector.next()
                 except WorkerDied as error:
                     times.append(time.monotonic() - at[0])
-                    said += "killed by SIGKILL during step" in str(error) and f"pid {pid}" in str(
+                    said += "killed by SIGKILL during step" in str(
                         error
-                    )
+                    ) and f"pid {pid}" in str(error)
                 thread.join()
     return {"trials": trials, "with_cause": said, "ms": quantiles(times)}
 
@@ -179,10 +189,16 @@ def hangs(trials: int, deadline: float = 1.0) -> dict[str, Any]:
                     except WorkerHung as error:
                         times.append(time.monotonic() - begun)
                         where = (
-                            "The process is stopped" if way is faults.stops else faults.line_of(way)
+                            "The process is stopped"
+                            if way is faults.stops
+                            else faults.line_of(way)
                         )
                         said += where in str(error)
-        found[way.__name__] = {"trials": trials, "with_place": said, "s": quantiles(times, 1)}
+        found[way.__name__] = {
+            "trials": trials,
+            "with_place": said,
+            "s": quantiles(times, 1),
+        }
     return found
 
 
@@ -244,7 +260,9 @@ def closing(cycles: int, hung: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             collector = MultiSyncCollector(
                 partial(
-                    OracleEnv, Path(folder) / "counts", fault=Fault(faults.holds_the_gil, "close")
+                    OracleEnv,
+                    Path(folder) / "counts",
+                    fault=Fault(faults.holds_the_gil, "close"),
                 ),
                 None,
                 frames_per_batch=20,
@@ -256,7 +274,9 @@ def closing(cycles: int, hung: int) -> dict[str, Any]:
     return {
         "cycles": cycles,
         "growth": {
-            key: None if before[key] == after[key] else [str(before[key]), str(after[key])]
+            key: None
+            if before[key] == after[key]
+            else [str(before[key]), str(after[key])]
             for key in after
         },
         "close_ms": quantiles(times),
@@ -294,13 +314,17 @@ def memory(frames: int) -> dict[str, float]:
                 if done > warm + frames:
                     break
             after = anonymous_bytes(pids)
-            found[name] = round(max(after[pid] - before[pid] for pid in after) / 2**20, 2)
+            found[name] = round(
+                max(after[pid] - before[pid] for pid in after) / 2**20, 2
+            )
     return found
 
 
 def quantiles(seconds: list[float], per_s: int = 1000) -> dict[str, float]:
     ordered = sorted(seconds)
-    at: Callable[[float], float] = lambda q: ordered[min(len(ordered) - 1, int(q * len(ordered)))]  # noqa: E731
+    at: Callable[[float], float] = lambda q: ordered[  # noqa: E731
+        min(len(ordered) - 1, int(q * len(ordered)))
+    ]
     digits = 1 if per_s == 1000 else 3
     picked = {"p50": statistics.median(ordered), "p99": at(0.99), "max": ordered[-1]}
     return {name: round(value * per_s, digits) for name, value in picked.items()}
@@ -321,15 +345,27 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
             1,
             max(run["in_the_middle_of_a_step"] / run["kills"] for run in runs),
         ),
-        ("recovery from a kill, p50, ms", 100, max(run["recovery_ms"]["p50"] for run in runs)),
-        ("recovery from a kill, p99, ms", 500, max(run["recovery_ms"]["p99"] for run in runs)),
+        (
+            "recovery from a kill, p50, ms",
+            100,
+            max(run["recovery_ms"]["p50"] for run in runs),
+        ),
+        (
+            "recovery from a kill, p99, ms",
+            500,
+            max(run["recovery_ms"]["p99"] for run in runs),
+        ),
         ("detection of a death, p50, ms", 100, result["detection"]["ms"]["p50"]),
         (
             "hang resolved after its deadline of 1 s, max, s",
             2,
             max(w["s"]["max"] for w in result["hangs"].values()),
         ),
-        ("processes left 5 s after the parent's death", 0, result["parents"]["left_after_5_s"]),
+        (
+            "processes left 5 s after the parent's death",
+            0,
+            result["parents"]["left_after_5_s"],
+        ),
         ("close, p99, ms", 300, result["closing"]["close_ms"]["p99"]),
         (
             "close of a hung environment, max, s",
@@ -356,8 +392,12 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a look, in less than a minute")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.faults", description=__doc__
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a look, in less than a minute"
+    )
     parser.add_argument(
         "--output", type=Path, help="default: results/faults.json; nothing with --quick"
     )

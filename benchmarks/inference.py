@@ -16,7 +16,13 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from benchmarks import inference_systems, inference_targets, report, runner, workers_targets
+from benchmarks import (
+    inference_systems,
+    inference_targets,
+    report,
+    runner,
+    workers_targets,
+)
 from benchmarks.inference_cases import CASES, CUDA_CASE, Case
 from benchmarks.runner import Series, Slice
 from benchmarks.workers import PoolProcess
@@ -53,7 +59,9 @@ class Bench:
                 if answer:
                     series[name].slices.append(Slice(**answer))
         for name, one in series.items():
-            told[name] = {} if one.note else runner._try(one, process, do="tell", system=name)
+            told[name] = (
+                {} if one.note else runner._try(one, process, do="tell", system=name)
+            )
         for name in series:
             runner._try(Series(), process, do="drop", system=name)
         if any(one.note for one in series.values()):
@@ -67,13 +75,22 @@ class Bench:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.inference", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.inference", description=__doc__
+    )
     parser.add_argument(
-        "--case", action="append", choices=[*CASES, CUDA_CASE.name], help="repeatable; default all"
+        "--case",
+        action="append",
+        choices=[*CASES, CUDA_CASE.name],
+        help="repeatable; default all",
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.3, help="per slice (default 0.3)")
-    parser.add_argument("--output", type=Path, default=report.RESULTS / "inference.json")
+    parser.add_argument(
+        "--seconds", type=float, default=0.3, help="per slice (default 0.3)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=report.RESULTS / "inference.json"
+    )
     return parser.parse_args()
 
 
@@ -101,7 +118,11 @@ def main() -> None:
                 results[name], tellings[name] = shown(bench, CASES[name])
     if CUDA_CASE.name in wanted and inference_systems.has_gpu():
         with closing(
-            Bench(options.rounds, options.seconds, os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+            Bench(
+                options.rounds,
+                options.seconds,
+                os.environ.get("CUDA_VISIBLE_DEVICES", "0"),
+            )
         ) as bench:
             results[CUDA_CASE.name], tellings[CUDA_CASE.name] = shown(bench, CUDA_CASE)
     elif CUDA_CASE.name in wanted:
@@ -109,7 +130,11 @@ def main() -> None:
             system: Series(note="no GPU here") for system in CUDA_CASE.systems
         }
         print(f"\n{CUDA_CASE.name}: no GPU here")
-    figures = [asked.figure(results) for asked in inference_targets.TARGETS if asked.case in wanted]
+    figures = [
+        asked.figure(results)
+        for asked in inference_targets.TARGETS
+        if asked.case in wanted
+    ]
     if figures:
         print("\n" + workers_targets.table(figures))
     how = {"rounds": options.rounds, "seconds": options.seconds, "cases": wanted}

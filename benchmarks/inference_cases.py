@@ -52,9 +52,16 @@ class CostEnv(gymnasium.Env[NDArray[np.float32], Any]):
         self.observation_space = gymnasium.spaces.Box(-1.0, 1.0, (4,), np.float32)
         self.action_space = gymnasium.spaces.Discrete(2)
         self._obs, self._left = np.zeros(4, np.float32), 0
-        self._step_s, self._sleeps, self._reset_s, self._lengths = step_s, sleeps, reset_s, lengths
+        self._step_s, self._sleeps, self._reset_s, self._lengths = (
+            step_s,
+            sleeps,
+            reset_s,
+            lengths,
+        )
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> Any:
         super().reset(seed=seed)
         low, high = self._lengths
         self._left = int(self.np_random.integers(low, high + 1))
@@ -62,7 +69,9 @@ class CostEnv(gymnasium.Env[NDArray[np.float32], Any]):
             spend(self._reset_s, sleeps=True)
         return self._obs, {}
 
-    def step(self, action: Any) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+    def step(
+        self, action: Any
+    ) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
         spend(self._step_s, self._sleeps)
         self._left -= 1
         return self._obs, 1.0, False, self._left <= 0, {}
@@ -122,7 +131,9 @@ _RESETS = {"step_s": 200e-6, "reset_s": 0.05}
 def _wake(workers: int) -> Case:
     systems = ("lines", *PLACES[: 2 if workers == 1 else 3])
     what = f"{workers} x 1 env that does nothing, nor does the policy"
-    return Case(f"nothing-{workers}", COST, workers, 1024, what, workers, systems=systems)
+    return Case(
+        f"nothing-{workers}", COST, workers, 1024, what, workers, systems=systems
+    )
 
 
 def _forward(workers: int, envs: int, policy: Kind = "burns") -> Case:
@@ -146,7 +157,15 @@ def _equal(
     name: str, what: str, env: Mapping[str, Any], workers: int, B: int, **policy: Any
 ) -> Case:
     return Case(
-        f"equal-{name}", COST, B, 32, what, workers, env, systems=(*PARTS, *PLACES[1:]), **policy
+        f"equal-{name}",
+        COST,
+        B,
+        32,
+        what,
+        workers,
+        env,
+        systems=(*PARTS, *PLACES[1:]),
+        **policy,
     )
 
 
@@ -156,7 +175,16 @@ def _slow_resets(name: str, T: int, lengths: tuple[int, int]) -> Case:
     what = f"2 x 2 envs of 200 us, resets of 50 ms, episodes of {steps} steps, 100 ms to train"
     env = {**_RESETS, "lengths": lengths}
     return Case(
-        f"resets-{name}", COST, 4, T, what, 2, env, train_s=0.1, systems=RESETS, seconds=3.0
+        f"resets-{name}",
+        COST,
+        4,
+        T,
+        what,
+        2,
+        env,
+        train_s=0.1,
+        systems=RESETS,
+        seconds=3.0,
     )
 
 

@@ -28,7 +28,11 @@ class Costs(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
-        self._call_s, self._row_s, self._sleeps = case.call_s, case.row_s, case.policy == "sleeps"
+        self._call_s, self._row_s, self._sleeps = (
+            case.call_s,
+            case.row_s,
+            case.policy == "sleeps",
+        )
 
     def forward(self, obs: Tensor) -> Tensor:
         rows = obs.shape[:-1]
@@ -50,12 +54,20 @@ class Convolutional(nn.Module):
                 nn.ReLU(),
                 nn.Conv2d(64, 64, 3, 1),
             ),
-            *(nn.ReLU(), nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(), nn.Linear(512, actions)),
+            *(
+                nn.ReLU(),
+                nn.Flatten(),
+                nn.Linear(3136, 512),
+                nn.ReLU(),
+                nn.Linear(512, actions),
+            ),
         )
 
     def forward(self, image: Tensor) -> Tensor:
         logits = self.net(image.permute(0, 3, 1, 2).float() / 255)
-        action: Tensor = (logits - torch.empty_like(logits).exponential_().log()).argmax(-1)
+        action: Tensor = (
+            logits - torch.empty_like(logits).exponential_().log()
+        ).argmax(-1)
         return action
 
 
@@ -79,9 +91,13 @@ class Served:
         options: of it.
     """
 
-    def __init__(self, case: Case, kind: str = "MultiSyncCollector", **options: Any) -> None:
+    def __init__(
+        self, case: Case, kind: str = "MultiSyncCollector", **options: Any
+    ) -> None:
         self._case = case
-        self.AHEAD = 0 if "Sync" in kind else 2  # rollouts that every group may be ahead
+        self.AHEAD = (
+            0 if "Sync" in kind else 2
+        )  # rollouts that every group may be ahead
         self._batches_per_rollout = 1 if "Sync" in kind else case.workers
         self.collector: Any = getattr(muster, kind)(
             [case.make] * case.workers,
@@ -108,7 +124,10 @@ class Served:
         stats = self.collector.stats().inference
         if stats is None or not stats.calls:
             return {}
-        return {"envs per call": stats.batch_mean, "ms per call": 1e3 * stats.busy_s / stats.calls}
+        return {
+            "envs per call": stats.batch_mean,
+            "ms per call": 1e3 * stats.busy_s / stats.calls,
+        }
 
     def close(self) -> None:
         self.collector.shutdown()
@@ -124,7 +143,9 @@ class Calls:
         self._rows, self._T = case.B // parts, case.T
         space = env.observation_space
         obs = torch.zeros(
-            self._rows, *(space.shape or ()), dtype=torch.from_numpy(space.sample()).dtype
+            self._rows,
+            *(space.shape or ()),
+            dtype=torch.from_numpy(space.sample()).dtype,
         )
         cuda = case.policy == "convolutional"
         self._device = torch.device("cuda" if cuda else "cpu")
@@ -157,7 +178,9 @@ class Pairs:
             fds = self._mailbox.fds_for(number)
             self._mailbox.expect(number, 1)  # it is at work for ever
             process = context.Process(
-                target=_ask, args=(number, case.workers, fds, there, case.T), daemon=True
+                target=_ask,
+                args=(number, case.workers, fds, there, case.T),
+                daemon=True,
             )
             process.start()
             self._pipes.append(here)
@@ -233,8 +256,12 @@ SYSTEMS.update(
         "alternating": _part(
             "Served", "... alternating", inference=CentralInference(alternating=True)
         ),
-        "worker-wait": _part("Served", "inference in the workers, resets wait", **_WAIT),
-        "server-wait": _part("Served", "inference on the server, resets wait", **_SERVER, **_WAIT),
+        "worker-wait": _part(
+            "Served", "inference in the workers, resets wait", **_WAIT
+        ),
+        "server-wait": _part(
+            "Served", "inference on the server, resets wait", **_SERVER, **_WAIT
+        ),
         "free-worker": _part("Served", "inference in the workers", **_FREE),
         "free-threads": _part("Served", "... threads", **_FREE, backend="threads"),
         "free-server-0": _part("Served", "server, who is ready", **_FREE, **_SERVER),
@@ -262,7 +289,11 @@ SYSTEMS.update(
             inference=CentralInference(alternating=True),
         ),
         "cuda-graph": _part(
-            "Served", "GPU, server, CUDA graph", **_CUDA, **_SERVER, cudagraph_policy=True
+            "Served",
+            "GPU, server, CUDA graph",
+            **_CUDA,
+            **_SERVER,
+            cudagraph_policy=True,
         ),
     }
 )

@@ -43,7 +43,8 @@ def overlapped(case: Case, rates: Rates) -> float:
     seconds = max(2 * call, step + call)
     if case.spends_cores:
         seconds = max(
-            seconds, (2 * call + case.B * min(case.workers, CORES) / rates["bare-all"]) / CORES
+            seconds,
+            (2 * call + case.B * min(case.workers, CORES) / rates["bare-all"]) / CORES,
         )
     return case.B / seconds
 
@@ -82,11 +83,19 @@ class Asked:
     bound: Formula | None = None
 
     def figure(self, results: Results) -> Figure:
-        name, found = f"{self.case}: {self.name}", rounds(results, self.case, self.systems)
+        name, found = (
+            f"{self.case}: {self.name}",
+            rounds(results, self.case, self.systems),
+        )
         if not found:
             why = {one.note for one in results.get(self.case, {}).values() if one.note}
             return Figure(
-                name, self.asked, None, self.at_least, self.unit, note="; ".join(why) or "not run"
+                name,
+                self.asked,
+                None,
+                self.at_least,
+                self.unit,
+                note="; ".join(why) or "not run",
             )
         case = CASES[self.case]
         middle, spread = median_iqr([self.formula(case, one) for one in found])
@@ -100,17 +109,35 @@ class Asked:
 
 def _wake(case: str, *, lines: bool = False) -> Asked:
     formula: Formula = (
-        (lambda _, rates: 1e6 / rates["lines"]) if lines else more_us("server", "worker")
+        (lambda _, rates: 1e6 / rates["lines"])
+        if lines
+        else more_us("server", "worker")
     )
-    name = "question and answer, lines alone" if lines else "server over worker, per group and step"
+    name = (
+        "question and answer, lines alone"
+        if lines
+        else "server over worker, per group and step"
+    )
     return Asked(
-        case, name, 30, formula, ("lines",) if lines else ("server", "worker"), False, "us"
+        case,
+        name,
+        30,
+        formula,
+        ("lines",) if lines else ("server", "worker"),
+        False,
+        "us",
     )
 
 
 def _limits(case: str) -> list[Asked]:
     return [
-        Asked(case, "server, of its limit", 0.8, of_limit("server", in_turns), (*PARTS, "server")),
+        Asked(
+            case,
+            "server, of its limit",
+            0.8,
+            of_limit("server", in_turns),
+            (*PARTS, "server"),
+        ),
         Asked(
             case,
             "alternating, of its limit",
@@ -138,7 +165,12 @@ def _alternating(case: str) -> Asked:
     bound: Formula = lambda case, rates: overlapped(case, rates) / in_turns(case, rates)  # noqa: E731
     systems = (*PARTS, "alternating", "server")
     return Asked(
-        case, "alternating / server", 1.3, ratio("alternating", "server"), systems, bound=bound
+        case,
+        "alternating / server",
+        1.3,
+        ratio("alternating", "server"),
+        systems,
+        bound=bound,
     )
 
 
@@ -181,7 +213,8 @@ def table(results: Results, case: Case, told: dict[str, dict[str, float]]) -> st
     ran = {name for name, one in results[case.name].items() if one.slices}
     limits: dict[str, tuple[Formula, set[str]]] = {
         **dict.fromkeys(
-            ("server", "worker", "cuda-server", "cuda-graph", "cuda-worker"), (in_turns, served)
+            ("server", "worker", "cuda-server", "cuda-graph", "cuda-worker"),
+            (in_turns, served),
         ),
         **dict.fromkeys(("alternating",), (overlapped, parts)),
         **dict.fromkeys(("cuda-alternating",), (in_turns, served)),
@@ -190,10 +223,14 @@ def table(results: Results, case: Case, told: dict[str, dict[str, float]]) -> st
             (lambda case, rates: case.B * rates["bare-one"], {"bare-one"}),
         ),
     }
-    first = next((name for name in ("worker", "free-worker", "cuda-worker") if name in ran), "")
+    first = next(
+        (name for name in ("worker", "free-worker", "cuda-worker") if name in ran), ""
+    )
     for name, one in results[case.name].items():
         if name not in ran:
-            rows.append([SYSTEMS[name].label, one.note.partition("\n")[0][:90] or "no slices"])
+            rows.append(
+                [SYSTEMS[name].label, one.note.partition("\n")[0][:90] or "no slices"]
+            )
             continue
         fps, spread = median_iqr(one.fps)
         cells = [
@@ -208,7 +245,9 @@ def table(results: Results, case: Case, told: dict[str, dict[str, float]]) -> st
             if limit and needs <= ran
             else ""
         )
-        cells.append(_median(results, case, ratio(name, first), {name, first}) if first else "")
+        cells.append(
+            _median(results, case, ratio(name, first), {name, first}) if first else ""
+        )
         cells += [f"{value:.3g}" for value in told.get(name, {}).values()]
         rows.append([SYSTEMS[name].label, *cells])
     return aligned(rows)

@@ -61,7 +61,9 @@ class PlainPolicy(nn.Module):
         self.net = trunk(env)
         self.discrete = is_discrete(env)
         if not self.discrete:
-            self.log_std = nn.Parameter(torch.zeros(math.prod(env.action_space.shape or (1,))))
+            self.log_std = nn.Parameter(
+                torch.zeros(math.prod(env.action_space.shape or (1,)))
+            )
 
     def forward(self, obs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """``(action, {"action_log_prob": ...})``."""

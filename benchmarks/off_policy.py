@@ -56,7 +56,9 @@ ROWS = {
 }
 
 
-def sizes(homes: runner.Homes, measured: Sequence[str]) -> tuple[list[Figure], Mapping[str, Any]]:
+def sizes(
+    homes: runner.Homes, measured: Sequence[str]
+) -> tuple[list[Figure], Mapping[str, Any]]:
     """Measure the bytes per transition of full memories of pixels."""
     if PIXELS.name not in measured:
         return [], {}
@@ -67,7 +69,9 @@ def sizes(homes: runner.Homes, measured: Sequence[str]) -> tuple[list[Figure], M
         process.ask(do="drop", system=name)
     rows = [["memory of 84x84x4 pixels", "bytes per transition", "of one observation"]]
     for name, size in found.items():
-        rows.append([SYSTEMS[name].label, f"{size:,.0f}", f"{size / (84 * 84 * 4):.2f}"])
+        rows.append(
+            [SYSTEMS[name].label, f"{size:,.0f}", f"{size / (84 * 84 * 4):.2f}"]
+        )
     print("\n" + report.aligned(rows), flush=True)
     figures = [
         Figure(
@@ -84,14 +88,19 @@ def sizes(homes: runner.Homes, measured: Sequence[str]) -> tuple[list[Figure], M
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Return the tables of the page by name: CPU time of an iteration, and bytes per transition."""
-    times = ["| CPU us | " + " | ".join(COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    times = [
+        "| CPU us | " + " | ".join(COLUMNS.values()) + " |",
+        "|---" * (len(COLUMNS) + 1) + "|",
+    ]
     sizes = ["| | bytes per transition |", "|---|---|"]
     for label, systems in ROWS.items():
         cells = [_microseconds(results, case, systems) for case in COLUMNS]
         times.append(f"| {label} | " + " | ".join(cells) + " |")
         for name in systems:
             if name in results["bytes_per_transition"]:
-                sizes.append(f"| {label} | {results['bytes_per_transition'][name]:,.0f} |")
+                sizes.append(
+                    f"| {label} | {results['bytes_per_transition'][name]:,.0f} |"
+                )
     return {"times": "\n".join(times), "sizes": "\n".join(sizes)}
 
 
@@ -121,7 +130,9 @@ def main() -> None:
         __doc__,
         CASES,
         TARGETS,
-        lambda case: [name for name in ("off-hand", "off-workers-waits") if name in case.systems],
+        lambda case: [
+            name for name in ("off-hand", "off-workers-waits") if name in case.systems
+        ],
         seconds=0.2,
         clock="cpu",
         more=sizes,

@@ -102,7 +102,9 @@ class Hand(OffPolicy):
         super().__init__(case)
 
     def bytes_per_transition(self) -> float:
-        return sum(column.nbytes for column in self.ring.columns) / len(self.ring.flat[0])
+        return sum(column.nbytes for column in self.ring.columns) / len(
+            self.ring.flat[0]
+        )
 
     def close(self) -> None:
         self.loop.close()
@@ -216,13 +218,19 @@ class SB3Buffer(PeerBuffer):
     def add(self, after: Any, reward: float, terminated: bool, truncated: bool) -> None:
         done = np.array([terminated or truncated])
         info = {"TimeLimit.truncated": truncated and not terminated}
-        self.buffer.add(self.obs, after, np.array([0]), np.array([reward]), done, [info])
+        self.buffer.add(
+            self.obs, after, np.array([0]), np.array([reward]), done, [info]
+        )
 
     def sample(self) -> Any:
         return self.buffer.sample(SAMPLE)
 
     def bytes_per_transition(self) -> float:
-        arrays = [value for value in vars(self.buffer).values() if isinstance(value, np.ndarray)]
+        arrays = [
+            value
+            for value in vars(self.buffer).values()
+            if isinstance(value, np.ndarray)
+        ]
         return sum(array.nbytes for array in arrays) / CAPACITY
 
 
@@ -242,7 +250,11 @@ class TianshouBuffer(PeerBuffer):
         return self.buffer.sample(SAMPLE)
 
     def bytes_per_transition(self) -> float:
-        arrays = [value for value in self.buffer._meta.values() if isinstance(value, np.ndarray)]
+        arrays = [
+            value
+            for value in self.buffer._meta.values()
+            if isinstance(value, np.ndarray)
+        ]
         return sum(array.nbytes for array in arrays) / CAPACITY
 
 
@@ -306,7 +318,9 @@ def _torchrl_buffer() -> Any:
     return ReplayBuffer(storage=LazyTensorStorage(CAPACITY), batch_size=SAMPLE)
 
 
-def _system(name: str, label: str, *needs: str, home: str = "", **options: Any) -> Crewed:
+def _system(
+    name: str, label: str, *needs: str, home: str = "", **options: Any
+) -> Crewed:
     modules = ("torch", "gymnasium", *needs)
     path = f"off_policy_systems:{name}"
     return Crewed(path, label, modules, home=home, children=False, options=options)
@@ -319,14 +333,23 @@ BOTH = {
         "Muster", "Muster, ReplayMemory", TENSORDICT, home="muster", buffer="memory"
     ),
     "off-muster-torchrl": _system(
-        "Muster", "Muster, TorchRL's buffer", TENSORDICT, "torchrl", home="muster", buffer="torchrl"
+        "Muster",
+        "Muster, TorchRL's buffer",
+        TENSORDICT,
+        "torchrl",
+        home="muster",
+        buffer="torchrl",
     ),
     "off-sb3": _system("SB3", "SB3 DQN and its buffer", "stable_baselines3"),
-    "off-torchrl": _system("TorchRL", "TorchRL Collector and buffer", TENSORDICT, "torchrl"),
+    "off-torchrl": _system(
+        "TorchRL", "TorchRL Collector and buffer", TENSORDICT, "torchrl"
+    ),
 }
 BUFFERS = {
     "off-sb3-buffer": _system("SB3Buffer", "SB3 ReplayBuffer", "stable_baselines3"),
-    "off-tianshou-buffer": _system("TianshouBuffer", "Tianshou ReplayBuffer", "tianshou"),
+    "off-tianshou-buffer": _system(
+        "TianshouBuffer", "Tianshou ReplayBuffer", "tianshou"
+    ),
 }
 WORKERS = {
     f"off-workers-{learner}": _system(
@@ -353,7 +376,14 @@ PIXELS = Case(
 CASES = {
     case.name: case
     for case in (
-        Case("off-cartpole", "CartPole-v1", 1, 1, f"collect 1, sample {SAMPLE}", tuple(BOTH)),
+        Case(
+            "off-cartpole",
+            "CartPole-v1",
+            1,
+            1,
+            f"collect 1, sample {SAMPLE}",
+            tuple(BOTH),
+        ),
         Case(
             "off-floats",
             workers_envs.SEVENTEEN,
@@ -363,7 +393,9 @@ CASES = {
             tuple(BOTH),
         ),
         PIXELS,
-        Case("off-collect", "CartPole-v1", 1, 1, "collect 1", tuple(BOTH), samples=False),
+        Case(
+            "off-collect", "CartPole-v1", 1, 1, "collect 1", tuple(BOTH), samples=False
+        ),
         Case(
             "off-workers",
             workers_envs.WAIT,

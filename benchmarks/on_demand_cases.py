@@ -23,7 +23,9 @@ class Case(Workload):
     @property
     def asked(self) -> dict[str, int]:
         """The arguments of a call."""
-        return {"n_episode": self.episodes} if self.episodes else {"n_step": self.frames}
+        return (
+            {"n_episode": self.episodes} if self.episodes else {"n_step": self.frames}
+        )
 
 
 BARE = ("bare", "limit-plain", "limit-heads", "limit-greedy")
@@ -71,7 +73,12 @@ CALLS = (
 
 def _steps(envs: int) -> Case:
     return Case(
-        f"steps-{envs}", "CartPole-v1", envs, 100, f"{envs} x CartPole, n_step = 100 of each", STEPS
+        f"steps-{envs}",
+        "CartPole-v1",
+        envs,
+        100,
+        f"{envs} x CartPole, n_step = 100 of each",
+        STEPS,
     )
 
 
@@ -79,8 +86,23 @@ CASES = {
     case.name: case
     for case in (
         *map(_steps, (1, 8, 32)),
-        Case("episodes-8", "CartPole-v1", 8, 0, "8 x CartPole, n_episode = 32", EPISODES, 32),
-        Case("costs-8", "CartPole-v1", 8, 100, "8 x CartPole, n_step = 100 of each", COSTS),
+        Case(
+            "episodes-8",
+            "CartPole-v1",
+            8,
+            0,
+            "8 x CartPole, n_episode = 32",
+            EPISODES,
+            32,
+        ),
+        Case(
+            "costs-8",
+            "CartPole-v1",
+            8,
+            100,
+            "8 x CartPole, n_step = 100 of each",
+            COSTS,
+        ),
         Case(
             "a2c-8",
             "CartPole-v1",
@@ -89,9 +111,21 @@ CASES = {
             "8 x CartPole, n_step = 5 of each",
             (*CRITICS, "collect-critic-alone"),
         ),
-        Case("call-1", "CartPole-v1", 1, 1, "one CartPole, n_step = 1", (*CALLS, *ITERATED)),
         Case(
-            "call-8", "CartPole-v1", 8, 1, "8 x CartPole, n_step = 1 of each", (*CALLS, *ITERATED)
+            "call-1",
+            "CartPole-v1",
+            1,
+            1,
+            "one CartPole, n_step = 1",
+            (*CALLS, *ITERATED),
+        ),
+        Case(
+            "call-8",
+            "CartPole-v1",
+            8,
+            1,
+            "8 x CartPole, n_step = 1 of each",
+            (*CALLS, *ITERATED),
         ),
         Case(
             "busy-8",

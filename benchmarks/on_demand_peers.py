@@ -85,7 +85,9 @@ def tianshou(case: Case, kind: str, compat: bool = False) -> System:
         exploration_noise=kind == "dqn",
     )
     collector.reset()
-    return _Calling(lambda: int(collector.collect(**case.asked).n_collected_steps), envs)
+    return _Calling(
+        lambda: int(collector.collect(**case.asked).n_collected_steps), envs
+    )
 
 
 def tianshou_limit(case: Case, kind: str) -> System:
@@ -112,7 +114,9 @@ class _Sampled(nn.Module):
         self.net = trunk(case.make())
 
     @torch.no_grad()
-    def act(self, obs: Tensor, deterministic: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    def act(
+        self, obs: Tensor, deterministic: bool = False
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         choice = Categorical(logits=self.net(obs))
         action = choice.sample()
         return action.unsqueeze(-1), {"log_prob": choice.log_prob(action).unsqueeze(-1)}
@@ -120,7 +124,9 @@ class _Sampled(nn.Module):
 
 class _Greedy(_Sampled):
     @torch.no_grad()
-    def act(self, obs: Tensor, deterministic: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    def act(
+        self, obs: Tensor, deterministic: bool = False
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         return self.net(obs).argmax(-1, keepdim=True), {}
 
 
@@ -137,17 +143,25 @@ def prt(case: Case, kind: str, compat: bool = False) -> System:
     collector = importlib.import_module(made).Collector(env)
 
     def steps() -> int:
-        return len(collector.collect_experience(policy, num_steps=case.frames)["reward"])
+        return len(
+            collector.collect_experience(policy, num_steps=case.frames)["reward"]
+        )
 
     def episodes() -> int:
-        return len(collector.collect_trajectory(policy, num_trajectories=case.episodes)["reward"])
+        return len(
+            collector.collect_trajectory(policy, num_trajectories=case.episodes)[
+                "reward"
+            ]
+        )
 
     return _Calling(episodes if case.episodes else steps, env)
 
 
 def prt_limit(case: Case, kind: str) -> System:
     policy = {"sampled": _Sampled, "greedy": _Greedy}[kind](case)
-    return _Limit(case, lambda obs: policy.act(torch.from_numpy(obs))[0].squeeze(-1).tolist())
+    return _Limit(
+        case, lambda obs: policy.act(torch.from_numpy(obs))[0].squeeze(-1).tolist()
+    )
 
 
 # --- Stable-Baselines3 ----------------------------------------------------------------------------
@@ -176,7 +190,9 @@ def sb3(case: Case) -> System:
     _, callback = ppo._setup_learn(total_timesteps=10**12, callback=_Nothing())
 
     def collect() -> int:
-        ppo.collect_rollouts(ppo.env, callback, ppo.rollout_buffer, n_rollout_steps=case.T)
+        ppo.collect_rollouts(
+            ppo.env, callback, ppo.rollout_buffer, n_rollout_steps=case.T
+        )
         return case.frames
 
     return _Calling(collect, envs)

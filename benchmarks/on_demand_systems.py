@@ -33,7 +33,9 @@ class EpsilonGreedy(nn.Module):
 
     def forward(self, obs: Tensor) -> Tensor:
         best: Tensor = self.net(obs).argmax(-1)
-        return torch.where(torch.rand(best.shape) < EPSILON, torch.randint(2, best.shape), best)
+        return torch.where(
+            torch.rand(best.shape) < EPSILON, torch.randint(2, best.shape), best
+        )
 
 
 class LimitGreedy(BareWithPolicy):
@@ -57,7 +59,12 @@ class ActorCritic(PlainPolicy):
         return action, {**extras, "state_value": self.critic(obs)}
 
 
-POLICIES = {"heads": head_for, "plain": PlainPolicy, "greedy": EpsilonGreedy, "critic": ActorCritic}
+POLICIES = {
+    "heads": head_for,
+    "plain": PlainPolicy,
+    "greedy": EpsilonGreedy,
+    "critic": ActorCritic,
+}
 
 
 class Collect:
@@ -82,7 +89,9 @@ class Collect:
         if jsonl:
             options["logger"] = JsonlLogger(os.devnull)
         module, envs = POLICIES[policy](case.make()), None if case.B == 1 else case.B
-        self.collector: Any = muster.Collector(case.make, module, num_envs=envs, seed=0, **options)
+        self.collector: Any = muster.Collector(
+            case.make, module, num_envs=envs, seed=0, **options
+        )
         self.asked = case.asked | arguments
 
     def rollout(self) -> int:
@@ -98,7 +107,12 @@ def _nothing(*_: Any) -> None: ...
 def _here(name: str, label: str, **options: Any) -> Crewed:
     needs = ("torch", "gymnasium", "tensordict")
     return Crewed(
-        f"on_demand_systems:{name}", label, needs, home="muster", children=False, options=options
+        f"on_demand_systems:{name}",
+        label,
+        needs,
+        home="muster",
+        children=False,
+        options=options,
     )
 
 
@@ -112,7 +126,12 @@ def _peer(name: str, label: str, needs: str, **options: Any) -> Crewed:
     """
     modules = (needs, "tensordict") if name != "sb3" else (needs,)
     return Crewed(
-        f"on_demand_peers:{name}", label, modules, home=needs, children=False, options=options
+        f"on_demand_peers:{name}",
+        label,
+        modules,
+        home=needs,
+        children=False,
+        options=options,
     )
 
 
@@ -121,9 +140,15 @@ def _tianshou(kind: str) -> dict[str, Crewed]:
         f"limit-tianshou-{kind}": _peer(
             "tianshou_limit", f"bare loop + Tianshou's {kind}", "tianshou", kind=kind
         ),
-        f"tianshou-{kind}": _peer("tianshou", f"Tianshou, {kind}", "tianshou", kind=kind),
+        f"tianshou-{kind}": _peer(
+            "tianshou", f"Tianshou, {kind}", "tianshou", kind=kind
+        ),
         f"tianshou-compat-{kind}": _peer(
-            "tianshou", f"Muster's compat layer, {kind}", "tianshou", kind=kind, compat=True
+            "tianshou",
+            f"Muster's compat layer, {kind}",
+            "tianshou",
+            kind=kind,
+            compat=True,
         ),
     }
 
@@ -147,7 +172,11 @@ SYSTEMS.update(
         **_prt("sampled"),
         **_prt("greedy"),
         "prt-compat-heads": _peer(
-            "prt", "Muster's prt_rl compat layer, heads", "prt_rl", kind="heads", compat=True
+            "prt",
+            "Muster's prt_rl compat layer, heads",
+            "prt_rl",
+            kind="heads",
+            compat=True,
         ),
         "sb3-critic": _peer("sb3", "Stable-Baselines3 PPO", "stable_baselines3"),
         "limit-greedy": _here("LimitGreedy", "bare loop + epsilon-greedy"),
@@ -166,9 +195,13 @@ SYSTEMS.update(
         "collect-logger": _collect("... logger that does nothing", hook="logger"),
         "collect-jsonl": _collect("... JsonlLogger", jsonl=True),
         "collect-fair": _collect("Muster collect, heads, fair", rule="fair"),
-        "collect-last-even": _collect("Muster collect, heads, last_even", rule="last_even"),
+        "collect-last-even": _collect(
+            "Muster collect, heads, last_even", rule="last_even"
+        ),
         "collect-per-env": _collect("Muster collect, heads, per_env", rule="per_env"),
-        "collect-first-done": _collect("Muster collect, heads, first_done", rule="first_done"),
+        "collect-first-done": _collect(
+            "Muster collect, heads, first_done", rule="first_done"
+        ),
         "collect-kept": _collect(
             "Muster collect, heads, fair, surplus kept", rule="fair", surplus="keep"
         ),

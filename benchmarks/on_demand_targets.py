@@ -18,7 +18,11 @@ class Asked(Speed):
 
     def figure(self, results: Results) -> Figure:
         found, series = super().figure(results), results[self.workload]
-        best = ratio(series[self.limit], series[self.under[0]]) if self.limit in series else None
+        best = (
+            ratio(series[self.limit], series[self.under[0]])
+            if self.limit in series
+            else None
+        )
         if found.measured is None or best is None:
             return found
         return replace(found, note=f"at best {best[0]:.3g}")
@@ -29,16 +33,39 @@ def _asked(case: str, over: str, under: str, at_least: float, limit: str = "") -
 
 
 def _compat(case: str, peer: str, kind: str, at_least: float) -> Asked:
-    return _asked(case, f"{peer}-compat-{kind}", f"{peer}-{kind}", at_least, f"limit-{peer}-{kind}")
+    return _asked(
+        case,
+        f"{peer}-compat-{kind}",
+        f"{peer}-{kind}",
+        at_least,
+        f"limit-{peer}-{kind}",
+    )
 
 
 TARGETS = (
-    *(_compat(case, "tianshou", kind, 2.0) for case in EACH for kind in ("actor", "dqn")),
-    *(_compat(case, "prt", kind, 3.0) for case in EACH for kind in ("sampled", "greedy")),
+    *(
+        _compat(case, "tianshou", kind, 2.0)
+        for case in EACH
+        for kind in ("actor", "dqn")
+    ),
+    *(
+        _compat(case, "prt", kind, 3.0)
+        for case in EACH
+        for kind in ("sampled", "greedy")
+    ),
     *(_asked(case, "prt-compat-heads", "prt-sampled", 3.0) for case in EACH),
-    *(_asked(case, "collect-heads", "tianshou-actor", 5.0, "limit-heads") for case in EACH),
-    *(_asked(case, "collect-plain", "tianshou-actor", 4.0, "limit-plain") for case in EACH),
-    *(_asked(case, "collect-greedy", "tianshou-dqn", 5.0, "limit-greedy") for case in EACH),
+    *(
+        _asked(case, "collect-heads", "tianshou-actor", 5.0, "limit-heads")
+        for case in EACH
+    ),
+    *(
+        _asked(case, "collect-plain", "tianshou-actor", 4.0, "limit-plain")
+        for case in EACH
+    ),
+    *(
+        _asked(case, "collect-greedy", "tianshou-dqn", 5.0, "limit-greedy")
+        for case in EACH
+    ),
     *(_asked(case, "collect-critic", "sb3-critic", 1.0) for case in EACH),
     *(
         _asked(case, f"collect-{kind}", f"muster-{kind}", 0.96)
@@ -52,7 +79,10 @@ TARGETS = (
         _asked("episodes-8", f"prt-compat-{kind}", "prt-sampled", 3.0)
         for kind in ("sampled", "heads")
     ),
-    *(_asked(case, "collect-critic", "sb3-critic", 1.0) for case in ("busy-8", "a2c-8")),
+    *(
+        _asked(case, "collect-critic", "sb3-critic", 1.0)
+        for case in ("busy-8", "a2c-8")
+    ),
     *(
         _asked(case, over, under, 1.0)
         for case in ("call-1", "call-8")

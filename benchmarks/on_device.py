@@ -52,7 +52,9 @@ class Sampling(nn.Module):
         super().__init__()
         self.net = net
 
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def forward(
+        self, obs: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         action, log_prob = sample(self.net(obs))
         return action, {"action_log_prob": log_prob}
 
@@ -77,7 +79,13 @@ class Loop:
     """
 
     def __init__(
-        self, B: int, T: int, device: str, *, stored: bool = True, compiled: bool = False
+        self,
+        B: int,
+        T: int,
+        device: str,
+        *,
+        stored: bool = True,
+        compiled: bool = False,
     ) -> None:
         self.T = T
         self.stored = stored
@@ -102,7 +110,15 @@ class Loop:
                 after, reward, terminated, truncated, info = self.step(action)
                 if self.stored:
                     last = info["final_obs"]
-                    given = (self.obs, last, action, log_prob, reward, terminated, truncated)
+                    given = (
+                        self.obs,
+                        last,
+                        action,
+                        log_prob,
+                        reward,
+                        terminated,
+                        truncated,
+                    )
                     for row, value in zip(self.rows.values(), given, strict=True):
                         row[t].copy_(value)
                 self.obs = after
@@ -110,7 +126,11 @@ class Loop:
     def batch(self) -> Any:
         """Fill the rows; return a copy, which is the user's."""
         self.fill()
-        return {key: value.clone() for key, value in self.rows.items()} if self.stored else None
+        return (
+            {key: value.clone() for key, value in self.rows.items()}
+            if self.stored
+            else None
+        )
 
 
 class Recorded:
@@ -205,7 +225,11 @@ def torchrl(B: int, T: int, device: str) -> Running:
             self.made.reset(seed=seed)
 
     collector = TorchRLCollector(
-        CartPoles(), td_policy(device), frames_per_batch=T * B, total_frames=-1, device=device
+        CartPoles(),
+        td_policy(device),
+        frames_per_batch=T * B,
+        total_frames=-1,
+        device=device,
     )
     return plain(iter(collector).__next__, collector.shutdown)
 
@@ -235,7 +259,9 @@ class Running:
     close: Callable[[], object] = lambda: None
 
 
-def plain(run: Callable[[], Any], close: Callable[[], object] = lambda: None) -> Running:
+def plain(
+    run: Callable[[], Any], close: Callable[[], object] = lambda: None
+) -> Running:
     for _ in range(3):
         run()
     return Running(run, close=close)
@@ -279,7 +305,9 @@ def systems(B: int, T: int, device: str) -> dict[str, Callable[[], Running]]:
         return plain(iter(made).__next__, made.shutdown)
 
     def capture(policy: Any, **options: Any) -> Running:
-        return captured(collector(B, T, device, policy, capture=True, **options), device)
+        return captured(
+            collector(B, T, device, policy, capture=True, **options), device
+        )
 
     made: dict[str, Callable[[], Running]] = {
         BY_HAND: lambda: plain(Loop(B, T, device).batch),
@@ -368,7 +396,9 @@ def measure(B: int, T: int, device: str, rounds: int) -> dict[str, Any]:
     return result
 
 
-def row(system: Running, series: list[float], loop: list[float], B: int, T: int) -> dict[str, Any]:
+def row(
+    system: Running, series: list[float], loop: list[float], B: int, T: int
+) -> dict[str, Any]:
     shares = [a / b for a, b in zip(loop, series, strict=True)]
     median = statistics.median(series)
     found: dict[str, Any] = {
@@ -394,7 +424,9 @@ def gates(found: dict[str, Any], B: int) -> list[dict[str, Any]]:
     def add(name: str, what: str, limit: float, *, least: bool) -> None:
         value = found[name].get(what)
         met = value is not None and (value >= limit if least else value <= limit)
-        rows.append({"system": name, "what": what, "goal": limit, "measured": value, "met": met})
+        rows.append(
+            {"system": name, "what": what, "goal": limit, "measured": value, "met": met}
+        )
 
     for name in EAGER:
         add(name, "of_loop", LEAST_SHARE, least=True)
@@ -434,15 +466,21 @@ def show(B: int, found: dict[str, Any], goals: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.on_device", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.on_device", description=__doc__
+    )
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--envs", type=int, nargs="+", default=[64, 1024, 16_384, 131_072])
+    parser.add_argument(
+        "--envs", type=int, nargs="+", default=[64, 1024, 16_384, 131_072]
+    )
     parser.add_argument("--steps", type=int, default=64, help="steps per batch")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
         "--quick", action="store_true", help="one small size, two rounds of 8 steps"
     )
-    parser.add_argument("--output", type=Path, help="default: the results, for a CUDA device")
+    parser.add_argument(
+        "--output", type=Path, help="default: the results, for a CUDA device"
+    )
     options = parser.parse_args(arguments)
     if options.quick:
         options.envs, options.steps, options.rounds = [64], 8, 2
@@ -467,7 +505,9 @@ def main(arguments: list[str] | None = None) -> None:
         results[str(B)] = found | {"goals": goals}
         print(f"{B} environments, {options.steps} steps per batch, {card}", flush=True)
         show(B, found, goals)
-        if output is not None:  # after each size: what is measured is kept if a later one fails
+        if (
+            output is not None
+        ):  # after each size: what is measured is kept if a later one fails
             output.parent.mkdir(parents=True, exist_ok=True)
             output.write_text(json.dumps(results, indent=1) + "\n")
     print(f"{missed} goals missed; {time.perf_counter() - begin:.0f} s", flush=True)

@@ -14,7 +14,13 @@ from benchmarks.workers_targets import Speed
 # At most 1.2 and 1.1 times the CPU time of the loop.
 LIMITS = {"pools-64": 1.2, "pools-256": 1.1}
 TARGETS = [
-    Speed(case, "pools-heads / pools-loop", round(1 / limit, 2), ("pools-heads",), ("pools-loop",))
+    Speed(
+        case,
+        "pools-heads / pools-loop",
+        round(1 / limit, 2),
+        ("pools-heads",),
+        ("pools-loop",),
+    )
     for case, limit in LIMITS.items()
 ]
 

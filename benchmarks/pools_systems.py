@@ -23,7 +23,12 @@ THREADS = 1  # of a pool
 def pool_of(case: Case) -> Any:
     import envpool
 
-    options = {"num_envs": case.B, "batch_size": case.batch_size, "num_threads": THREADS, "seed": 0}
+    options = {
+        "num_envs": case.B,
+        "batch_size": case.batch_size,
+        "num_threads": THREADS,
+        "seed": 0,
+    }
     return envpool.make_gymnasium(case.env_id, **options)
 
 
@@ -51,9 +56,13 @@ class Loop:
             for _ in range(self.steps):
                 if self.module is not None:
                     self.actions = (
-                        self.module(torch.from_numpy(self.obs))[0].numpy().astype(np.int32)
+                        self.module(torch.from_numpy(self.obs))[0]
+                        .numpy()
+                        .astype(np.int32)
                     )
-                self.obs, *_, self.info = self.pool.step(self.actions, self.info["env_id"])
+                self.obs, *_, self.info = self.pool.step(
+                    self.actions, self.info["env_id"]
+                )
         return self.frames
 
     def close(self) -> None:
@@ -65,13 +74,20 @@ class Muster(Collecting):
 
     def __init__(self, case: Case, *, acts: bool) -> None:
         policy = head_for(case.make()) if acts else None
-        super().__init__(case, policy, create_env_fn=lambda: pool_of(case), num_envs=None)
+        super().__init__(
+            case, policy, create_env_fn=lambda: pool_of(case), num_envs=None
+        )
 
 
 def _entry(name: str, label: str, *, acts: bool) -> Crewed:
     needs = ("torch", "gymnasium", "tensordict", "envpool")
     return Crewed(
-        f"pools_systems:{name}", label, needs, home="muster", children=False, options={"acts": acts}
+        f"pools_systems:{name}",
+        label,
+        needs,
+        home="muster",
+        children=False,
+        options={"acts": acts},
     )
 
 
@@ -100,5 +116,7 @@ def _case(B: int, batch_size: int = 0) -> Case:
     return Case(name, "CartPole-v1", B, 128, label, batch_size=batch_size)
 
 
-CASES = {case.name: case for case in (_case(64), _case(256), _case(64, 32), _case(256, 128))}
+CASES = {
+    case.name: case for case in (_case(64), _case(256), _case(64, 32), _case(256, 128))
+}
 WORKLOADS.update(CASES)

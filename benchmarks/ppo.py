@@ -48,7 +48,9 @@ def run(seed: int, total_frames: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ppo", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ppo", description=__doc__
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--total-frames", type=int, default=102_400)
     parser.add_argument("--output", type=Path, default=RESULTS / "ppo_cartpole.json")
@@ -66,12 +68,16 @@ def main() -> None:
         "eval_episodes": 20,
         "solved_at": SOLVED,
         "solved": solved,
-        "cpu_s_per_seed": round((after.children_user - before.children_user) / len(runs), 1),
+        "cpu_s_per_seed": round(
+            (after.children_user - before.children_user) / len(runs), 1
+        ),
         "runs": runs,
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{solved} of {len(runs)} seeds reach {SOLVED:.0f}; written to {options.output}")
+    print(
+        f"{solved} of {len(runs)} seeds reach {SOLVED:.0f}; written to {options.output}"
+    )
 
 
 if __name__ == "__main__":

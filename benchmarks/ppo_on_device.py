@@ -28,7 +28,9 @@ from examples.ppo_on_gpu import SOLVED, Curve, Learner, T, train
 from muster.testing import TorchCartPole
 
 
-def by_hand(learner: Learner, device: str, envs: int, total_frames: int, seed: int) -> Curve:
+def by_hand(
+    learner: Learner, device: str, envs: int, total_frames: int, seed: int
+) -> Curve:
     """What a user writes instead of a collector."""
     curve = Curve()
     env = TorchCartPole(envs, device)
@@ -104,17 +106,23 @@ def summary(runs: list[dict[str, Any]]) -> str:
     solved = [run["rows"][-1] for run in runs if run.get("solved")]
     if not solved:
         return runs[-1].get("note", "not solved")
-    frames, _, seconds = (statistics.median(column) for column in zip(*solved, strict=True))
+    frames, _, seconds = (
+        statistics.median(column) for column in zip(*solved, strict=True)
+    )
     return f"solved by {len(solved)} of {len(runs)} seeds, {seconds:.1f} s, {frames:,.0f} frames"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ppo_on_device", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ppo_on_device", description=__doc__
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--envs", type=int, default=4096)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--total-frames", type=int, default=20_000_000, help="at most")
-    parser.add_argument("--output", type=Path, help="default: the results, for a CUDA device")
+    parser.add_argument(
+        "--output", type=Path, help="default: the results, for a CUDA device"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     device, envs, frames = options.device, options.envs, options.total_frames
@@ -124,7 +132,12 @@ def main(arguments: list[str] | None = None) -> None:
     for system in systems.values():  # loads kernels
         measure(system, device, envs, 2 * envs * T, 0)
     runs: dict[str, list[Any]] = {name: [] for name in systems}
-    results = {"machine": machine(), "card": card_of(device), "envs": envs, "runs": runs}
+    results = {
+        "machine": machine(),
+        "card": card_of(device),
+        "envs": envs,
+        "runs": runs,
+    }
     output = options.output
     if output is None and device != "cpu":
         output = RESULTS / "ppo_on_device.json"

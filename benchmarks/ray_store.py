@@ -45,7 +45,9 @@ class Sender:
     def serialise(self) -> float:
         buffers: list[pickle.PickleBuffer] = []
         return seconds(
-            lambda: pickle.dumps(self._batch, protocol=5, buffer_callback=buffers.append)
+            lambda: pickle.dumps(
+                self._batch, protocol=5, buffer_callback=buffers.append
+            )
         )[0]
 
     def put(self) -> tuple[float, list[Any]]:
@@ -74,7 +76,8 @@ def measure(rounds: int, frames: int = FRAMES) -> dict[str, Times]:
     nodes = [one["NodeID"] for one in ray.nodes() if one["Alive"]]  # type: ignore[no-untyped-call]
     there = next(node for node in nodes if node != here)
     receivers = {
-        place: Receiver(node, frames) for place, node in zip(PLACES, (here, there), strict=True)
+        place: Receiver(node, frames)
+        for place, node in zip(PLACES, (here, there), strict=True)
     }
     found: dict[str, Times] = {place: defaultdict(list) for place in PLACES}
     for _ in range(rounds):
@@ -93,7 +96,9 @@ class Receiver:
 
     def __init__(self, node: str, frames: int) -> None:
         self._expected = images(frames)
-        self._memory = {key: np.zeros_like(array) for key, array in self._expected.items()}
+        self._memory = {
+            key: np.zeros_like(array) for key, array in self._expected.items()
+        }
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(WAIT_S)
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)  # type: ignore[no-untyped-call]
@@ -107,7 +112,9 @@ class Receiver:
         """Seconds of each piece."""
         serialise = ray.get(self._sender.serialise.remote(), timeout=WAIT_S)
         put, (ref,) = ray.get(self._sender.put.remote(), timeout=WAIT_S)
-        transfer, (ready, _) = seconds(lambda: ray.wait([ref], timeout=WAIT_S, fetch_local=True))
+        transfer, (ready, _) = seconds(
+            lambda: ray.wait([ref], timeout=WAIT_S, fetch_local=True)
+        )
         assert ready, f"the object store did not deliver in {WAIT_S:g} s"
         get, stored = seconds(lambda: ray.get(ref, timeout=WAIT_S))
         copy, _ = seconds(lambda: self._copy(stored))

@@ -37,9 +37,7 @@ ENVS = 3  # per worker
 WARM = 10  # batches before the first kill
 UNTIL_S = 0.05  # from a recovery to the next kill, at most
 TARGET_MS = 500.0
-QUIET = (
-    0.1  # cores that others take, at most; where it is more, the figures are not about Muster alone
-)
+QUIET = 0.1  # cores that others take, at most; where it is more, the figures are not about Muster alone
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -108,7 +106,9 @@ class Recoveries:
     def _is_back(self, batch: Any) -> bool:
         """Rows of the successor of the worker that was killed are in a batch."""
         last = batch["observation"][..., -1, :2].reshape(-1, 2)
-        return bool(((last[:, 0] == self._worker * ENVS) & (last[:, 1] >= self._run)).any())
+        return bool(
+            ((last[:, 0] == self._worker * ENVS) & (last[:, 1] >= self._run)).any()
+        )
 
 
 def measure(kind: str, count: int) -> dict[str, Any]:
@@ -125,17 +125,27 @@ def measure(kind: str, count: int) -> dict[str, Any]:
         with KINDS[kind](factories, None, **options) as collector:
             recoveries, load = Recoveries(collector, path, count), os.getloadavg()[0]
             begun, own, every = time.monotonic(), own_ticks(), busy_ticks()
-            check_stream(recoveries.batches())  # raises if anything is lost, doubled or shifted
-            own, every, seconds = own_ticks() - own, busy_ticks() - every, time.monotonic() - begun
+            check_stream(
+                recoveries.batches()
+            )  # raises if anything is lost, doubled or shifted
+            own, every, seconds = (
+                own_ticks() - own,
+                busy_ticks() - every,
+                time.monotonic() - begun,
+            )
         stats, made = collector.stats(), int(OracleEnv.read(path)[:, 2].sum())
-        workers = [cpu for (cpu,) in struct.iter_unpack("d", times.read_bytes())][len(factories) :]
+        workers = [cpu for (cpu,) in struct.iter_unpack("d", times.read_bytes())][
+            len(factories) :
+        ]
     return {
         "kills": len(recoveries.seconds),
         "seconds": round(seconds, 1),
         "restarts": stats.restarts,
         "recovery_ms": quantiles(recoveries.seconds),
         "cpu_of_the_worker_until_its_first_step_ms": quantiles(workers),
-        "cpu_of_this_process_meanwhile_ms": round(1e3 * statistics.median(recoveries.cpu), 1),
+        "cpu_of_this_process_meanwhile_ms": round(
+            1e3 * statistics.median(recoveries.cpu), 1
+        ),
         "unaccounted": stats.executed
         - stats.frames
         - sum(stats.discarded.values())
@@ -160,7 +170,13 @@ def own_ticks() -> int:
     for pid in [os.getpid(), *descendants()]:
         try:
             total += sum(
-                map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15])
+                map(
+                    int,
+                    Path(f"/proc/{pid}/stat")
+                    .read_text()
+                    .rpartition(")")[2]
+                    .split()[11:15],
+                )
             )
         except OSError:  # it has ended
             pass
@@ -192,13 +208,17 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.recovery", description=__doc__
+    )
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--output", type=Path, default=RESULTS / "recovery.json")
     options = parser.parse_args()
     about = machine()
     found = {kind: measure(kind, options.kills) for kind in KINDS}
-    options.output.write_text(json.dumps({"machine": about, "recovery": found}, indent=1) + "\n")
+    options.output.write_text(
+        json.dumps({"machine": about, "recovery": found}, indent=1) + "\n"
+    )
     print(f"{table(found)}\nwritten to {options.output}")
 
 

@@ -30,7 +30,9 @@ def median_iqr(values: Sequence[float]) -> tuple[float, float]:
     return statistics.median(values), high - low
 
 
-def ratio(faster: Series, slower: Series, clock: Clock | None = None) -> tuple[float, float] | None:
+def ratio(
+    faster: Series, slower: Series, clock: Clock | None = None
+) -> tuple[float, float] | None:
     """Median and IQR of the ratios within each round; None if either has no slices.
 
     Both slices of a round ran within seconds of each other, so what slows the machine down cancels.
@@ -53,7 +55,9 @@ def table(results: Results, workload: str) -> str:
             rows.append([label, own.note or "no slices"])
             continue
         fps, spread = median_iqr(own.fps)
-        limit = "limit-heads" if name in ("muster-heads", "limit-heads") else "limit-plain"
+        limit = (
+            "limit-heads" if name in ("muster-heads", "limit-heads") else "limit-plain"
+        )
         cells = [
             _cell(series, name, "bare"),
             _cell(series, name, limit)
@@ -76,7 +80,11 @@ def target_table(results: Results) -> str:
         name = f"{target.workload}: {target.faster} / {target.slower}"
         got = ratio(series[target.faster], series[target.slower])
         if got is None:
-            why = series[target.slower].note or series[target.faster].note or "not measured"
+            why = (
+                series[target.slower].note
+                or series[target.faster].note
+                or "not measured"
+            )
             rows.append([name, f"{target.at_least:.2f}", why[:60]])
         else:
             met = "met" if got[0] >= target.at_least else "MISSED"
@@ -95,7 +103,10 @@ def target_table(results: Results) -> str:
 
 
 def save(
-    results: Results, options: dict[str, Any], extra: dict[str, Any], path: Path | None = None
+    results: Results,
+    options: dict[str, Any],
+    extra: dict[str, Any],
+    path: Path | None = None,
 ) -> Path:
     """Write everything that was measured, with what is needed to judge it."""
     now = datetime.datetime.now(datetime.timezone.utc)
@@ -109,7 +120,9 @@ def save(
             for w, series in results.items()
         },
         "targets": [
-            _target_summary(results, target) for target in TARGETS if target.workload in results
+            _target_summary(results, target)
+            for target in TARGETS
+            if target.workload in results
         ],
         **extra,
     }
@@ -124,7 +137,12 @@ def machine() -> dict[str, Any]:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next(
-            (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu
+            (
+                line.partition(":")[2].strip()
+                for line in lines
+                if line.startswith("model name")
+            ),
+            cpu,
         )
     except OSError:
         pass
@@ -149,11 +167,15 @@ def _summary(series: dict[str, Series], own: Series) -> dict[str, Any]:
         return {"note": own.note}
     fps, spread = median_iqr(own.fps)
     result: dict[str, Any] = {"fps": round(fps, 1), "iqr": round(spread, 1)}
-    result["cpu_share"] = round(sum(s.cpu for s in own.slices) / sum(s.wall for s in own.slices), 3)
+    result["cpu_share"] = round(
+        sum(s.cpu for s in own.slices) / sum(s.wall for s in own.slices), 3
+    )
     for base in ("bare", "limit-plain", "limit-heads"):
         if base in series and (got := ratio(own, series[base])):
             result[f"of_{base}"] = [round(x, 4) for x in got]
-    result["slices"] = [[s.frames, round(s.wall, 4), round(s.cpu, 4)] for s in own.slices]
+    result["slices"] = [
+        [s.frames, round(s.wall, 4), round(s.cpu, 4)] for s in own.slices
+    ]
     if own.note:
         result["note"] = own.note
     return result
@@ -189,7 +211,10 @@ def _cell(series: dict[str, Series], faster: str, slower: str) -> str:
 def aligned(rows: list[list[str]]) -> str:
     """Columns padded to their widest cell; rows of one or two cells are notes and pad nothing."""
     full = [row for row in rows if len(row) > 2]
-    widths = [max(len(row[i]) for row in full if i < len(row)) for i in range(max(map(len, full)))]
+    widths = [
+        max(len(row[i]) for row in full if i < len(row))
+        for i in range(max(map(len, full)))
+    ]
     widths[0] = max(widths[0], *(len(row[0]) for row in rows if len(row) == 2), 0)
     lines = []
     for row in rows:

@@ -42,21 +42,29 @@ def actor(env: str) -> Any:
     out = int(space.n) if discrete else space.shape[0]
     net = nn.Sequential(Float(), nn.Linear(obs, 32), nn.Tanh(), nn.Linear(32, out))
     made.close()
-    return policies.categorical(net) if discrete else policies.gaussian(net, log_std=-0.5)
+    return (
+        policies.categorical(net) if discrete else policies.gaussian(net, log_std=-0.5)
+    )
 
 
 def differing_bits(env: str, point: int, seed: int) -> tuple[int, int]:
     """Bits that differ in the 200 steps after a save at step ``point``, and bits compared."""
 
     def make() -> Collector:
-        return Collector(env, actor(env), num_envs=2, frames_per_batch=2 * point, seed=seed)
+        return Collector(
+            env, actor(env), num_envs=2, frames_per_batch=2 * point, seed=seed
+        )
 
     with make() as first, tempfile.TemporaryDirectory() as folder:
         first.rollout()
         save_state(Path(folder) / "state", first.state_dict())
         expected = [first.rollout().clone() for _ in range(-(-200 // point))]
-        with Collector(env, actor(env), num_envs=2, frames_per_batch=2 * point) as second:
-            report = second.load_state_dict(load_state(Path(folder) / "state"), trust=True)
+        with Collector(
+            env, actor(env), num_envs=2, frames_per_batch=2 * point
+        ) as second:
+            report = second.load_state_dict(
+                load_state(Path(folder) / "state"), trust=True
+            )
             assert report.exact, report
             got = [second.rollout() for _ in expected]
             wrong = compared = 0
@@ -64,7 +72,8 @@ def differing_bits(env: str, point: int, seed: int) -> tuple[int, int]:
                 assert set(a.keys(True, True)) == set(b.keys(True, True))
                 for key in a.keys(True, True):
                     x, y = (
-                        t.get(key).contiguous().reshape(-1).view(torch.uint8).int() for t in (a, b)
+                        t.get(key).contiguous().reshape(-1).view(torch.uint8).int()
+                        for t in (a, b)
                     )
                     wrong += sum(int(v).bit_count() for v in (x ^ y)[x != y])
                     compared += 8 * x.numel()
@@ -77,10 +86,17 @@ def share_of_saving(env: str, rounds: int, every: float, **options: Any) -> floa
     """
     shares = []
     with tempfile.TemporaryDirectory() as folder:
-        common: dict[str, Any] = {"num_envs": 8, "frames_per_batch": 2048, "seed": 0, **options}
+        common: dict[str, Any] = {
+            "num_envs": 8,
+            "frames_per_batch": 2048,
+            "seed": 0,
+            **options,
+        }
         with (
             Collector(env, actor(env), **common) as plain,
-            Collector(env, actor(env), **common, autosave=Autosave(folder, every=every)) as saving,
+            Collector(
+                env, actor(env), **common, autosave=Autosave(folder, every=every)
+            ) as saving,
         ):
             iterators = [iter(plain), iter(saving)]
             for iterator in iterators:
@@ -94,7 +110,9 @@ def share_of_saving(env: str, rounds: int, every: float, **options: Any) -> floa
 
 def seconds_per_save(env: str) -> tuple[float, int]:
     """Median seconds for one save, and its size in bytes."""
-    with Collector(env, actor(env), num_envs=8, frames_per_batch=2048, seed=0) as collector:
+    with Collector(
+        env, actor(env), num_envs=8, frames_per_batch=2048, seed=0
+    ) as collector:
         collector.rollout()
         with tempfile.TemporaryDirectory() as folder:
             path, times = Path(folder) / "state", []
@@ -108,7 +126,9 @@ def seconds_per_save(env: str) -> tuple[float, int]:
 def share_of_timeline(env: str, rounds: int) -> float:
     """Median share of time that a running timeline takes."""
     shares = []
-    with Collector(env, actor(env), num_envs=8, frames_per_batch=2048, seed=0) as collector:
+    with Collector(
+        env, actor(env), num_envs=8, frames_per_batch=2048, seed=0
+    ) as collector:
         iterator = iter(collector)
         next(iterator)
         for _ in range(rounds):
@@ -131,7 +151,9 @@ def _time(iterator: Any, batches: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.resume", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.resume", description=__doc__
+    )
     parser.add_argument("--points", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", type=Path, default=RESULTS / "resume.json")
@@ -145,8 +167,12 @@ def main() -> None:
     }
     for number in range(options.points):
         env = ENVS[number % len(ENVS)]
-        wrong, compared = differing_bits(env, rng.randrange(1, 300), rng.randrange(10_000))
-        entry = result["differing_bits"].setdefault(env, {"points": 0, "bits": 0, "differing": 0})
+        wrong, compared = differing_bits(
+            env, rng.randrange(1, 300), rng.randrange(10_000)
+        )
+        entry = result["differing_bits"].setdefault(
+            env, {"points": 0, "bits": 0, "differing": 0}
+        )
         entry["points"] += 1
         entry["bits"] += compared
         entry["differing"] += wrong

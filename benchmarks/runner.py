@@ -20,7 +20,9 @@ from typing import Any, Literal
 from benchmarks.systems import SYSTEMS
 
 ROOT = Path(__file__).resolve().parent.parent
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+ONE_THREAD = dict.fromkeys(
+    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"
+)
 ANSWER_WITHIN_S = 180.0
 
 
@@ -64,7 +66,11 @@ def environment() -> dict[str, str]:
     look-ups.
     """
     path = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    quiet = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", "RAY_USAGE_STATS_ENABLED": "0"}
+    quiet = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONWARNINGS": "ignore",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     return {**os.environ, **ONE_THREAD, **quiet, "PYTHONPATH": os.pathsep.join(path)}
 
 
@@ -73,7 +79,9 @@ def add_python_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--python",
         action="append",
-        default=[p for p in os.environ.get("MUSTER_BENCH_PYTHONS", "").split(os.pathsep) if p],
+        default=[
+            p for p in os.environ.get("MUSTER_BENCH_PYTHONS", "").split(os.pathsep) if p
+        ],
         help="another interpreter to look for peers in (repeatable; also $MUSTER_BENCH_PYTHONS, ':'-separated)",
     )
 
@@ -90,7 +98,11 @@ def find_pythons(systems: Iterable[str], extra: Sequence[str]) -> dict[str, str 
     found: dict[str, set[str]] = {}
     for python in (sys.executable, *extra):
         run = subprocess.run(
-            [python, "-c", script, *wanted], capture_output=True, text=True, timeout=60, check=True
+            [python, "-c", script, *wanted],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
         )
         found[python] = set(json.loads(run.stdout))
     return {
@@ -128,7 +140,9 @@ def peer_versions(pythons: Iterable[str | None]) -> dict[str, dict[str, str]]:
     return {
         # by the environment's folder: where it lies on this machine is nobody's business
         Path(python).parent.parent.name: json.loads(
-            subprocess.run([python, "-c", script, *names], capture_output=True, timeout=60).stdout
+            subprocess.run(
+                [python, "-c", script, *names], capture_output=True, timeout=60
+            ).stdout
         )
         for python in sorted({python for python in pythons if python})
     }
@@ -272,12 +286,17 @@ def measure_one(
     slices: int,
     seconds: float,
 ) -> dict[str, Series]:
-    series = {name: Series(note="" if name in workers else "not installed") for name in systems}
+    series = {
+        name: Series(note="" if name in workers else "not installed")
+        for name in systems
+    }
     for name in workers:
         _try(series[name], workers[name], do="build", system=name, workload=workload)
     for turn in range(slices):
         for name in _rotated([n for n in systems if not series[n].note], turn):
-            answer = _try(series[name], workers[name], do="run", system=name, seconds=seconds)
+            answer = _try(
+                series[name], workers[name], do="run", system=name, seconds=seconds
+            )
             if answer:
                 series[name].slices.append(Slice(**answer))
     for name in workers:

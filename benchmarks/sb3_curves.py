@@ -50,7 +50,12 @@ def ppo(env: Any, **options: Any) -> PPO:
 
 def dqn(env: Any) -> DQN:
     return DQN(
-        "MlpPolicy", env, device="cpu", train_freq=1, learning_starts=10**9, buffer_size=50_000
+        "MlpPolicy",
+        env,
+        device="cpu",
+        train_freq=1,
+        learning_starts=10**9,
+        buffer_size=50_000,
     )
 
 
@@ -70,7 +75,9 @@ def cpu_seconds() -> float:
         stats[int(name.split()[0])] = rest.split()
     total, family = 0, {os.getpid()}
     while family:
-        total += sum(int(stats[pid][11]) + int(stats[pid][12]) for pid in family if pid in stats)
+        total += sum(
+            int(stats[pid][11]) + int(stats[pid][12]) for pid in family if pid in stats
+        )
         family = {pid for pid, fields in stats.items() if int(fields[1]) in family}
     return total / os.sysconf("SC_CLK_TCK")
 
@@ -112,10 +119,13 @@ def speed(
         found[name] = {
             "wall_us_p10": statistics.quantiles(clock.walls, n=10)[0],
             "wall_us_median": statistics.median(clock.walls),
-            "cpu_us": clock.cpu / clock.steps * 1e6,  # with the training of PPO, the same for all
+            "cpu_us": clock.cpu
+            / clock.steps
+            * 1e6,  # with the training of PPO, the same for all
         }
         print(
-            f"{name:32}" + "".join(f" {key} {value:8.0f}" for key, value in found[name].items()),
+            f"{name:32}"
+            + "".join(f" {key} {value:8.0f}" for key, value in found[name].items()),
             flush=True,
         )
     for model in models.values():
@@ -128,12 +138,20 @@ class Curve(BaseCallback):
 
     def __init__(self, every: int) -> None:
         super().__init__()
-        self.every, self.returns, self.rows = every, list[float](), list[tuple[int, float]]()
+        self.every, self.returns, self.rows = (
+            every,
+            list[float](),
+            list[tuple[int, float]](),
+        )
 
     def _on_step(self) -> bool:
-        self.returns += [info["episode"]["r"] for info in self.locals["infos"] if "episode" in info]
+        self.returns += [
+            info["episode"]["r"] for info in self.locals["infos"] if "episode" in info
+        ]
         if self.num_timesteps % self.every == 0 and self.returns:
-            self.rows.append((self.num_timesteps, round(statistics.mean(self.returns), 1)))
+            self.rows.append(
+                (self.num_timesteps, round(statistics.mean(self.returns), 1))
+            )
             self.returns = []
         return True
 
@@ -154,7 +172,9 @@ def curves(seeds: int, frames: int) -> dict[str, list[list[tuple[int, float]]]]:
             model.learn(frames, curve)
             rows.append(curve.rows)
             print(
-                f"seed {seed} {name:20}", *(f"{value:4.0f}" for _, value in curve.rows), flush=True
+                f"seed {seed} {name:20}",
+                *(f"{value:4.0f}" for _, value in curve.rows),
+                flush=True,
             )
     return found
 

@@ -33,12 +33,21 @@ def measured(name: str, *, quick: bool) -> list[Point]:
     torch.set_num_threads(1)
     curve = CURVES[name]
     sizes = curve.sizes[:6] if quick and curve.judged else curve.sizes
-    return curve.points(sizes, rounds=3 if quick else 5, seconds=0.01 if quick else 0.03)
+    return curve.points(
+        sizes, rounds=3 if quick else 5, seconds=0.01 if quick else 0.03
+    )
 
 
 def in_a_process(name: str, *, quick: bool) -> dict[str, Any]:
     """The points of a curve, or the reason why there are none."""
-    command = [sys.executable, "-m", "benchmarks.scale", "--measure", name, *["--quick"] * quick]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.scale",
+        "--measure",
+        name,
+        *["--quick"] * quick,
+    ]
     try:
         ran = subprocess.run(
             command,
@@ -61,9 +70,12 @@ def curve(name: str, *, quick: bool) -> dict[str, Any]:
     One beyond the limit is measured once more: a cliff stands in both measurements.
     """
     result = judged(CURVES[name], in_a_process(name, quick=quick))
-    if result.get("within") is False and "points" in (again := in_a_process(name, quick=quick)):
+    if result.get("within") is False and "points" in (
+        again := in_a_process(name, quick=quick)
+    ):
         result = judged(
-            CURVES[name], {"points": least(result["points"], again["points"]), "measured": 2}
+            CURVES[name],
+            {"points": least(result["points"], again["points"]), "measured": 2},
         )
     return result
 
@@ -76,9 +88,13 @@ def judged(curve: Curve, found: dict[str, Any]) -> dict[str, Any]:
     result["within"] = True
     for name in ("cost_us", "slot_kib"):
         steps = growth(found["points"], name)
-        times, allowed, at = max(steps, key=lambda step: step[0] / step[1], default=(0.0, LIMIT, 0))
+        times, allowed, at = max(
+            steps, key=lambda step: step[0] / step[1], default=(0.0, LIMIT, 0)
+        )
         result[name] = (
-            {"times": round(times, 3), "allowed": round(allowed, 3), "at": at} if steps else None
+            {"times": round(times, 3), "allowed": round(allowed, 3), "at": at}
+            if steps
+            else None
         )
         result["within"] = result["within"] and times <= allowed
     return result
@@ -91,7 +107,10 @@ def table(name: str, result: dict[str, Any]) -> str:
         return f"{lines[0][0]}\n{result['error']}"
     names = list(result["points"][0])
     lines.append(names)
-    lines += [[_shown(point.get(column, "")) for column in names] for point in result["points"]]
+    lines += [
+        [_shown(point.get(column, "")) for column in names]
+        for point in result["points"]
+    ]
     text = report.aligned(lines)
     if "within" in result:
         parts = [
@@ -116,7 +135,10 @@ def _shown(value: Any) -> str:
 def per_worker(curves: dict[str, Any]) -> list[dict[str, Any]]:
     """What a worker costs, with the largest number of them, so that what they share counts once."""
     figures = []
-    for name, mib in (("workers", WITH_TORCH_MIB), ("workers-server", WITHOUT_TORCH_MIB)):
+    for name, mib in (
+        ("workers", WITH_TORCH_MIB),
+        ("workers-server", WITHOUT_TORCH_MIB),
+    ):
         if points := curves.get(name, {}).get("points"):
             for column, limit in (("start_cpu_s", START_CPU_S), ("worker_mib", mib)):
                 value = points[-1][column]
@@ -132,9 +154,15 @@ def per_worker(curves: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the first points of each curve")
-    parser.add_argument("--curve", action="append", choices=CURVES, help="repeatable; default all")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scale", description=__doc__
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="the first points of each curve"
+    )
+    parser.add_argument(
+        "--curve", action="append", choices=CURVES, help="repeatable; default all"
+    )
     parser.add_argument("--measure", choices=CURVES, help=argparse.SUPPRESS)
     parser.add_argument(
         "--output",
@@ -155,7 +183,10 @@ def main() -> int:
     for name in options.curve or CURVES:
         since = time.perf_counter()
         curves[name] = curve(name, quick=options.quick)
-        print(f"\n{table(name, curves[name])}\n({time.perf_counter() - since:.0f} s)", flush=True)
+        print(
+            f"\n{table(name, curves[name])}\n({time.perf_counter() - since:.0f} s)",
+            flush=True,
+        )
     path = options.output or report.RESULTS / (
         "scale-quick.json" if options.quick else "scale.json"
     )
@@ -179,7 +210,11 @@ def main() -> int:
     }
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"\n{time.perf_counter() - begin:.0f} s; written to {path}")
-    return 0 if all(one.get("within", "error" not in one) for one in curves.values()) else 1
+    return (
+        0
+        if all(one.get("within", "error" not in one) for one in curves.values())
+        else 1
+    )
 
 
 if __name__ == "__main__":

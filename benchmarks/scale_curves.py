@@ -35,7 +35,9 @@ ENVS = 8  # in a group, where the number of environments does not grow
 MB = 10**6
 
 
-def bare_loop(make: Callable[[], PlainEnv], envs: int, steps: int) -> Callable[[], object]:
+def bare_loop(
+    make: Callable[[], PlainEnv], envs: int, steps: int
+) -> Callable[[], object]:
     """As many steps of as many environments, with resets and nothing stored."""
     made = [make() for _ in range(envs)]
 
@@ -56,7 +58,10 @@ def bare_copies(make: Callable[[], PlainEnv], steps: int) -> Callable[[], object
     """
     env = make()
     size = env.observation_space.shape[0]
-    now, following = np.zeros((steps + 1, size), np.float32), np.zeros((steps, size), np.float32)
+    now, following = (
+        np.zeros((steps + 1, size), np.float32),
+        np.zeros((steps, size), np.float32),
+    )
 
     def run() -> None:
         for t in range(steps):
@@ -66,7 +71,9 @@ def bare_copies(make: Callable[[], PlainEnv], steps: int) -> Callable[[], object
     return run
 
 
-def bare_threads(make: Callable[[], PlainEnv], threads: int, steps: int) -> Callable[[], object]:
+def bare_threads(
+    make: Callable[[], PlainEnv], threads: int, steps: int
+) -> Callable[[], object]:
     """``bare_loop`` of an environment in each of so many threads, which wait for each other at the
     end.
     """
@@ -78,7 +85,9 @@ def bare_threads(make: Callable[[], PlainEnv], threads: int, steps: int) -> Call
 def head(floats: int = FLOATS) -> Any:
     """Two actions and their probabilities, by a small network."""
     torch.manual_seed(0)
-    return policies.categorical(nn.Sequential(nn.Linear(floats, 16), nn.Tanh(), nn.Linear(16, 2)))
+    return policies.categorical(
+        nn.Sequential(nn.Linear(floats, 16), nn.Tanh(), nn.Linear(16, 2))
+    )
 
 
 # --- in process -----------------------------------------------------------------------------------
@@ -104,7 +113,10 @@ def in_process(
     ) as collector:
         batches = iter(collector)
         yield Subject(
-            x, lambda: next(batches), frames, bare or bare_loop(make, envs * max(groups, 1), T)
+            x,
+            lambda: next(batches),
+            frames,
+            bare or bare_loop(make, envs * max(groups, 1), T),
         )
 
 
@@ -131,7 +143,9 @@ def length_curve(size: int) -> Any:
 
 def episodes_curve(options: dict[str, Any], size: int) -> Any:
     """``size``: episodes per 1,024 steps of an environment."""
-    return in_process(size, partial(PlainEnv, length=1024 // size), envs=ENVS, T=256, **options)
+    return in_process(
+        size, partial(PlainEnv, length=1024 // size), envs=ENVS, T=256, **options
+    )
 
 
 # --- with workers ---------------------------------------------------------------------------------
@@ -145,12 +159,17 @@ def in_workers(kind: Any, options: dict[str, Any], x: int) -> Iterator[Subject]:
     def made(workers: int) -> Any:
         frames = ENVS * T * (1 if ahead else workers)
         return kind(
-            [PlainEnv] * workers, head(), num_envs=ENVS, frames_per_batch=frames, seed=0, **options
+            [PlainEnv] * workers,
+            head(),
+            num_envs=ENVS,
+            frames_per_batch=frames,
+            seed=0,
+            **options,
         )
 
-    with made(
-        1
-    ) as collector:  # the first one of a program starts the fork server, which imports torch
+    with (
+        made(1) as collector
+    ):  # the first one of a program starts the fork server, which imports torch
         next(iter(collector))
     memory, before = pss_mib(os.getpid()), cpu_seconds(os.getpid())
     with made(x) as collector:
@@ -169,7 +188,9 @@ def in_workers(kind: Any, options: dict[str, Any], x: int) -> Iterator[Subject]:
                 batch = next(batches)
             return batch
 
-        yield Subject(x, run, ENVS * T * x, clock=family_clock(), ahead=ahead, found=found)
+        yield Subject(
+            x, run, ENVS * T * x, clock=family_clock(), ahead=ahead, found=found
+        )
 
 
 @contextmanager
@@ -181,7 +202,9 @@ def groups_in_workers(x: int) -> Iterator[Subject]:
     with collector:
         batches = iter(collector)
         found = {"slot_kib": slot_kib(next(batches))}
-        yield Subject(x, lambda: next(batches), 16 * x, clock=family_clock(), found=found)
+        yield Subject(
+            x, lambda: next(batches), 16 * x, clock=family_clock(), found=found
+        )
 
 
 @contextmanager
@@ -193,7 +216,9 @@ def in_threads(x: int) -> Iterator[Subject]:
     ) as collector:
         batches = iter(collector)
         found = {"slot_kib": slot_kib(next(batches))}
-        yield Subject(x, lambda: next(batches), T * x, bare_threads(make, x, T), found=found)
+        yield Subject(
+            x, lambda: next(batches), T * x, bare_threads(make, x, T), found=found
+        )
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -255,7 +280,9 @@ def hooks(sizes: Sequence[int], *, rounds: int, seconds: float) -> list[Point]:
         subjects = []
         for x, name in enumerate(names):
             options = HOOKS[name](str(Path(folder) / str(x)))
-            made = in_process(x, partial(PlainEnv, length=64), envs=ENVS, T=256, **options)
+            made = in_process(
+                x, partial(PlainEnv, length=64), envs=ENVS, T=256, **options
+            )
             subjects.append(stack.enter_context(made))
         points = measure(subjects, rounds=rounds, seconds=seconds)
     return [
@@ -267,7 +294,9 @@ def hooks(sizes: Sequence[int], *, rounds: int, seconds: float) -> list[Point]:
 # --- nodes ----------------------------------------------------------------------------------------
 
 
-def nodes(sync: bool, sizes: Sequence[int], *, rounds: int, seconds: float) -> list[Point]:
+def nodes(
+    sync: bool, sizes: Sequence[int], *, rounds: int, seconds: float
+) -> list[Point]:
     """CPU time of the main process for one rollout of each of so many nodes, which another process
     plays.
     """
@@ -285,7 +314,11 @@ def nodes(sync: bool, sizes: Sequence[int], *, rounds: int, seconds: float) -> l
     for point in found:
         cost = point["main_us_per_batch"] * (1 if sync else point["nodes"])
         points.append(
-            {"x": point["nodes"], "cost_us": cost, "us_per_frame": cost / point["nodes"] / frames}
+            {
+                "x": point["nodes"],
+                "cost_us": cost,
+                "us_per_frame": cost / point["nodes"] / frames,
+            }
         )
     return points
 
@@ -353,7 +386,10 @@ CURVES = {
         partial(in_turns, leaves_curve),
     ),
     "T": Curve(
-        "time steps in a batch", "a batch", doublings(1, 16384), partial(in_turns, length_curve)
+        "time steps in a batch",
+        "a batch",
+        doublings(1, 16384),
+        partial(in_turns, length_curve),
     ),
     "episodes": Curve(
         "episodes in 1,024 steps",
@@ -365,7 +401,9 @@ CURVES = {
         "episodes in 1,024 steps, on_episode_done",
         "2,048 frames",
         doublings(1, 1024),
-        partial(in_turns, partial(episodes_curve, {"on_episode_done": lambda episode: None})),
+        partial(
+            in_turns, partial(episodes_curve, {"on_episode_done": lambda episode: None})
+        ),
     ),
     "workers": Curve(
         "worker processes with a policy",
@@ -383,7 +421,9 @@ CURVES = {
         "worker processes without torch, inference on a server",
         "64 time steps of each",
         doublings(1, 64),
-        partial(one_by_one, partial(in_workers, MultiSyncCollector, {"inference": "server"})),
+        partial(
+            one_by_one, partial(in_workers, MultiSyncCollector, {"inference": "server"})
+        ),
     ),
     "groups-workers": Curve(
         "groups of an environment in two worker processes",
@@ -427,5 +467,7 @@ CURVES = {
         doublings(1, 256),
         partial(nodes, False),
     ),
-    "hooks": Curve("hooks", "2,048 frames", tuple(range(len(HOOKS))), hooks, judged=False),
+    "hooks": Curve(
+        "hooks", "2,048 frames", tuple(range(len(HOOKS))), hooks, judged=False
+    ),
 }

@@ -51,7 +51,9 @@ class Subject:
 Make = Callable[[int], AbstractContextManager[Subject]]
 
 
-def in_turns(make: Make, sizes: Sequence[int], *, rounds: int, seconds: float) -> list[Point]:
+def in_turns(
+    make: Make, sizes: Sequence[int], *, rounds: int, seconds: float
+) -> list[Point]:
     """All points of a curve in this process, whose subjects stand side by side and take turns."""
     with make(sizes[0]) as first:  # imports, and what is made once per process
         first.run()
@@ -61,11 +63,15 @@ def in_turns(make: Make, sizes: Sequence[int], *, rounds: int, seconds: float) -
             before = _own_pss()
             subject = stack.enter_context(make(size))
             found = {"slot_kib": slot_kib(subject.run())}
-            subjects.append(replace(subject, found=found | {"pss_mib": _own_pss() - before}))
+            subjects.append(
+                replace(subject, found=found | {"pss_mib": _own_pss() - before})
+            )
         return measure(subjects, rounds=rounds, seconds=seconds)
 
 
-def one_by_one(make: Make, sizes: Sequence[int], *, rounds: int, seconds: float) -> list[Point]:
+def one_by_one(
+    make: Make, sizes: Sequence[int], *, rounds: int, seconds: float
+) -> list[Point]:
     """All points of a curve, for subjects that are too large to stand side by side."""
     points = []
     for size in sizes:
@@ -85,18 +91,26 @@ def measure(subjects: Sequence[Subject], *, rounds: int, seconds: float) -> list
         rounds: number of slices of each subject.
         seconds: duration of a slice, at least one call.
     """
-    jobs = [(subject, kind, job) for subject in subjects for kind, job in _jobs(subject)]
+    jobs = [
+        (subject, kind, job) for subject in subjects for kind, job in _jobs(subject)
+    ]
     calls: dict[tuple[float, str], int] = {}
     times: dict[tuple[float, str], list[float]] = {}
     for subject, kind, job in jobs:
         for _ in range(3):  # slots, caches, the first episodes
             began = time.perf_counter()
-            once = max(_seconds_per_call(job, 1, subject.clock), time.perf_counter() - began)
-        calls[subject.x, kind] = max(1, math.ceil(seconds * (10 if subject.ahead else 1) / once))
+            once = max(
+                _seconds_per_call(job, 1, subject.clock), time.perf_counter() - began
+            )
+        calls[subject.x, kind] = max(
+            1, math.ceil(seconds * (10 if subject.ahead else 1) / once)
+        )
     for _ in range(rounds):
         for subject, kind, job in jobs:
             key = subject.x, kind
-            times.setdefault(key, []).append(_seconds_per_call(job, calls[key], subject.clock))
+            times.setdefault(key, []).append(
+                _seconds_per_call(job, calls[key], subject.clock)
+            )
     points = []
     for subject in subjects:
         cost = (
@@ -143,10 +157,13 @@ def slot_kib(batch: Any) -> float:
     """Memory below a batch: the union of its tensors' storages, each of which may reach to the
     slot's end.
     """
-    storages = [tensor.untyped_storage() for tensor in pytree.tree_leaves(batch.to_dict())]
+    storages = [
+        tensor.untyped_storage() for tensor in pytree.tree_leaves(batch.to_dict())
+    ]
     total = end = 0
     for first, last in sorted(
-        (storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages
+        (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+        for storage in storages
     ):
         total += max(0, last - max(first, end))
         end = max(end, last)
@@ -162,7 +179,11 @@ def growth(points: Sequence[Point], name: str) -> list[tuple[float, float, float
     """
     grown = []
     for low, high in pairwise(points):
-        if name in low and name in high and not (name == "slot_kib" and low[name] < SMALL_KIB):
+        if (
+            name in low
+            and name in high
+            and not (name == "slot_kib" and low[name] < SMALL_KIB)
+        ):
             power = 1 / math.log2(high["x"] / low["x"])
             times = (high[name] / low[name]) ** power
             allowed = LIMIT
@@ -176,5 +197,6 @@ def growth(points: Sequence[Point], name: str) -> list[tuple[float, float, float
 def least(first: Sequence[Point], second: Sequence[Point]) -> list[Point]:
     """The cheaper ones of the points of a curve that was measured twice."""
     return [
-        min(pair, key=lambda point: point["cost_us"]) for pair in zip(first, second, strict=True)
+        min(pair, key=lambda point: point["cost_us"])
+        for pair in zip(first, second, strict=True)
     ]

@@ -29,7 +29,14 @@ import numpy as np
 
 from benchmarks import envs, report, runner
 from benchmarks.nets import PlainPolicy
-from benchmarks.simulated_nodes import ONE_WAY_S, Pairs, Recording, RecordingLink, SocketLink, play
+from benchmarks.simulated_nodes import (
+    ONE_WAY_S,
+    Pairs,
+    Recording,
+    RecordingLink,
+    SocketLink,
+    play,
+)
 from benchmarks.workers_family import family
 from benchmarks.workloads import WORKLOADS, Workload
 from muster.collectors.cluster_options import ClusterOptions
@@ -44,10 +51,18 @@ CASES = {
     w.name: w
     for w in (
         Workload(
-            "cartpole-1k", "CartPole-v1", 8, 128, "8 CartPoles per node, 1,024 frames per batch"
+            "cartpole-1k",
+            "CartPole-v1",
+            8,
+            128,
+            "8 CartPoles per node, 1,024 frames per batch",
         ),
         Workload(
-            "cartpole-8k", "CartPole-v1", 8, 1024, "8 CartPoles per node, 8,192 frames per batch"
+            "cartpole-8k",
+            "CartPole-v1",
+            8,
+            1024,
+            "8 CartPoles per node, 8,192 frames per batch",
         ),
         Workload("frames-64", envs.FRAMES, 8, 8, "84x84x4 uint8, 64 frames per batch"),
     )
@@ -64,7 +79,9 @@ def record(workload: Workload) -> Recording:
 
     here, there = socket.socketpair()
     recording = Recording()
-    node = threading.Thread(target=node_main.serve, args=(SocketLink(there), 0), daemon=True)
+    node = threading.Thread(
+        target=node_main.serve, args=(SocketLink(there), 0), daemon=True
+    )
     node.start()
     with collector(workload, [RecordingLink(here, recording)], sync=False) as made:
         while len(recording.seconds) < RECORDED:
@@ -115,7 +132,9 @@ def ideal(recording: Recording, nodes: int, *, sync: bool) -> float:
     return float(nodes / rollouts.mean())
 
 
-def point(path: str, case: str, nodes: int, seconds: float, *, sync: bool) -> dict[str, Any]:
+def point(
+    path: str, case: str, nodes: int, seconds: float, *, sync: bool
+) -> dict[str, Any]:
     """So many nodes for so long, in this process."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -134,7 +153,10 @@ def point(path: str, case: str, nodes: int, seconds: float, *, sync: bool) -> di
         stats = made.stats()
     best = ideal(recording, nodes, sync=sync)
     rate, spread = report.median_iqr([part["batches_per_s"] for part in parts])
-    found = {name: round(statistics.median(part[name] for part in parts), 3) for name in parts[0]}
+    found = {
+        name: round(statistics.median(part[name] for part in parts), 3)
+        for name in parts[0]
+    }
     return {
         "nodes": nodes,
         **found,
@@ -199,13 +221,21 @@ def run(
             points.append(
                 {
                     "nodes": count,
-                    "error": (ran.stderr.strip().splitlines() or ["no output"])[-1][:300],
+                    "error": (ran.stderr.strip().splitlines() or ["no output"])[-1][
+                        :300
+                    ],
                 }
             )
         print(f"  {count} nodes: {points[-1].get('error', 'measured')}", flush=True)
     kept = [one["nodes"] for one in points if one.get("of_ideal", 0.0) >= KEEPING_UP]
-    most = max((one["frames_per_s"] for one in points if "error" not in one), default=0.0)
-    return {"points": points, "keeps_up_with": max(kept, default=0), "most_frames_per_s": most}
+    most = max(
+        (one["frames_per_s"] for one in points if "error" not in one), default=0.0
+    )
+    return {
+        "points": points,
+        "keeps_up_with": max(kept, default=0),
+        "most_frames_per_s": most,
+    }
 
 
 def table(results: dict[str, Any]) -> str:
@@ -246,12 +276,18 @@ def parse() -> argparse.Namespace:
         prog="python -m benchmarks.schedule_simulation", description=__doc__
     )
     parser.add_argument("--quick", action="store_true", help="two points of a case")
-    parser.add_argument("--case", action="append", choices=CASES, help="repeatable; default all")
-    parser.add_argument("--nodes", action="append", type=int, help=f"repeatable; default {NODES}")
+    parser.add_argument(
+        "--case", action="append", choices=CASES, help="repeatable; default all"
+    )
+    parser.add_argument(
+        "--nodes", action="append", type=int, help=f"repeatable; default {NODES}"
+    )
     parser.add_argument("--seconds", type=float, help="per point (default 2; quick 1)")
     parser.add_argument("--point", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--sync", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path, default=report.RESULTS / "schedule_simulation.json")
+    parser.add_argument(
+        "--output", type=Path, default=report.RESULTS / "schedule_simulation.json"
+    )
     return parser.parse_args()
 
 
@@ -277,7 +313,9 @@ def main() -> None:
                 results[name] = run(recorded, case, counts, seconds, sync=sync)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(how | results, indent=1) + "\n")
-    print(f"\n{table(results)}\n\n{time.perf_counter() - begin:.0f} s; written to {options.output}")
+    print(
+        f"\n{table(results)}\n\n{time.perf_counter() - begin:.0f} s; written to {options.output}"
+    )
 
 
 if __name__ == "__main__":

@@ -43,7 +43,9 @@ class Ring:
     def __init__(self, case: Workload, obs: Any, capacity: int = BUFFER_SIZE) -> None:
         rows = capacity // case.B
         self.rows, self.at = rows, 0
-        self.obs, self.next_obs = (np.zeros((rows, *obs.shape), obs.dtype) for _ in range(2))
+        self.obs, self.next_obs = (
+            np.zeros((rows, *obs.shape), obs.dtype) for _ in range(2)
+        )
         self.action, self.reward = (
             np.zeros((rows, case.B), np.int64),
             np.zeros((rows, case.B), np.float32),
@@ -181,7 +183,9 @@ class SB3:
             exploration_final_eps=0.0,
             device="cpu",
         )
-        _, self.callback = self.dqn._setup_learn(total_timesteps=10**12, callback=_Nothing())
+        _, self.callback = self.dqn._setup_learn(
+            total_timesteps=10**12, callback=_Nothing()
+        )
 
     def rollout(self) -> int:
         dqn = self.dqn
@@ -203,11 +207,15 @@ class TorchRL:
         from torchrl.envs import GymWrapper, SerialEnv
 
         def make() -> Any:
-            return GymWrapper(case.make(), categorical_action_encoding=True, from_pixels=False)
+            return GymWrapper(
+                case.make(), categorical_action_encoding=True, from_pixels=False
+            )
 
         env = make() if case.B == 1 else SerialEnv(case.B, make)
         actor = TensorDictModule(Greedy(case.make()), ["observation"], ["action"])
-        self.collector: Any = Collector(env, actor, frames_per_batch=case.frames, total_frames=-1)
+        self.collector: Any = Collector(
+            env, actor, frames_per_batch=case.frames, total_frames=-1
+        )
         self.batches: Iterator[Any] = iter(self.collector)
 
     def rollout(self) -> int:
@@ -222,7 +230,12 @@ def _muster(label: str, **options: Any) -> Crewed:
         ("torchrl",) if options.get("buffer") == "torchrl" else ()
     )
     return Crewed(
-        "short_batches_systems:Muster", label, needs, home="muster", children=False, options=options
+        "short_batches_systems:Muster",
+        label,
+        needs,
+        home="muster",
+        children=False,
+        options=options,
     )
 
 
@@ -244,7 +257,9 @@ OWN = {
     "short-random": _muster("Muster, random actions", policy="random"),
     **{f"short-{p}": _muster(f"Muster, {p}", policy=p) for p in ("plain", "heads")},
     **{
-        f"short-{p}-asked": _muster(f"Muster, {p}, collect(n_step=)", policy=p, asks=True)
+        f"short-{p}-asked": _muster(
+            f"Muster, {p}, collect(n_step=)", policy=p, asks=True
+        )
         for p in ("plain", "heads")
     },
     **{
@@ -253,7 +268,9 @@ OWN = {
         )
         for buffer in ("ring", "torchrl")
     },
-    "short-plain-ring": _muster("Muster, plain, ring buffer", policy="plain", buffer="ring"),
+    "short-plain-ring": _muster(
+        "Muster, plain, ring buffer", policy="plain", buffer="ring"
+    ),
 }
 
 
@@ -280,7 +297,13 @@ CASES = {
     for T in BATCH_SIZES
     for B in ENVS
     for case in [
-        Case(f"short-{T}-{B}", "CartPole-v1", B, T, f"{B} x CartPole, batches of {T} time steps")
+        Case(
+            f"short-{T}-{B}",
+            "CartPole-v1",
+            B,
+            T,
+            f"{B} x CartPole, batches of {T} time steps",
+        )
     ]
 }
 WORKLOADS.update(CASES)

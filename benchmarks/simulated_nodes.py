@@ -96,7 +96,9 @@ class Pairs:
     def __init__(self, links: list[Link]) -> None:
         self._links = links
 
-    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
+    def connect(
+        self, node: int, epoch: int, within_s: float, given_up: threading.Event
+    ) -> Link:
         if epoch:
             raise LinkLost("these nodes live once")
         return self._links[node]
@@ -154,7 +156,9 @@ class RecordingLink(SocketLink):
         if told.infos is not None:
             recording.answers["Start"] = told.infos
         elif told.answer is not None:
-            recording.answers[self._asked.get(told.answer.number, "")] = told.answer.value
+            recording.answers[self._asked.get(told.answer.number, "")] = (
+                told.answer.value
+            )
         elif told.results and received.block is not None:
             (recording.result,) = told.results
             recording.seconds.append(recording.result.timing.total / 1e9)
@@ -243,12 +247,19 @@ class Player:
         elif message.method is NodeMain.bye:
             self.sock.shutdown(socket.SHUT_RDWR)
         elif message.number:
-            self._say(0.0, answer=Answer(message.number, self._own(answers.get(_name(message)))))
+            self._say(
+                0.0,
+                answer=Answer(message.number, self._own(answers.get(_name(message)))),
+            )
 
     def _own(self, answer: Any) -> Any:
         """As if the recorded group were this node's."""
         if isinstance(answer, list) and answer and isinstance(answer[0], dict):
-            return [{self._group: value} for of_worker in answer for value in of_worker.values()]
+            return [
+                {self._group: value}
+                for of_worker in answer
+                for value in of_worker.values()
+            ]
         return answer
 
     def _roll(self, tag: int, request: Any) -> None:
@@ -272,7 +283,9 @@ class Player:
         lane = self.farm.lane if tag else memoryview(b"")
         self._executed += report["results"][0].executed if tag else 0
         counts = {self._group: NodeCounts(self._executed)}
-        said = Told(f"node-{self.number}", counts, self.farm.recording.workers, **report)
+        said = Told(
+            f"node-{self.number}", counts, self.farm.recording.workers, **report
+        )
         told = pickle.dumps(said, pickle.HIGHEST_PROTOCOL)
         self.out.append(memoryview(HEADER.pack(len(told), len(lane), tag) + told))
         if tag:
@@ -291,14 +304,18 @@ class Farm:
         seed: of the latencies.
     """
 
-    def __init__(self, recording: Recording, socks: list[socket.socket], seed: int = 0) -> None:
+    def __init__(
+        self, recording: Recording, socks: list[socket.socket], seed: int = 0
+    ) -> None:
         self.recording, self.lane = recording, memoryview(recording.lane)
         self._median, self._sigma = recording.latency
         self._random = random.Random(seed)
         self._queue: list[tuple[float, int, Player, Any, int]] = []
         self._turns = itertools.count()
         self._poller = select.epoll()
-        self._players = {sock.fileno(): Player(self, i, sock) for i, sock in enumerate(socks)}
+        self._players = {
+            sock.fileno(): Player(self, i, sock) for i, sock in enumerate(socks)
+        }
         for fd in self._players:
             self._poller.register(fd, select.EPOLLIN)
 
@@ -323,7 +340,9 @@ class Farm:
                 _, _, player, report, tag = heapq.heappop(self._queue)
                 if player.sock.fileno() in self._players:
                     player.due(report, tag)
-            wait = max(0.0, self._queue[0][0] - time.monotonic()) if self._queue else 1.0
+            wait = (
+                max(0.0, self._queue[0][0] - time.monotonic()) if self._queue else 1.0
+            )
             for fd, events in self._poller.poll(wait):
                 player = self._players[fd]
                 if events & select.EPOLLOUT:

@@ -52,19 +52,29 @@ KILL_EVERY_S, PUBLISH_EVERY = 2.0, 5
 LEVEL = 0.05  # growth of memory over the whole run, as a share of its level, that counts as flat
 # of a rate over the whole run that counts as flat, if it is more than twice its standard error
 DECLINE = 0.1
-WARM_UP = 2  # rounds that are not judged: imports, the fork server, the allocator's pools
+WARM_UP = (
+    2  # rounds that are not judged: imports, the fork server, the allocator's pools
+)
 
 
 MULTI = {"on_failure": Restart(max_restarts=None)}
-BACKENDS: dict[str, tuple[Callable[..., Any], bool]] = {  # and whether its workers are killed
+BACKENDS: dict[
+    str, tuple[Callable[..., Any], bool]
+] = {  # and whether its workers are killed
     "in process": (Collector, False),
     "processes": (partial(MultiSyncCollector, **MULTI), True),
     "processes, first ready": (partial(MultiAsyncCollector, **MULTI), True),
     "threads": (partial(MultiSyncCollector, backend="threads"), False),
     "server": (partial(MultiSyncCollector, inference="server", **MULTI), True),
-    "server, first ready": (partial(MultiAsyncCollector, inference="server", **MULTI), True),
+    "server, first ready": (
+        partial(MultiAsyncCollector, inference="server", **MULTI),
+        True,
+    ),
     "one worker": (partial(AsyncCollector, **MULTI), True),
-    "torch.distributed": (partial(DistributedCollector, launcher="mp", sync=True, **MULTI), True),
+    "torch.distributed": (
+        partial(DistributedCollector, launcher="mp", sync=True, **MULTI),
+        True,
+    ),
     "RPC": (partial(RPCCollector, launcher="mp", sync=True, **MULTI), True),
 }
 
@@ -72,7 +82,9 @@ BACKENDS: dict[str, tuple[Callable[..., Any], bool]] = {  # and whether its work
 class Segment:
     """One backend for some seconds."""
 
-    def __init__(self, name: str, seconds: float, rng: random.Random, *, records: bool) -> None:
+    def __init__(
+        self, name: str, seconds: float, rng: random.Random, *, records: bool
+    ) -> None:
         self.make, self.kills = BACKENDS[name]
         self.name, self.seconds, self.rng, self.records = name, seconds, rng, records
         self.killed = 0
@@ -221,7 +233,9 @@ def memory_slope(frames: int) -> dict[str, float]:
     samples: list[tuple[int, float]] = []
     start = time.perf_counter()
     total = max(1, frames // (B * T))
-    with Collector(VectorCounting(B), None, frames_per_batch=B * T, seed=0) as collector:
+    with Collector(
+        VectorCounting(B), None, frames_per_batch=B * T, seed=0
+    ) as collector:
         for i, _ in enumerate(collector, 1):
             if i % max(1, total // 100) == 0:
                 gc.collect()
@@ -255,7 +269,10 @@ def main() -> int:
         "--segment", type=float, default=8.0, help="seconds of a backend in a round"
     )
     parser.add_argument(
-        "--backend", action="append", choices=[*BACKENDS], help="only this one; may be repeated"
+        "--backend",
+        action="append",
+        choices=[*BACKENDS],
+        help="only this one; may be repeated",
     )
     options = parser.parse_args()
     rng, until = random.Random(0), time.monotonic() + 60 * options.minutes
@@ -265,7 +282,9 @@ def main() -> int:
     totals = {"frames": 0, "kills": 0, "segments": 0}
     while time.monotonic() < until or len(rounds) <= WARM_UP:
         for number, name in enumerate(names):
-            got = Segment(name, options.segment, rng, records=(len(rounds) + number) % 4 == 0).run()
+            got = Segment(
+                name, options.segment, rng, records=(len(rounds) + number) % 4 == 0
+            ).run()
             rates[name].append(got["frames_per_s"])
             totals = {
                 "segments": totals["segments"] + 1,
@@ -292,7 +311,8 @@ def main() -> int:
         (RESULTS / "soak.json").write_text(json.dumps(result, indent=2) + "\n")
     print(
         json.dumps(
-            {key: result[key] for key in ("segments", "frames", "kills", "growth")}, indent=2
+            {key: result[key] for key in ("segments", "frames", "kills", "growth")},
+            indent=2,
         )
     )
     for name, one in rate.items():
@@ -301,7 +321,9 @@ def main() -> int:
             f"{name}: {one['median']:,.0f} frames per second, {change}, {'flat' if one['flat'] else 'NOT FLAT'}"
         )
     print(f"threads at the end: {[thread.name for thread in threading.enumerate()]}")
-    return 0 if all(entry["flat"] for entry in (*growth.values(), *rate.values())) else 1
+    return (
+        0 if all(entry["flat"] for entry in (*growth.values(), *rate.values())) else 1
+    )
 
 
 if __name__ == "__main__":

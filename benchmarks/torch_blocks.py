@@ -53,7 +53,10 @@ def blocks(rounds: int) -> Iterator[tuple[str, Figures]]:
     with ExitStack() as made:
         links = {}
         for engine in ENGINES:
-            launcher, rendezvous = MpLauncher("benchmarks.torch_blocks:sends"), Rendezvous(1)
+            launcher, rendezvous = (
+                MpLauncher("benchmarks.torch_blocks:sends"),
+                Rendezvous(1),
+            )
             carrier = DirectCarrier(launcher, rendezvous)
             if engine == "torch_distributed":
                 carrier = TorchCarrier(launcher, rendezvous, large=1)
@@ -71,7 +74,10 @@ def blocks(rounds: int) -> Iterator[tuple[str, Figures]]:
                 links[engine].receive()
 
             calls = {engine: (lambda engine=engine: one(engine)) for engine in ENGINES}
-            yield f"block of {size >> 10} KiB", in_turns(calls, rounds, 20 if size < 1 << 22 else 4)
+            yield (
+                f"block of {size >> 10} KiB",
+                in_turns(calls, rounds, 20 if size < 1 << 22 else 4),
+            )
         for link in links.values():
             link.send(b"0")
 
@@ -111,7 +117,10 @@ def weights(quick: bool, rounds: int) -> Iterator[tuple[str, Figures]]:
             for work in [group.send([tensor], rank + 1, 1) for rank in range(nodes)]:  # noqa: B023
                 work.wait()
 
-        calls = {"broadcast": lambda: group.broadcast(tensor, 0).wait(), "sends": one_by_one}  # noqa: B023
+        calls = {
+            "broadcast": lambda: group.broadcast(tensor, 0).wait(),  # noqa: B023
+            "sends": one_by_one,
+        }
         yield f"40 MB over bare groups to {nodes}", in_turns(calls, rounds, 1)
         for other in others:
             other.join(WITHIN_S)

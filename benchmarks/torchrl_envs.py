@@ -49,17 +49,30 @@ def policy(name: str, env: Any) -> Any:
     )
 
 
-def systems(name: str, envs: int, frames: int, *, transformed: bool) -> dict[str, Iterator[Any]]:
+def systems(
+    name: str, envs: int, frames: int, *, transformed: bool
+) -> dict[str, Iterator[Any]]:
     """Endless iterators of batches of ``frames``."""
     from torchrl.collectors import Collector as TorchRLCollector
-    from torchrl.envs import Compose, GymEnv, RewardSum, SerialEnv, StepCounter, TransformedEnv
+    from torchrl.envs import (
+        Compose,
+        GymEnv,
+        RewardSum,
+        SerialEnv,
+        StepCounter,
+        TransformedEnv,
+    )
 
     from muster import Collector
     from muster.compat.torchrl import Collector as Compat
 
     def one() -> Any:
         env = GymEnv(name)
-        return TransformedEnv(env, Compose(RewardSum(), StepCounter())) if transformed else env
+        return (
+            TransformedEnv(env, Compose(RewardSum(), StepCounter()))
+            if transformed
+            else env
+        )
 
     def torchrl_env() -> Any:
         return one() if envs == 1 else SerialEnv(envs, one)
@@ -71,7 +84,10 @@ def systems(name: str, envs: int, frames: int, *, transformed: bool) -> dict[str
         "muster, TorchRL env": Collector(torchrl_env, actor, **options),
         "muster compat layer, TorchRL env": Compat(torchrl_env(), actor, **options),
         "muster, Gymnasium env": Collector(
-            name, policy(name, "Gymnasium env"), num_envs=None if envs == 1 else envs, **options
+            name,
+            policy(name, "Gymnasium env"),
+            num_envs=None if envs == 1 else envs,
+            **options,
         ),
     }
     return {label: iter(collector) for label, collector in made.items()}
@@ -92,7 +108,9 @@ def env_alone(name: str, frames: int) -> Callable[[], None]:
     return run
 
 
-def measure(name: str, envs: int, rounds: int, frames: int, *, transformed: bool) -> dict[str, Any]:
+def measure(
+    name: str, envs: int, rounds: int, frames: int, *, transformed: bool
+) -> dict[str, Any]:
     iterators = systems(name, envs, frames, transformed=transformed)
     alone = env_alone(name, frames)
     runs: dict[str, Callable[[], Any]] = {
@@ -111,7 +129,9 @@ def measure(name: str, envs: int, rounds: int, frames: int, *, transformed: bool
         label: {
             "us_per_frame": round(statistics.median(series), 1),
             "times_torchrl": round(
-                statistics.median(t / own for t, own in zip(times["torchrl"], series, strict=True)),
+                statistics.median(
+                    t / own for t, own in zip(times["torchrl"], series, strict=True)
+                ),
                 2,
             ),
         }
@@ -121,7 +141,9 @@ def measure(name: str, envs: int, rounds: int, frames: int, *, transformed: bool
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.torchrl_envs", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.torchrl_envs", description=__doc__
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--frames", type=int, default=800)
     parser.add_argument("--output", type=Path, default=RESULTS / "torchrl_envs.json")
@@ -132,7 +154,9 @@ def main() -> None:
     for name in SIZES:
         for envs, transformed in ((1, False), (8, False), (1, True)):
             title = f"{name} x {envs}" + transformed * ", RewardSum and StepCounter"
-            found = measure(name, envs, options.rounds, options.frames, transformed=transformed)
+            found = measure(
+                name, envs, options.rounds, options.frames, transformed=transformed
+            )
             results[title] = found
             print(title)
             for label, numbers in found.items():

@@ -52,7 +52,10 @@ def systems(num_envs: int, workers: int) -> dict[str, Any]:
 def pids(env: Any) -> list[int]:
     """Return this process and the processes of a vector environment."""
     if hasattr(env, "_workers"):
-        return [os.getpid(), *(handle.process.child.pid for handle in env._workers._handles)]
+        return [
+            os.getpid(),
+            *(handle.process.child.pid for handle in env._workers._handles),
+        ]
     return [os.getpid(), *(process.pid for process in getattr(env, "processes", []))]
 
 
@@ -65,7 +68,9 @@ def cpu_seconds(processes: list[int]) -> float:
     return total / os.sysconf("SC_CLK_TCK")
 
 
-def measure(num_envs: int, workers: int, rounds: int, steps: int) -> dict[str, dict[str, float]]:
+def measure(
+    num_envs: int, workers: int, rounds: int, steps: int
+) -> dict[str, dict[str, float]]:
     """Return microseconds per step of the vector environment: wall time and processor time, by
     system.
     """

@@ -27,7 +27,11 @@ from muster import Collector, MultiSyncCollector, Watch, policies
 CASES: dict[str, dict[str, Any]] = {
     "in process, batches of 2048": {"num_envs": 8, "frames_per_batch": 2048},
     "in process, batches of 8": {"num_envs": 8, "frames_per_batch": 8},
-    "2 workers, batches of 2048": {"num_envs": 8, "frames_per_batch": 2048, "num_workers": 2},
+    "2 workers, batches of 2048": {
+        "num_envs": 8,
+        "frames_per_batch": 2048,
+        "num_workers": 2,
+    },
 }
 MOST = 0.01
 VIEWER = "import sys, urllib.request as u\nfor line in u.urlopen(sys.argv[1] + 'events'): pass"
@@ -35,13 +39,19 @@ VIEWER = "import sys, urllib.request as u\nfor line in u.urlopen(sys.argv[1] + '
 
 def collector(options: dict[str, Any], **others: Any) -> Any:
     torch.manual_seed(0)
-    policy = policies.categorical(nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2)))
+    policy = policies.categorical(
+        nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
+    )
     if "num_workers" in options:
-        return MultiSyncCollector(["CartPole-v1"] * 2, policy, seed=0, **options, **others)
+        return MultiSyncCollector(
+            ["CartPole-v1"] * 2, policy, seed=0, **options, **others
+        )
     return Collector("CartPole-v1", policy, seed=0, **options, **others)
 
 
-def measured(options: dict[str, Any], seconds: float, *, watched: bool) -> dict[str, float]:
+def measured(
+    options: dict[str, Any], seconds: float, *, watched: bool
+) -> dict[str, float]:
     """Frames per second of wall time and of CPU time of this process, and CPU seconds of the thread
     per second.
     """
@@ -63,7 +73,11 @@ def measured(options: dict[str, Any], seconds: float, *, watched: bool) -> dict[
             while time.perf_counter() < warm:
                 next(batches)
             before = [time.clock_gettime(clock) for clock in clocks]
-            frames, began, cpu = made.stats().frames, time.perf_counter(), time.process_time()
+            frames, began, cpu = (
+                made.stats().frames,
+                time.perf_counter(),
+                time.process_time(),
+            )
             while time.perf_counter() - began < seconds:
                 next(batches)
             cpu, wall = time.process_time() - cpu, time.perf_counter() - began
@@ -76,10 +90,14 @@ def measured(options: dict[str, Any], seconds: float, *, watched: bool) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.watching", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.watching", description=__doc__
+    )
     parser.add_argument("--case", action="append", choices=CASES)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=5.0, help="per slice (default 5)")
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="per slice (default 5)"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS / "watching.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -100,7 +118,8 @@ def main() -> None:
             for kind, rounds in costs.items()
         }
         told = "  ".join(
-            "{} {:+.2%} (IQR {:.2%})".format(kind, *median_iqr(costs[kind])) for kind in costs
+            "{} {:+.2%} (IQR {:.2%})".format(kind, *median_iqr(costs[kind]))
+            for kind in costs
         )
         print(f"{name:30} {told}  asked: at most {MOST:.0%}", flush=True)
     how = {"rounds": options.rounds, "seconds": options.seconds, "asked": MOST}

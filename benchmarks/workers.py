@@ -48,7 +48,9 @@ class PoolProcess(runner.WorkerProcess):
     stays behind.
     """
 
-    def __init__(self, python: str, module: str = "workers_child", **environ: str) -> None:
+    def __init__(
+        self, python: str, module: str = "workers_child", **environ: str
+    ) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the worker)
         self._process = subprocess.Popen(
             [python, "-m", f"benchmarks.{module}"],
@@ -63,7 +65,9 @@ class PoolProcess(runner.WorkerProcess):
     def ask(self, **command: Any) -> dict[str, Any]:
         """As its base, but a run begins in the middle of the work and ends when all is still."""
         try:
-            if command["do"] == "run" and getattr(SYSTEMS[command["system"]], "ahead", False):
+            if command["do"] == "run" and getattr(
+                SYSTEMS[command["system"]], "ahead", False
+            ):
                 super().ask(**{**command, "seconds": WARM_S})
             answer = super().ask(**command)
         except runner.WorkerFailed:
@@ -85,7 +89,11 @@ class PoolProcess(runner.WorkerProcess):
 
 
 def measure(
-    systems_of: Mapping[str, Sequence[str]], *, rounds: int, seconds: float, pythons: Sequence[str]
+    systems_of: Mapping[str, Sequence[str]],
+    *,
+    rounds: int,
+    seconds: float,
+    pythons: Sequence[str],
 ) -> report.Results:
     """``runner.measure`` with each workload's own systems, in ``PoolProcess``."""
     interpreters = runner.find_pythons(
@@ -101,7 +109,8 @@ def measure(
                 workload, systems, workers, slices=rounds, seconds=longer * seconds
             )
             print(
-                f"\n{table(results, workload)}\n({time.perf_counter() - begin:.0f} s)", flush=True
+                f"\n{table(results, workload)}\n({time.perf_counter() - begin:.0f} s)",
+                flush=True,
             )
     return results
 
@@ -119,14 +128,19 @@ def table(results: report.Results, workload: str) -> str:
             "x heads": lambda name: (("muster-sync-heads",), (name,), 1.0),
         }
     )
-    rows = [[f"{workload}: {spec.describe}, T={spec.T}"], ["system", "frames/s", "IQR", *columns]]
+    rows = [
+        [f"{workload}: {spec.describe}, T={spec.T}"],
+        ["system", "frames/s", "IQR", *columns],
+    ]
     for name, own in results[workload].items():
         label = SYSTEMS[name].label
         if not own.slices:
             rows.append([label, own.note or "no slices"])
             continue
         fps, spread = report.median_iqr(own.fps)
-        found = [combined(results, workload, *column(name)) for column in columns.values()]
+        found = [
+            combined(results, workload, *column(name)) for column in columns.values()
+        ]
         rows.append(
             [
                 label,
@@ -140,7 +154,12 @@ def table(results: report.Results, workload: str) -> str:
 
 def micro(quick: bool) -> tuple[list[Figure], dict[str, Any]]:
     """``benchmarks.workers_micro`` in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.workers_micro", *(["--quick"] if quick else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.workers_micro",
+        *(["--quick"] if quick else []),
+    ]
     try:
         run = subprocess.run(
             command,
@@ -153,21 +172,38 @@ def micro(quick: bool) -> tuple[list[Figure], dict[str, Any]]:
         found = json.loads(run.stdout.splitlines()[-1])
     except (subprocess.TimeoutExpired, IndexError, ValueError) as error:
         return [
-            Figure("single operations", 0.0, None, note=f"{type(error).__name__}: {error}"[:200])
+            Figure(
+                "single operations",
+                0.0,
+                None,
+                note=f"{type(error).__name__}: {error}"[:200],
+            )
         ], {}
-    figures = [Figure(**{k: v for k, v in one.items() if k != "met"}) for one in found["figures"]]
+    figures = [
+        Figure(**{k: v for k, v in one.items() if k != "met"})
+        for one in found["figures"]
+    ]
     return figures, found["details"]
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.workers", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.workers", description=__doc__
+    )
     parser.add_argument(
-        "--quick", action="store_true", help="about a minute: no peers but AsyncVectorEnv"
+        "--quick",
+        action="store_true",
+        help="about a minute: no peers but AsyncVectorEnv",
     )
     parser.add_argument("--rounds", type=int, help="default 5; quick 3")
-    parser.add_argument("--seconds", type=float, help="per slice (default 0.4; quick 0.25)")
     parser.add_argument(
-        "--workload", action="append", choices=SYSTEMS_OF, help="repeatable; default all"
+        "--seconds", type=float, help="per slice (default 0.4; quick 0.25)"
+    )
+    parser.add_argument(
+        "--workload",
+        action="append",
+        choices=SYSTEMS_OF,
+        help="repeatable; default all",
     )
     parser.add_argument(
         "--system", action="append", choices=SYSTEMS, help="repeatable; default all"
@@ -196,12 +232,16 @@ def main() -> None:
         if entry.quick or not quick or name in (*ONE_PROCESS, "async-vector")
     ]
     workloads = options.workload or (QUICK_WORKLOADS if quick else tuple(SYSTEMS_OF))
-    systems_of = {w: [name for name in SYSTEMS_OF[w] if name in wanted] for w in workloads}
+    systems_of = {
+        w: [name for name in SYSTEMS_OF[w] if name in wanted] for w in workloads
+    }
     results: report.Results = {}
     figures: list[Figure] = []
     extra: dict[str, Any] = {}
     if options.only != "micro":
-        results = measure(systems_of, rounds=rounds, seconds=seconds, pythons=options.python)
+        results = measure(
+            systems_of, rounds=rounds, seconds=seconds, pythons=options.python
+        )
         figures += [
             speed.figure(results)
             for speed in workers_targets.SPEEDS

@@ -29,11 +29,15 @@ class SleepEnv(gymnasium.Env[NDArray[np.float32], Any]):
         self.action_space = gymnasium.spaces.Discrete(2)
         self._obs = np.zeros(4, np.float32)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> Any:
         super().reset(seed=seed)
         return self._obs.copy(), {}
 
-    def step(self, action: Any) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+    def step(
+        self, action: Any
+    ) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
         time.sleep(self.np_random.uniform(0.5e-3, 5e-3))  # noqa: TID251 (a simulator somewhere else)
         return self._obs.copy(), 1.0, False, False, {}
 
@@ -50,7 +54,11 @@ class PlainEnv(gymnasium.Env[Any, Any]):
     """
 
     def __init__(
-        self, floats: int = FLOATS, leaves: int = 0, length: int | None = None, sleep_s: float = 0.0
+        self,
+        floats: int = FLOATS,
+        leaves: int = 0,
+        length: int | None = None,
+        sleep_s: float = 0.0,
     ) -> None:
         box = gymnasium.spaces.Box(-1.0, 1.0, (floats,), np.float32)
         array: NDArray[np.float32] = np.zeros(floats, np.float32)
@@ -62,7 +70,9 @@ class PlainEnv(gymnasium.Env[Any, Any]):
         self._observation: Any = dict.fromkeys(names, array) if leaves else array
         self._length, self._sleep_s, self._t = length, sleep_s, 0
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> Any:
         self._t = 0
         return self._observation, {}
 

@@ -41,7 +41,11 @@ def family(root: int) -> dict[int, float]:
 
 def cpu_seconds(root: int, *, without_root: bool = False) -> float:
     """Of the whole family so far, those who have ended left out."""
-    return sum(seconds for pid, seconds in family(root).items() if pid != root or not without_root)
+    return sum(
+        seconds
+        for pid, seconds in family(root).items()
+        if pid != root or not without_root
+    )
 
 
 def settle(root: int, *, still_s: float = 0.06, at_most_s: float = 3.0) -> None:
@@ -74,7 +78,9 @@ def pss_mib(root: int) -> float:
     for pid in family(root):
         with suppress(OSError):
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+            total += sum(
+                int(line.split()[1]) for line in lines if line.startswith("Pss:")
+            )
     return total / 2**10
 
 

@@ -37,7 +37,9 @@ def small(workers: int, *, kind: str = "MultiSyncCollector") -> Any:
     """One CartPole in each worker, 16 steps per batch."""
     frames = 16 * workers if "Sync" in kind else 16
     make: Any = getattr(muster, kind)
-    return make([ONE.make] * workers, head_for(ONE.make()), frames_per_batch=frames, seed=0)
+    return make(
+        [ONE.make] * workers, head_for(ONE.make()), frames_per_batch=frames, seed=0
+    )
 
 
 def hand_over(quick: bool) -> Found:
@@ -74,7 +76,9 @@ def hand_over(quick: bool) -> Found:
             del batch
     for collector in collectors.values():
         collector.shutdown()
-    medians = {name: statistics.median(series[2:]) for name, series in microseconds.items()}
+    medians = {
+        name: statistics.median(series[2:]) for name, series in microseconds.items()
+    }
     large, fourth, alone = medians.values()
     figures = [
         Figure(
@@ -99,7 +103,11 @@ def rollouts_end(timeline: Any) -> float:
         path = Path(folder) / "trace.json"
         timeline.save(path)
         events = json.loads(path.read_text())["traceEvents"]
-    return max(float(event["ts"] + event["dur"]) for event in events if event["name"] == "rollout")
+    return max(
+        float(event["ts"] + event["dur"])
+        for event in events
+        if event["name"] == "rollout"
+    )
 
 
 def open_and_close(quick: bool) -> Found:
@@ -127,7 +135,12 @@ def open_and_close(quick: bool) -> Found:
             note=_worst(warm),
         ),
         Figure(
-            "close of 8 workers", 0.3, statistics.median(closed), False, "s", note=_worst(closed)
+            "close of 8 workers",
+            0.3,
+            statistics.median(closed),
+            False,
+            "s",
+            note=_worst(closed),
         ),
     ]
     return figures, {"open_s": opened, "first_batch_s": first, "close_s": closed}
@@ -173,10 +186,21 @@ def cycles(quick: bool) -> Found:
         "memory maps": 16.0,
     }  # allocators move; a leak of one page per cycle would not pass
     figures = [
-        Figure(f"{name} left by {number} open/close cycles", loose.get(name, 0.0), value, False, "")
+        Figure(
+            f"{name} left by {number} open/close cycles",
+            loose.get(name, 0.0),
+            value,
+            False,
+            "",
+        )
         for name, value in grown.items()
     ]
-    return figures, {"cycles": number, "seconds": seconds, "before": before, "after": after}
+    return figures, {
+        "cycles": number,
+        "seconds": seconds,
+        "before": before,
+        "after": after,
+    }
 
 
 def sleeping_consumer(quick: bool) -> Found:
@@ -195,16 +219,27 @@ def sleeping_consumer(quick: bool) -> Found:
     collector.shutdown()
     ahead, idle = marks[1] - marks[0], marks[2] - marks[1]
     figure = Figure(
-        f"workers' CPU while the consumer sleeps {seconds:.0f} s", 0.02, round(idle, 3), False, "s"
+        f"workers' CPU while the consumer sleeps {seconds:.0f} s",
+        0.02,
+        round(idle, 3),
+        False,
+        "s",
     )
     return [figure], {"cpu_s_first_second": ahead, "cpu_s_after": idle}
 
 
-PARTS: tuple[Callable[[bool], Found], ...] = (hand_over, open_and_close, cycles, sleeping_consumer)
+PARTS: tuple[Callable[[bool], Found], ...] = (
+    hand_over,
+    open_and_close,
+    cycles,
+    sleeping_consumer,
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.workers_micro", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.workers_micro", description=__doc__
+    )
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
@@ -223,7 +258,9 @@ def main() -> None:
                 )
             ]
         figures += found
-    print(json.dumps({"figures": [one.summary() for one in figures], "details": details}))
+    print(
+        json.dumps({"figures": [one.summary() for one in figures], "details": details})
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,12 @@ class WorkerPool:
     """
 
     def __init__(
-        self, workload: Workload, kind: str, heads: bool, groups: int | None = 2, **options: Any
+        self,
+        workload: Workload,
+        kind: str,
+        heads: bool,
+        groups: int | None = 2,
+        **options: Any,
     ) -> None:
         groups = groups or workload.B
         envs = workload.B // groups

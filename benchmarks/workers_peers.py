@@ -29,7 +29,9 @@ def torchrl(workload: Workload) -> System:
     def make() -> Any:
         return SerialEnv(
             half.B,
-            lambda: GymWrapper(half.make(), categorical_action_encoding=True, from_pixels=False),
+            lambda: GymWrapper(
+                half.make(), categorical_action_encoding=True, from_pixels=False
+            ),
         )
 
     def both(_: Any, actor: Any, *, frames_per_batch: int, **options: Any) -> Any:
@@ -55,7 +57,9 @@ def sb3(workload: Workload) -> System:
 
     from benchmarks.systems import sb3_
 
-    with patch.object(sb3_, "DummyVecEnv", functools.partial(SubprocVecEnv, start_method="fork")):
+    with patch.object(
+        sb3_, "DummyVecEnv", functools.partial(SubprocVecEnv, start_method="fork")
+    ):
         return sb3_.SB3(workload)
 
 

@@ -110,15 +110,27 @@ PAIRS = {
     ),
     "muster-sync-plain": _muster(_SYNC, "Muster MultiSync, plain module", heads=False),
     "muster-sync-heads": _muster(_SYNC, "Muster MultiSync, heads", heads=True),
-    "muster-free-plain": _muster(_FREE, "Muster MultiAsync, plain module", heads=False, ahead=True),
-    "muster-free-heads": _muster(_FREE, "Muster MultiAsync, heads", heads=True, ahead=True),
-    "torchrl-2": Crewed(
-        "workers_peers:torchrl", "TorchRL MultiSyncCollector", ("torchrl", "gymnasium", "pandas")
+    "muster-free-plain": _muster(
+        _FREE, "Muster MultiAsync, plain module", heads=False, ahead=True
     ),
-    "tianshou-2": Crewed("workers_peers:tianshou", "Tianshou SubprocVectorEnv", ("tianshou",)),
-    "sb3-2": Crewed("workers_peers:sb3", "Stable-Baselines3 SubprocVecEnv", ("stable_baselines3",)),
+    "muster-free-heads": _muster(
+        _FREE, "Muster MultiAsync, heads", heads=True, ahead=True
+    ),
+    "torchrl-2": Crewed(
+        "workers_peers:torchrl",
+        "TorchRL MultiSyncCollector",
+        ("torchrl", "gymnasium", "pandas"),
+    ),
+    "tianshou-2": Crewed(
+        "workers_peers:tianshou", "Tianshou SubprocVectorEnv", ("tianshou",)
+    ),
+    "sb3-2": Crewed(
+        "workers_peers:sb3", "Stable-Baselines3 SubprocVecEnv", ("stable_baselines3",)
+    ),
     "pufferlib-2": Crewed(
-        "workers_peers:puffer", "PufferLib Multiprocessing", ("pufferlib", "psutil", "torch")
+        "workers_peers:puffer",
+        "PufferLib Multiprocessing",
+        ("pufferlib", "psutil", "torch"),
     ),
 }
 SLEEPERS = {
@@ -129,12 +141,16 @@ SLEEPERS = {
         home="muster",
         children=False,
     ),
-    "sleep-sync-threads": _muster(_SYNC, "Muster MultiSync, threads", backend="threads", **_EACH),
+    "sleep-sync-threads": _muster(
+        _SYNC, "Muster MultiSync, threads", backend="threads", **_EACH
+    ),
     "sleep-sync-processes": _muster(_SYNC, "Muster MultiSync, processes", **_EACH),
     "sleep-free-threads": _muster(
         _FREE, "Muster MultiAsync, threads", ahead=True, backend="threads", **_EACH
     ),
-    "sleep-free-processes": _muster(_FREE, "Muster MultiAsync, processes", ahead=True, **_EACH),
+    "sleep-free-processes": _muster(
+        _FREE, "Muster MultiAsync, processes", ahead=True, **_EACH
+    ),
 }
 SLEEP_WORKLOAD = Workload(
     "sleep-16", workers_envs.SLEEP, 16, 64, "16 envs whose step waits 0.5 to 5 ms"

@@ -32,7 +32,11 @@ class Figure:
     def met(self) -> bool | None:
         if self.measured is None:
             return None
-        return self.measured >= self.asked if self.at_least else self.measured <= self.asked
+        return (
+            self.measured >= self.asked
+            if self.at_least
+            else self.measured <= self.asked
+        )
 
     def summary(self) -> dict[str, Any]:
         """For the JSON file."""
@@ -62,7 +66,8 @@ class Speed:
                 if one not in series or not series[one].slices
             ]
             why = "; ".join(
-                f"{one}: {series[one].note if one in series else 'not run'}" for one in missing
+                f"{one}: {series[one].note if one in series else 'not run'}"
+                for one in missing
             )
             return Figure(name, self.at_least, None, note=why)
         return Figure(name, self.at_least, got[0], spread=got[1])
@@ -82,7 +87,8 @@ def combined(
     up, down = ([series[name].fps for name in names] for names in (over, under))
     rounds = min(map(len, up + down))
     values = [
-        scale * math.prod(r[i] for r in up) / math.prod(r[i] for r in down) for i in range(rounds)
+        scale * math.prod(r[i] for r in up) / math.prod(r[i] for r in down)
+        for i in range(rounds)
     ]
     return median_iqr(values)
 
@@ -90,19 +96,29 @@ def combined(
 def _scaling(workload: str, kind: str, at_least: float) -> Speed:
     name = f"{kind} over one process, relative to the bare loop's scaling"
     return Speed(
-        workload, name, at_least, (f"muster-sync-{kind}", "bare"), (f"muster-{kind}", "bare-2")
+        workload,
+        name,
+        at_least,
+        (f"muster-sync-{kind}", "bare"),
+        (f"muster-{kind}", "bare-2"),
     )
 
 
 def _limit(workload: str, at_least: float) -> Speed:
-    return Speed(workload, "heads, of 2 x bare", at_least, ("muster-sync-heads",), ("bare",), 0.5)
+    return Speed(
+        workload, "heads, of 2 x bare", at_least, ("muster-sync-heads",), ("bare",), 0.5
+    )
 
 
 def _peer(peer: str, **at_least: float) -> list[Speed]:
     """Both of Muster's forms of the same policy: the peers' plain module, and heads."""
     return [
         Speed(
-            workload.replace("_", "-"), f"{kind} / {peer}", asked, (f"muster-sync-{kind}",), (peer,)
+            workload.replace("_", "-"),
+            f"{kind} / {peer}",
+            asked,
+            (f"muster-sync-{kind}",),
+            (peer,),
         )
         for workload, asked in at_least.items()
         for kind in ("plain", "heads")
@@ -110,7 +126,14 @@ def _peer(peer: str, **at_least: float) -> list[Speed]:
 
 
 def _sleeping(name: str, system: str, at_least: float) -> Speed:
-    return Speed("sleep-16", f"{name}, of 16 x one env", at_least, (system,), ("bare-one",), 1 / 16)
+    return Speed(
+        "sleep-16",
+        f"{name}, of 16 x one env",
+        at_least,
+        (system,),
+        ("bare-one",),
+        1 / 16,
+    )
 
 
 SPEEDS = (
@@ -126,8 +149,14 @@ SPEEDS = (
     *_peer("tianshou-2", cartpole_8=3, cartpole_64=3, busy_8=3, frames_8=3),
     *_peer("sb3-2", cartpole_8=3, cartpole_64=3, busy_8=3, frames_8=3),
     *_peer("pufferlib-2", cartpole_8=1.1, cartpole_64=1.1, busy_8=1.1, frames_8=1.1),
-    *(_sleeping(f"first-ready, {w}", f"sleep-free-{w}", 0.88) for w in ("threads", "processes")),
-    *(_sleeping(f"sync, {w}", f"sleep-sync-{w}", 0.70) for w in ("threads", "processes")),
+    *(
+        _sleeping(f"first-ready, {w}", f"sleep-free-{w}", 0.88)
+        for w in ("threads", "processes")
+    ),
+    *(
+        _sleeping(f"sync, {w}", f"sleep-sync-{w}", 0.70)
+        for w in ("threads", "processes")
+    ),
 )
 
 
@@ -137,7 +166,9 @@ def table(figures: list[Figure]) -> str:
     for one in figures:
         asked = f"{'>=' if one.at_least else '<='} {one.asked:g} {one.unit}"
         measured, spread = (
-            ("-", "") if one.measured is None else (f"{one.measured:.3g}", f"{one.spread:.2g}")
+            ("-", "")
+            if one.measured is None
+            else (f"{one.measured:.3g}", f"{one.spread:.2g}")
         )
         rows.append([one.name, asked, measured, spread])
         verdicts.append(f"  {_VERDICTS[one.met]}  {one.note[:80]}")

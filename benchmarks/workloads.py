@@ -46,9 +46,21 @@ WORKLOADS = {
         Workload("cartpole-1", "CartPole-v1", 1, 512, "one CartPole"),
         Workload("cartpole-8", "CartPole-v1", 8, 256, "8 CartPoles"),
         Workload("cartpole-64", "CartPole-v1", 64, 128, "64 CartPoles"),
-        Workload("frames-8", envs.FRAMES, 8, 128, "8 envs, 84x84x4 uint8 observation, 20 us step"),
-        Workload("pendulum-8", "Pendulum-v1", 8, 256, "8 Pendulums (continuous actions)"),
-        Workload("busy-1", envs.BUSY, 1, 256, "one env whose step costs 200 us of CPU time"),
-        Workload("busy-8", envs.BUSY, 8, 64, "8 envs whose step costs 200 us of CPU time"),
+        Workload(
+            "frames-8",
+            envs.FRAMES,
+            8,
+            128,
+            "8 envs, 84x84x4 uint8 observation, 20 us step",
+        ),
+        Workload(
+            "pendulum-8", "Pendulum-v1", 8, 256, "8 Pendulums (continuous actions)"
+        ),
+        Workload(
+            "busy-1", envs.BUSY, 1, 256, "one env whose step costs 200 us of CPU time"
+        ),
+        Workload(
+            "busy-8", envs.BUSY, 8, 64, "8 envs whose step costs 200 us of CPU time"
+        ),
     )
 }

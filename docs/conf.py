@@ -48,12 +48,14 @@ nb_merge_streams = True
 
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # those of Gymnasium are no reStructuredText
-autodoc_typehints = (
-    "none"  # names of types are in the signatures, and where parameters have a list of their own
-)
+autodoc_typehints = "none"  # names of types are in the signatures, and where parameters have a list of their own
 autodoc_default_options = {"members": True, "inherited-members": False}
-napoleon_use_ivar = True  # "Attributes:" with their texts, without an index entry for each
-napoleon_custom_sections = [("Args passed on", "params_style")]  # muster.collectors.signatures
+napoleon_use_ivar = (
+    True  # "Attributes:" with their texts, without an index entry for each
+)
+napoleon_custom_sections = [
+    ("Args passed on", "params_style")
+]  # muster.collectors.signatures
 napoleon_numpy_docstring = False
 python_display_short_literal_types = True
 maximum_signature_line_length = 88

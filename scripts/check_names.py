@@ -18,7 +18,10 @@ OF_OTHERS = "compat"  # its classes have the names that other systems gave them
 
 def main(folder: Path) -> int:
     """Print every class name that is used twice; 1 if there is one."""
-    trees = {path: ast.parse(path.read_text("utf-8")) for path in sorted(folder.rglob("*.py"))}
+    trees = {
+        path: ast.parse(path.read_text("utf-8"))
+        for path in sorted(folder.rglob("*.py"))
+    }
     problems = repeated_names(folder, trees)
     for problem in sorted(problems):
         print(problem)
@@ -57,7 +60,11 @@ def borrowed_names(folder: Path, path: Path, trees: dict[Path, ast.Module]) -> s
 def shown(path: Path) -> str:
     """Return the path as seen from the root of the project."""
     path = path.resolve()
-    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.as_posix()
+    return (
+        path.relative_to(ROOT).as_posix()
+        if path.is_relative_to(ROOT)
+        else path.as_posix()
+    )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,11 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build"
 NEWEST = ("tensordict", "gymnasium", "numpy")
 CORE = (
-    *("tests/contract/test_envs.py", "tests/unit/policies", "tests/unit/test_checkpoint.py"),
+    *(
+        "tests/contract/test_envs.py",
+        "tests/unit/policies",
+        "tests/unit/test_checkpoint.py",
+    ),
     *(
         "tests/unit/test_collector.py",
         "tests/unit/test_collector_properties.py",
@@ -126,7 +130,9 @@ def canary(limit_s: float) -> int:
     python = borrowing(BUILD / "canary")
     newest, builds = torch_versions(sys.executable)
     torch = max(
-        [build for build in builds if numbers(build) < (3,)], key=numbers, default=tested["torch"]
+        [build for build in builds if numbers(build) < (3,)],
+        key=numbers,
+        default=tested["torch"],
     )
     notes = []
     if numbers(torch) > numbers(tested["torch"]):
@@ -135,7 +141,9 @@ def canary(limit_s: float) -> int:
     for name in NEWEST:
         notes += install(python, ["--upgrade", bounds[name], pinned])
     found = {name: version_of(python, name) for name in tested}
-    print(f"canary: the newest versions that Python {sys.version.split()[0]} can install")
+    print(
+        f"canary: the newest versions that Python {sys.version.split()[0]} can install"
+    )
     for name, version in found.items():
         same = (
             "as in constraints.txt"
@@ -164,7 +172,9 @@ def canary(limit_s: float) -> int:
 def pythons(limit_s: float) -> int:
     """What can be run with other interpreters, and the types for them."""
     mine = ".".join(map(str, sys.version_info[:2]))
-    found = {version: path for version, path in interpreters().items() if version != mine}
+    found = {
+        version: path for version, path in interpreters().items() if version != mine
+    }
     with ThreadPoolExecutor(2) as pool:
         ran = {
             version: pool.submit(one_python, version, path, limit_s)
@@ -173,7 +183,9 @@ def pythons(limit_s: float) -> int:
         typed = {version: pool.submit(types, version) for version in TYPED}
     print("pythons:")
     for version in SUPPORTED:
-        here = "all tests (`make test-all`)" if version == mine else "not on this machine"
+        here = (
+            "all tests (`make test-all`)" if version == mine else "not on this machine"
+        )
         print(f"  {version:<6} {ran[version].result()[0] if version in ran else here}")
     for version, checked in typed.items():
         print(f"  {version:<6} types: {checked.result()[0]}")
@@ -183,12 +195,16 @@ def pythons(limit_s: float) -> int:
 def one_python(version: str, interpreter: str, limit_s: float) -> tuple[str, bool]:
     """What was run with an interpreter, in words, and whether it failed."""
     cache = f"pycache_prefix={BUILD / 'pycache'}"
-    compiled = run([interpreter, "-W", "error", "-X", cache, "-m", "compileall", "-qf", "src"])
+    compiled = run(
+        [interpreter, "-W", "error", "-X", cache, "-m", "compileall", "-qf", "src"]
+    )
     if compiled.returncode:
         print(compiled.stdout, compiled.stderr)
         return "src does not compile", True
     bounds = {
-        name: bound for name, bound in requirements().items() if name not in ("torch", "tensordict")
+        name: bound
+        for name, bound in requirements().items()
+        if name not in ("torch", "tensordict")
     }
     python = fresh(BUILD / f"python{version}", interpreter)
     if notes := install(python, [*bounds.values(), *TOOLS]):
@@ -202,8 +218,14 @@ def one_python(version: str, interpreter: str, limit_s: float) -> tuple[str, boo
     chosen, options = (CORE, APART) if builds and not notes else (WITHOUT_TORCH, ())
     result, failed = tests(python, limit_s, chosen, *options)
     names = ("torch", "tensordict", "numpy", "gymnasium")
-    versions = ", ".join(f"{name} {found}" for name in names if (found := version_of(python, name)))
-    why = "core suite" if chosen is CORE else "no CPU build of torch; the tests that need none"
+    versions = ", ".join(
+        f"{name} {found}" for name in names if (found := version_of(python, name))
+    )
+    why = (
+        "core suite"
+        if chosen is CORE
+        else "no CPU build of torch; the tests that need none"
+    )
     return f"{why}: {result} ({versions}); src compiles", failed
 
 
@@ -218,9 +240,15 @@ def interpreters() -> dict[str, str]:
         ]
         for path in filter(None, at):
             said = run(
-                [path, "-c", "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"]
+                [
+                    path,
+                    "-c",
+                    "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])",
+                ]
             )
-            if said.returncode == 0 and said.stdout.strip() == version:  # pyenv's shims can fail
+            if (
+                said.returncode == 0 and said.stdout.strip() == version
+            ):  # pyenv's shims can fail
                 found[version] = path
     return found
 
@@ -232,7 +260,9 @@ def types(version: str) -> tuple[str, bool]:
     done = run([sys.executable, "-m", "mypy", *options], timeout=TEST_S)
     if done.returncode:
         print(done.stdout, done.stderr)
-    return (done.stdout.strip().splitlines() or ["mypy printed nothing"])[-1], done.returncode != 0
+    return (done.stdout.strip().splitlines() or ["mypy printed nothing"])[
+        -1
+    ], done.returncode != 0
 
 
 # --- environments ---------------------------------------------------------------------------------
@@ -254,7 +284,9 @@ def borrowing(at: Path) -> Path:
 def fresh(at: Path, interpreter: str, *options: str) -> Path:
     """The interpreter of a new environment with nothing in it."""
     shutil.rmtree(at, ignore_errors=True)
-    subprocess.run([interpreter, "-m", "venv", *options, str(at)], check=True, timeout=INSTALL_S)
+    subprocess.run(
+        [interpreter, "-m", "venv", *options, str(at)], check=True, timeout=INSTALL_S
+    )
     return at / "bin" / "python"
 
 
@@ -282,7 +314,9 @@ def install(python: Path, what: list[str]) -> list[str]:
 
 def requirements() -> dict[str, str]:
     """What Muster itself needs, by name, with the bounds of pyproject.toml."""
-    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "dependencies"
+    ]
     return {re.split(r"[^\w.-]", each)[0]: each for each in needed}
 
 
@@ -304,12 +338,25 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
 
-def tests(python: Path, limit_s: float, files: tuple[str, ...], *options: str) -> tuple[str, bool]:
+def tests(
+    python: Path, limit_s: float, files: tuple[str, ...], *options: str
+) -> tuple[str, bool]:
     """Run tests, showing what pytest prints if they fail; returns its last line, and whether
     something failed.
     """
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *files]
-    done = run(command, timeout=limit_s, MUSTER_TESTS="quick", PYTHONPATH=str(ROOT / "src"))
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *options,
+        *files,
+    ]
+    done = run(
+        command, timeout=limit_s, MUSTER_TESTS="quick", PYTHONPATH=str(ROOT / "src")
+    )
     if done.returncode:
         print(done.stdout, done.stderr)
     if done.returncode == TIMED_OUT:

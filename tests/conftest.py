@@ -78,7 +78,10 @@ def closing() -> Iterator[Callable[[Any], Any]]:
 @pytest.fixture(autouse=True, scope="session")
 def _temporary_files_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Crash reports and the like go where pytest cleans up."""
-    before, tempfile.tempdir = tempfile.tempdir, str(tmp_path_factory.mktemp("temporary"))
+    before, tempfile.tempdir = (
+        tempfile.tempdir,
+        str(tmp_path_factory.mktemp("temporary")),
+    )
     yield
     tempfile.tempdir = before
 

@@ -34,10 +34,13 @@ def describe() -> list[str]:
         set()
     )  # members that several classes inherit are shown once, at the shortest name
     names = [
-        f"muster.{name}" for name in sorted(muster.__all__, key=lambda name: (len(name), name))
+        f"muster.{name}"
+        for name in sorted(muster.__all__, key=lambda name: (len(name), name))
     ]
     return [
-        line for name in [*names, *PARTS] for line in _of(name, pkgutil.resolve_name(name), seen)
+        line
+        for name in [*names, *PARTS]
+        for line in _of(name, pkgutil.resolve_name(name), seen)
     ]
 
 
@@ -61,18 +64,25 @@ def _of(name: str, value: Any, seen: set[Any]) -> Iterator[str]:
 
 
 def _is_own(name: str, value: Any, module: ModuleType) -> bool:
-    return not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    return (
+        not name.startswith("_")
+        and getattr(value, "__module__", None) == module.__name__
+    )
 
 
 def _members(cls: type) -> Iterator[tuple[str, Any]]:
     """Public methods and properties that Muster defines."""
     for name in {
-        name for base in cls.__mro__ if base.__module__.startswith("muster") for name in vars(base)
+        name
+        for base in cls.__mro__
+        if base.__module__.startswith("muster")
+        for name in vars(base)
     }:
         member = inspect.getattr_static(cls, name)
         member = getattr(member, "__func__", member)  # of class and static methods
         if not name.startswith("_") and (
-            inspect.isfunction(member) or isinstance(member, (property, cached_property))
+            inspect.isfunction(member)
+            or isinstance(member, (property, cached_property))
         ):
             yield name, member
 
@@ -84,16 +94,26 @@ def _signature(name: str, value: Any) -> list[str]:
         return [name]
     shown = [_shown(p) for p in given if p.name not in ("self", "cls")]
     line = f"{name}({', '.join(shown)})"
-    return [line] if len(line) <= WIDTH else [f"{name}(", *(f"    {one}," for one in shown), ")"]
+    return (
+        [line]
+        if len(line) <= WIDTH
+        else [f"{name}(", *(f"    {one}," for one in shown), ")"]
+    )
 
 
 def _shown(p: inspect.Parameter) -> str:
-    star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**", p.KEYWORD_ONLY: "kw "}.get(p.kind, "")
+    star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**", p.KEYWORD_ONLY: "kw "}.get(
+        p.kind, ""
+    )
     return f"{star}{p.name}{'' if p.default is p.empty else '=' + _default(p.default)}"
 
 
 def _default(value: Any) -> str:
-    return value.__name__ if inspect.isroutine(value) or isinstance(value, type) else repr(value)
+    return (
+        value.__name__
+        if inspect.isroutine(value) or isinstance(value, type)
+        else repr(value)
+    )
 
 
 if __name__ == "__main__":

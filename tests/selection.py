@@ -31,14 +31,12 @@ SUITES = re.compile(
     r"|/test_(crash_report|cli_\w+|device_lanes|elastic|evaluator|inference_server|joined_batches"
     r"|multi_collectors|resume|rollout|sync_schemes|submitit|torchrl_\w+|whole_episodes)\.py"
 )
-SHARE = (
-    2  # variants of a test in `make test`; of one that only nodes run, or that starts a program: 1
-)
-PROGRAMS = re.compile(r"::test_(nothing_outlives|ctrl_c_is_one)_")  # some 5 CPU seconds each
+SHARE = 2  # variants of a test in `make test`; of one that only nodes run, or that starts a program: 1
+PROGRAMS = re.compile(
+    r"::test_(nothing_outlives|ctrl_c_is_one)_"
+)  # some 5 CPU seconds each
 ON_RAY = re.compile(r"[\[-]ray\b")
-RAY_SHARE = (
-    1  # of the tests of a file that run on Ray, too; each actor takes some 6 CPU seconds to start
-)
+RAY_SHARE = 1  # of the tests of a file that run on Ray, too; each actor takes some 6 CPU seconds to start
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -56,7 +54,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
     if os.environ.get("MUSTER_TESTS") == "quick":
         left_out.update(item for item in items if OF_NODES.search(item.nodeid))
     if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        config.hook.pytest_deselected(
+            items=[item for item in items if item in left_out]
+        )
         items[:] = [item for item in items if item not in left_out]
 
 
@@ -93,7 +93,8 @@ def _choices(name: str, value: Any) -> list[tuple[str, Any]]:
         return [(name, word) for word in words.split("-")]
     if is_dataclass(value):
         return [
-            (f"{name}.{field.name}", repr(getattr(value, field.name))) for field in fields(value)
+            (f"{name}.{field.name}", repr(getattr(value, field.name)))
+            for field in fields(value)
         ]
     return [(name, id(value))]
 
@@ -102,7 +103,9 @@ def _leave_to_the_rest(tests: dict[str, list[Any]]) -> None:
     """Mark all but a few variants of each test ``slow``; the next test keeps the next ones."""
     on_ray: dict[str, int] = {}
     for number, (test, variants) in enumerate(tests.items()):
-        variants = [item for item in variants if item.get_closest_marker("slow") is None]
+        variants = [
+            item for item in variants if item.get_closest_marker("slow") is None
+        ]
         file = test.partition("::")[0]
         if on_ray.get(file, 0) >= RAY_SHARE:
             for item in variants:
@@ -125,9 +128,16 @@ def _leave_to_the_rest(tests: dict[str, list[Any]]) -> None:
             ]
             if rest:
                 kept.append(
-                    max(rest, key=lambda item: len(chosen.items() & item.callspec.indices.items()))
+                    max(
+                        rest,
+                        key=lambda item: len(
+                            chosen.items() & item.callspec.indices.items()
+                        ),
+                    )
                 )
-                on_ray[file] = on_ray.get(file, 0) + bool(ON_RAY.search(kept[-1].nodeid))
+                on_ray[file] = on_ray.get(file, 0) + bool(
+                    ON_RAY.search(kept[-1].nodeid)
+                )
         for item in variants:
             if item not in kept:
                 item.add_marker(pytest.mark.slow)

@@ -41,7 +41,9 @@ def recorded(make: Callable[..., Any]) -> tuple[Callable[[], Any], list[Any]]:
     has made.
     """
     made: list[Any] = []
-    numbered = getattr(make, "__code__", None) is not None and make.__code__.co_argcount > 0
+    numbered = (
+        getattr(make, "__code__", None) is not None and make.__code__.co_argcount > 0
+    )
 
     def factory() -> Any:
         made.append(make(len(made)) if numbered else make())
@@ -96,7 +98,9 @@ def joined(collector: Collector, batches: int) -> Any:
 def assert_accounted(collector: Collector) -> None:
     """Every step that was executed is delivered, discarded or in flight."""
     stats = collector.stats()
-    assert stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight, stats
+    assert (
+        stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    ), stats
 
 
 def assert_chain(batch: Any, ends: int = 5) -> None:
@@ -105,7 +109,11 @@ def assert_chain(batch: Any, ends: int = 5) -> None:
 
     Where an episode was cut (``max_frames_per_traj``, a fault), ``truncated`` may be set besides.
     """
-    obs, action, after = batch["observation"].numpy(), batch["action"].numpy(), batch["next"]
+    obs, action, after = (
+        batch["observation"].numpy(),
+        batch["action"].numpy(),
+        batch["next"],
+    )
     expected = ChainEnv(ends).follow(obs, action)
     assert (after["observation"].numpy() == expected[0]).all()
     assert (after["reward"].numpy()[..., 0] == expected[1]).all()
@@ -116,7 +124,8 @@ def assert_chain(batch: Any, ends: int = 5) -> None:
     assert not any(batch[flag].any() for flag in ("done", "terminated", "truncated"))
     going_on = ~done[..., :-1]
     assert torch.equal(
-        after["observation"][..., :-1, :][going_on], batch["observation"][..., 1:, :][going_on]
+        after["observation"][..., :-1, :][going_on],
+        batch["observation"][..., 1:, :][going_on],
     )
     begins = batch["observation"][..., 1:, :][done[..., :-1]]
     assert (begins[..., 1] == 0).all()

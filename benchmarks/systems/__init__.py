@@ -41,14 +41,16 @@ class Entry:
 
     def build(self, workload: Workload) -> System:
         module, _, name = self.path.partition(":")
-        system: System = getattr(importlib.import_module(f"benchmarks.systems.{module}"), name)(
-            workload
-        )
+        system: System = getattr(
+            importlib.import_module(f"benchmarks.systems.{module}"), name
+        )(workload)
         return system
 
 
 def _here(path: str, label: str, *, quick: bool = True) -> Entry:
-    return Entry(path, label, ("torch", "gymnasium", "tensordict"), quick, home="muster")
+    return Entry(
+        path, label, ("torch", "gymnasium", "tensordict"), quick, home="muster"
+    )
 
 
 SYSTEMS = {
@@ -56,23 +58,35 @@ SYSTEMS = {
     "limit-plain": _here("bare:LimitPlain", "bare loop + plain module"),
     "limit-heads": _here("heads_limit:LimitHeads", "bare loop + Muster's heads"),
     "muster-random": _here("muster_:Random", "Muster, random actions"),
-    "muster-compact": _here("muster_:Compact", "Muster, random actions, compact_obs", quick=False),
+    "muster-compact": _here(
+        "muster_:Compact", "Muster, random actions, compact_obs", quick=False
+    ),
     "muster-plain": _here("muster_:Plain", "Muster, plain module"),
-    "muster-eager": _here("muster_:HeadsEager", "Muster, heads, executor off", quick=False),
+    "muster-eager": _here(
+        "muster_:HeadsEager", "Muster, heads, executor off", quick=False
+    ),
     "muster-heads": _here("muster_:Heads", "Muster, heads and executor"),
     "sync-vector": Entry(
         "vector_loop:Sync", "gymnasium SyncVectorEnv, CleanRL-style loop", quick=True
     ),
     "async-vector": Entry(
-        "vector_loop:Async", "gymnasium AsyncVectorEnv, CleanRL-style loop", children=True
+        "vector_loop:Async",
+        "gymnasium AsyncVectorEnv, CleanRL-style loop",
+        children=True,
     ),
     # pandas: without it TorchRL searches the disk for it at every forward, which is nobody's normal
     # installation.
-    "torchrl": Entry("torchrl_:TorchRL", "TorchRL Collector", ("torchrl", "gymnasium", "pandas")),
+    "torchrl": Entry(
+        "torchrl_:TorchRL", "TorchRL Collector", ("torchrl", "gymnasium", "pandas")
+    ),
     "tianshou": Entry("tianshou_:Tianshou", "Tianshou Collector", ("tianshou",)),
-    "sb3": Entry("sb3_:SB3", "Stable-Baselines3 collect_rollouts", ("stable_baselines3",)),
+    "sb3": Entry(
+        "sb3_:SB3", "Stable-Baselines3 collect_rollouts", ("stable_baselines3",)
+    ),
     "rllib": Entry(
-        "rllib_:RLlib", "RLlib SingleAgentEnvRunner", ("ray", "torch", "gymnasium", "tree")
+        "rllib_:RLlib",
+        "RLlib SingleAgentEnvRunner",
+        ("ray", "torch", "gymnasium", "tree"),
     ),
     "pufferlib": Entry(
         "puffer_:Puffer", "PufferLib Serial, CleanRL-style loop", ("pufferlib", "torch")

@@ -23,7 +23,9 @@ class Bare:
         for i, env in enumerate(self.envs):
             env.reset(seed=i)
             env.action_space.seed(i)
-        self.actions = [[env.action_space.sample() for env in self.envs] for _ in range(self.T)]
+        self.actions = [
+            [env.action_space.sample() for env in self.envs] for _ in range(self.T)
+        ]
         if is_discrete(self.envs[0]):
             self.actions = [[int(a) for a in row] for row in self.actions]
         self.steps = [(env.step, env.reset) for env in self.envs]
@@ -73,7 +75,9 @@ class BareWithPolicy:
         act, cells, steps = self.policy(), cells_of(self.obs), self.steps
         with torch.inference_mode():
             for _ in range(self.T):
-                for (step, reset), action, cell in zip(steps, act(), cells, strict=True):
+                for (step, reset), action, cell in zip(
+                    steps, act(), cells, strict=True
+                ):
                     obs, _, terminated, truncated, _ = step(action)
                     if terminated or truncated:
                         obs, _ = reset()

@@ -43,14 +43,18 @@ class LimitHeads(BareWithPolicy):
             Column(self.action_key, action_spec.shape, action_spec.dtype),
             Column(keys.LOG_PROB, (), np.dtype(np.float32)),
         )
-        layout = Layout(workload.T, workload.B, columns, batch_shape=None if batched else ())
+        layout = Layout(
+            workload.T, workload.B, columns, batch_shape=None if batched else ()
+        )
         self.lane = Lane(layout, np.zeros(layout.nbytes, np.uint8))
         self.rows = list(self.lane.arrays[self.obs_key])
         self.rows[0][...] = self.obs
         self.cells = [cells_of(row) for row in self.rows]
         actions = list(self.lane.arrays[self.action_key])
         self.actions: list[Callable[[], Any]] = [
-            row.tolist if action_spec.dtype.kind == "i" and not action_spec.shape else row.copy
+            row.tolist
+            if action_spec.dtype.kind == "i" and not action_spec.shape
+            else row.copy
             for row in actions
         ]
 

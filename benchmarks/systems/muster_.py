@@ -23,8 +23,16 @@ class Collecting:
 
     def __init__(self, workload: Workload, policy: Any, **options: Any) -> None:
         self.frames = workload.frames
-        envs = {"create_env_fn": workload.make, "num_envs": None if workload.B == 1 else workload.B}
-        given: dict[str, Any] = {**envs, "frames_per_batch": workload.frames, "seed": 0, **options}
+        envs = {
+            "create_env_fn": workload.make,
+            "num_envs": None if workload.B == 1 else workload.B,
+        }
+        given: dict[str, Any] = {
+            **envs,
+            "frames_per_batch": workload.frames,
+            "seed": 0,
+            **options,
+        }
         self.collector: Any = Collector(policy=policy, **given)
         self.batches: Iterator[Any] = iter(self.collector)
 
@@ -58,4 +66,6 @@ class Heads(Collecting):
 
 class HeadsEager(Collecting):
     def __init__(self, workload: Workload) -> None:
-        super().__init__(workload, head_for(workload.make()), execution=Execution(executor=False))
+        super().__init__(
+            workload, head_for(workload.make()), execution=Execution(executor=False)
+        )

@@ -17,7 +17,9 @@ class _Envs:
     """PufferLib's functions under the names of a Gymnasium vector env."""
 
     def __init__(self, workload: Workload) -> None:
-        make = functools.partial(pufferlib.emulation.GymnasiumPufferEnv, env_creator=workload.make)
+        make = functools.partial(
+            pufferlib.emulation.GymnasiumPufferEnv, env_creator=workload.make
+        )
         self.envs: Any = pufferlib.vector.make(
             make, backend=pufferlib.vector.Serial, num_envs=workload.B
         )
@@ -28,7 +30,13 @@ class _Envs:
 
     def step(self, action: Any) -> Any:
         obs, reward, terminated, truncated, infos = self.envs.step(action)
-        return obs, reward, terminated.astype(np.bool_), truncated.astype(np.bool_), infos
+        return (
+            obs,
+            reward,
+            terminated.astype(np.bool_),
+            truncated.astype(np.bool_),
+            infos,
+        )
 
     def close(self) -> None:
         self.envs.close()

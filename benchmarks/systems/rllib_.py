@@ -37,7 +37,9 @@ class RLlib:
                 rollout_fragment_length=workload.T,
             )
             .rl_module(
-                model_config=DefaultModelConfig(fcnet_hiddens=[64, 64], fcnet_activation="tanh")
+                model_config=DefaultModelConfig(
+                    fcnet_hiddens=[64, 64], fcnet_activation="tanh"
+                )
             )
         )
         self.runner: Any = SingleAgentEnvRunner(config=config)

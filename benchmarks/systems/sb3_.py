@@ -23,7 +23,9 @@ class _ActorOnly(ActorCriticPolicy):
 
     def forward(self, obs: Any, deterministic: bool = False) -> Any:
         if obs.ndim == 4:
-            obs = obs.permute(0, 2, 3, 1)  # SB3 moves the channels of images to the front
+            obs = obs.permute(
+                0, 2, 3, 1
+            )  # SB3 moves the channels of images to the front
         action, extras = self.plain(obs)
         return action, torch.zeros(len(obs), 1), extras["action_log_prob"]
 
@@ -44,14 +46,22 @@ class SB3:
         images = len(single.observation_space.shape or ()) == 3
         small = {"net_arch": [1]} if images else {}  # SB3's own layers are never called
         self.ppo: Any = PPO(
-            _ActorOnly, self.envs, n_steps=self.T, batch_size=self.frames, policy_kwargs=small
+            _ActorOnly,
+            self.envs,
+            n_steps=self.T,
+            batch_size=self.frames,
+            policy_kwargs=small,
         )
         self.ppo.policy.plain = PlainPolicy(single)
-        _, self.callback = self.ppo._setup_learn(total_timesteps=10**12, callback=_Nothing())
+        _, self.callback = self.ppo._setup_learn(
+            total_timesteps=10**12, callback=_Nothing()
+        )
 
     def rollout(self) -> int:
         ppo = self.ppo
-        ppo.collect_rollouts(ppo.env, self.callback, ppo.rollout_buffer, n_rollout_steps=self.T)
+        ppo.collect_rollouts(
+            ppo.env, self.callback, ppo.rollout_buffer, n_rollout_steps=self.T
+        )
         return self.frames
 
     def close(self) -> None:

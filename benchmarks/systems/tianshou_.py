@@ -23,7 +23,9 @@ class _Actor(nn.Module):
     def forward(self, obs: Any, state: Any = None, info: Any = None) -> tuple[Any, Any]:
         out = self.plain.net(torch.as_tensor(obs))
         return (
-            out if self.plain.discrete else (out, self.plain.log_std.exp().expand_as(out))
+            out
+            if self.plain.discrete
+            else (out, self.plain.log_std.exp().expand_as(out))
         ), state
 
 

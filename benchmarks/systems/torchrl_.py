@@ -45,7 +45,9 @@ class TorchRL:
 
         def make() -> GymWrapper:
             # Class indices instead of TorchRL's one-hot actions: less work for it.
-            return GymWrapper(workload.make(), categorical_action_encoding=True, from_pixels=False)
+            return GymWrapper(
+                workload.make(), categorical_action_encoding=True, from_pixels=False
+            )
 
         env = make() if workload.B == 1 else SerialEnv(workload.B, make)
         actor = ProbabilisticActor(

@@ -27,7 +27,9 @@ class _Loop:
         kind = torch.int64 if self.agent.discrete else torch.float32
         self.obs = torch.zeros((T, *obs.shape), dtype=torch.from_numpy(obs).dtype)
         self.actions = torch.zeros((T, B, *action_shape), dtype=kind)
-        self.logprobs, self.rewards, self.dones = (torch.zeros((T, B)) for _ in range(3))
+        self.logprobs, self.rewards, self.dones = (
+            torch.zeros((T, B)) for _ in range(3)
+        )
         self.next_obs, self.next_done = torch.tensor(obs), torch.zeros(B)
 
     def rollout(self) -> int:
@@ -41,7 +43,9 @@ class _Loop:
             obs, reward, terminations, truncations, _ = self.envs.step(action.numpy())
             self.rewards[step] = torch.tensor(reward)
             self.next_obs = torch.tensor(obs)
-            self.next_done = torch.tensor(terminations | truncations, dtype=torch.float32)
+            self.next_done = torch.tensor(
+                terminations | truncations, dtype=torch.float32
+            )
         return self.T * self.B
 
     def close(self) -> None:

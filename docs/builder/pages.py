@@ -43,14 +43,18 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
         app.env.note_dependency(path)
         source[0] = path.read_text("utf-8")
     if path.suffix == ".md" and path.exists():
-        source[0] = LINK.sub(lambda link: _target(path.parent, docname, link[0]), source[0])
+        source[0] = LINK.sub(
+            lambda link: _target(path.parent, docname, link[0]), source[0]
+        )
     if docname == "decisions/README":
         source[0] += DECISIONS
 
 
 def _target(folder: Path, docname: str, link: str) -> str:
     file = (folder / link).resolve()
-    shown = {(ROOT / name).resolve(): DOCS / f"{page}.md" for page, name in SHOWN.items()}
+    shown = {
+        (ROOT / name).resolve(): DOCS / f"{page}.md" for page, name in SHOWN.items()
+    }
     shown[ROOT / "README.md"] = DOCS / "index.md"
     return os.path.relpath(shown.get(file, file), (DOCS / docname).parent)
 
@@ -88,7 +92,9 @@ def write_llms(app: Sphinx, error: Exception | None) -> None:
     lines = [f"# Muster\n\n> {_first_paragraph(env, app.config.root_doc)}\n"]
     for toctree in env.get_doctree(app.config.root_doc).findall(_is_toctree):
         lines.append(f"\n## {toctree['caption']}\n")
-        lines += [line for _, docname in toctree["entries"] for line in _entries(env, docname)]
+        lines += [
+            line for _, docname in toctree["entries"] for line in _entries(env, docname)
+        ]
     (Path(app.outdir) / "llms.txt").write_text("\n".join(lines) + "\n", "utf-8")
 
 
@@ -98,7 +104,11 @@ def _entries(env: BuildEnvironment, docname: str) -> list[str]:
     own = f"- [{env.titles[docname].astext()}](_sources/{docname}{suffix}.txt): {text}"
     return [
         own,
-        *(line for child in env.toctree_includes.get(docname, ()) for line in _entries(env, child)),
+        *(
+            line
+            for child in env.toctree_includes.get(docname, ())
+            for line in _entries(env, child)
+        ),
     ]
 
 

@@ -17,7 +17,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 from docutils import nodes
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import (
+    EngFormatter,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullLocator,
+)
 from sphinx.application import Sphinx
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -53,8 +59,16 @@ MADE = {
         "one_process",
         "bare",
         "a bare env.step loop",
-        {"cartpole-1": "1 CartPole", "cartpole-8": "8 CartPoles", "cartpole-64": "64 CartPoles"},
-        {"muster-heads": "Muster, a head", "muster-plain": "Muster, a plain module", **PEERS},
+        {
+            "cartpole-1": "1 CartPole",
+            "cartpole-8": "8 CartPoles",
+            "cartpole-64": "64 CartPoles",
+        },
+        {
+            "muster-heads": "Muster, a head",
+            "muster-plain": "Muster, a plain module",
+            **PEERS,
+        },
     ),
     "environments": Picture(
         "one_process",
@@ -65,7 +79,11 @@ MADE = {
             "frames-8": "8 environments with 84x84x4 pixels",
             "busy-8": "8 environments of 200 us per step",
         },
-        {"muster-heads": "Muster, a head", "muster-plain": "Muster, a plain module", **PEERS},
+        {
+            "muster-heads": "Muster, a head",
+            "muster-plain": "Muster, a plain module",
+            **PEERS,
+        },
     ),
     "workers": Picture(
         "workers",
@@ -106,7 +124,10 @@ MADE = {
         "on_demand",
         "sb3-critic",
         "Stable-Baselines3's collect_rollouts",
-        {"call-1": "1 CartPole, one step per call", "a2c-8": "8 CartPoles, 5 steps per call (A2C)"},
+        {
+            "call-1": "1 CartPole, one step per call",
+            "a2c-8": "8 CartPoles, 5 steps per call (A2C)",
+        },
         {
             "collect-critic": "Muster, a critic for every row",
             "collect-critic-alone": "Muster, a critic afterwards",
@@ -136,8 +157,12 @@ def rates(series: dict[str, Any], clock: str) -> list[float]:
 
 def ratios(workload: dict[str, Any], name: str, base: str, clock: str) -> list[float]:
     """First quartile, median and third quartile of the ratios within each round."""
-    pairs = list(zip(rates(workload[name], clock), rates(workload[base], clock), strict=False))
-    return statistics.quantiles([own / other for own, other in pairs], n=4, method="inclusive")
+    pairs = list(
+        zip(rates(workload[name], clock), rates(workload[base], clock), strict=False)
+    )
+    return statistics.quantiles(
+        [own / other for own, other in pairs], n=4, method="inclusive"
+    )
 
 
 def draw(picture: Picture, suffix: str) -> plt.Figure:
@@ -145,7 +170,8 @@ def draw(picture: Picture, suffix: str) -> plt.Figure:
     results = json.loads((RESULTS / f"{picture.file}.json").read_text("utf-8"))
     text, line, ours, theirs, behind = COLOURS[suffix]
     heights = [
-        sum(name in results["workloads"][w] for name in picture.systems) for w in picture.panels
+        sum(name in results["workloads"][w] for name in picture.systems)
+        for w in picture.panels
     ]
     figure, panels = plt.subplots(
         len(heights),
@@ -175,9 +201,13 @@ def draw(picture: Picture, suffix: str) -> plt.Figure:
                 color=text,
                 fontsize=8,
             )
-        axes.set_yticks(range(len(shown)), [picture.systems[name] for name in reversed(shown)])
+        axes.set_yticks(
+            range(len(shown)), [picture.systems[name] for name in reversed(shown)]
+        )
         _ratio_style(axes, title, text, line, behind)
-    figure.supxlabel(f"frames per second, relative to {picture.base_name}", color=text, fontsize=9)
+    figure.supxlabel(
+        f"frames per second, relative to {picture.base_name}", color=text, fontsize=9
+    )
     figure.tight_layout()
     return figure
 
@@ -186,7 +216,9 @@ def draw_scales(suffix: str) -> plt.Figure:
     """CPU time per unit of size, relative to the least on the curve: a cliff would be a line that rises."""
     curves = json.loads((RESULTS / "scale.json").read_text("utf-8"))["curves"]
     text, line, ours, _, behind = COLOURS[suffix]
-    figure, panels = plt.subplots(len(SCALES) // 2, 2, figsize=(5.6, 0.75 * len(SCALES)))
+    figure, panels = plt.subplots(
+        len(SCALES) // 2, 2, figsize=(5.6, 0.75 * len(SCALES))
+    )
     figure.set_facecolor(behind)
     for axes, (name, title) in zip(panels.flat, SCALES.items(), strict=True):
         points = curves[name]["points"]
@@ -231,9 +263,21 @@ def draw_curves(suffix: str) -> plt.Figure:
             frames = frames[frames >= max(curve[0][0] for curve in curves)]
             returns = np.array([np.interp(frames, *curve) for curve in curves])
             colour, style = (ours, "-") if system == "Muster" else (theirs, "--")
-            axes.plot(frames, returns.mean(0), style, color=colour, linewidth=1.6, label=system)
+            axes.plot(
+                frames,
+                returns.mean(0),
+                style,
+                color=colour,
+                linewidth=1.6,
+                label=system,
+            )
             axes.fill_between(
-                frames, returns.min(0), returns.max(0), color=colour, alpha=0.2, linewidth=0
+                frames,
+                returns.min(0),
+                returns.max(0),
+                color=colour,
+                alpha=0.2,
+                linewidth=0,
             )
         _style(axes, found["title"], text, line, behind)
         axes.xaxis.set_major_locator(MaxNLocator(4))
@@ -271,11 +315,19 @@ def write(app: Sphinx | None = None) -> None:
     with plt.rc_context(
         {"svg.hashsalt": "muster", "svg.fonttype": "none", "font.family": "sans-serif"}
     ):
-        drawn = {name: functools.partial(draw, picture) for name, picture in MADE.items()}
-        for name, make in {**drawn, "scale": draw_scales, "curves": draw_curves}.items():
+        drawn = {
+            name: functools.partial(draw, picture) for name, picture in MADE.items()
+        }
+        for name, make in {
+            **drawn,
+            "scale": draw_scales,
+            "curves": draw_curves,
+        }.items():
             for suffix in COLOURS:
                 figure = make(suffix)
-                figure.savefig(PICTURES / f"{name}{suffix}.svg", metadata={"Date": None})
+                figure.savefig(
+                    PICTURES / f"{name}{suffix}.svg", metadata={"Date": None}
+                )
                 plt.close(figure)
 
 

@@ -79,7 +79,9 @@ GROUPS = {
 }
 OPTIONS = (CollectorOptions, MultiOptions)
 MODULE = re.compile(r"~|\b(?:typing|collections\.abc)\.")
-FILE = re.compile(r"\bdocs/([\w/]+)\.md")  # in docstrings, which are also read without this site
+FILE = re.compile(
+    r"\bdocs/([\w/]+)\.md"
+)  # in docstrings, which are also read without this site
 METHODS_OF_ALL = "Collector"  # its page has the methods that collectors inherit
 
 
@@ -87,12 +89,17 @@ def write(app: Sphinx) -> None:
     """Write all pages."""
     shutil.rmtree(PAGES, ignore_errors=True)
     PAGES.mkdir()
-    index = [*_title("API"), "Every public name of ``muster``, made from the docstrings.", ""]
+    index = [
+        *_title("API"),
+        "Every public name of ``muster``, made from the docstrings.",
+        "",
+    ]
     groups = _groups()
     for group, names in groups.items():
         index += [group, "-" * len(group), ""]
         index += [
-            f":doc:`{name} <{name}>`\n    {_summary(getattr(muster, name))}\n" for name in names
+            f":doc:`{name} <{name}>`\n    {_summary(getattr(muster, name))}\n"
+            for name in names
         ]
         for name in names:
             (PAGES / f"{name}.rst").write_text(
@@ -115,7 +122,8 @@ def _groups() -> dict[str, list[str]]:
         if name != "__version__" and not any(name in g for g in GROUPS.values())
     ]
     groups = {
-        group: [name for name in names if name in muster.__all__] for group, names in GROUPS.items()
+        group: [name for name in names if name in muster.__all__]
+        for group, names in GROUPS.items()
     }
     return groups | ({"Others": left} if left else {})
 
@@ -125,7 +133,9 @@ def _title(text: str) -> list[str]:
 
 
 def _summary(value: Any) -> str:
-    paragraph = inspect.cleandoc(value.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+    paragraph = (
+        inspect.cleandoc(value.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+    )
     return re.sub(r"\s*::$", ".", paragraph)
 
 
@@ -153,7 +163,10 @@ def _own_names(module: ModuleType) -> list[str]:
 
 def _directive(name: str, value: Any) -> list[str]:
     if not isinstance(value, type):
-        return [f".. autofunction:: {name}" if callable(value) else f".. autodata:: {name}", ""]
+        return [
+            f".. autofunction:: {name}" if callable(value) else f".. autodata:: {name}",
+            "",
+        ]
     inherits = name == f"muster.{METHODS_OF_ALL}" or not name.endswith("Collector")
     foreign = "Exception, BaseException, object, int, str, tuple, dict, Module, Env, Generic, ABC"
     return [
@@ -167,7 +180,13 @@ def _directive(name: str, value: Any) -> list[str]:
 
 
 def shorten(
-    app: Any, what: str, name: str, value: Any, options: Any, signature: Any, returned: Any
+    app: Any,
+    what: str,
+    name: str,
+    value: Any,
+    options: Any,
+    signature: Any,
+    returned: Any,
 ) -> Any:
     """Leave keywords out of a signature that are so many that they have a list of their own."""
     given = _signature(value)
@@ -182,22 +201,34 @@ def shorten(
     return f"{shown[:-1]}, *, ...)", returned
 
 
-def describe(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+def describe(
+    app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]
+) -> None:
     """Add the parameters that the docstring leaves to the dataclass they come from, with type and default."""
     if what not in ("class", "function") or (given := _signature(value)) is None:
         return
     written = set(_entries(inspect.cleandoc(value.__doc__ or "")))
     meanings = meanings_of(value)
-    left = [p for p in given.parameters.values() if p.name not in written and p.name in meanings]
+    left = [
+        p
+        for p in given.parameters.values()
+        if p.name not in written and p.name in meanings
+    ]
     if what == "class" and name.endswith("Collector"):
         added = list(_grouped(left, meanings))
     else:
         added = [line for p in left for line in _fields(p, meanings[p.name])]
     # what can be raised comes last
-    end = next((i for i, line in enumerate(lines) if line.startswith(":raises")), len(lines))
+    end = next(
+        (i for i, line in enumerate(lines) if line.startswith(":raises")), len(lines)
+    )
     lines[end:end] = ["", *added, ""]
     lines[:] = [FILE.sub(_as_link, line) for line in lines]
-    if what == "class" and name.endswith("Collector") and name != f"muster.{METHODS_OF_ALL}":
+    if (
+        what == "class"
+        and name.endswith("Collector")
+        and name != f"muster.{METHODS_OF_ALL}"
+    ):
         lines += [
             "Methods and attributes that are not listed here are those of :class:`muster.Collector`.",
             "",
@@ -216,7 +247,9 @@ def _grouped(given: list[inspect.Parameter], meanings: dict[str, str]) -> Iterat
             if p.annotation is not p.empty:
                 shown = stringify_annotation(p.annotation, "smart")
                 kind = f" ({MODULE.sub('', shown)})"
-            default = "" if p.default is p.empty else f" Default: ``{_shown(p.default)}``."
+            default = (
+                "" if p.default is p.empty else f" Default: ``{_shown(p.default)}``."
+            )
             yield f"**{p.name}**{_escaped(kind)}"
             yield f"    {meanings[p.name]}{default}"
             yield ""
@@ -237,15 +270,23 @@ def meanings_of(value: Any) -> dict[str, str]:
         return _entries(own.split("\n\n    ``muster.")[0])
     if dataclasses.is_dataclass(value):
         return _split(documented(value))
-    return {name: text for options in OPTIONS for name, text in _split(documented(options)).items()}
+    return {
+        name: text
+        for options in OPTIONS
+        for name, text in _split(documented(options)).items()
+    }
 
 
 def _entries(text: str) -> dict[str, str]:
     """The texts under ``Args:`` and ``Attributes:``, by name."""
     parts = re.findall(
-        r"^(?:Args|Args passed on|Attributes):\n((?:(?:    .*)?\n?)*)", text, re.MULTILINE
+        r"^(?:Args|Args passed on|Attributes):\n((?:(?:    .*)?\n?)*)",
+        text,
+        re.MULTILINE,
     )
-    return _split({entry[0]: "".join(entry) for part in parts for entry in ENTRY.findall(part)})
+    return _split(
+        {entry[0]: "".join(entry) for part in parts for entry in ENTRY.findall(part)}
+    )
 
 
 def _split(entries: dict[str, str]) -> dict[str, str]:
@@ -265,7 +306,11 @@ def _fields(p: inspect.Parameter, meaning: str) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    return value.__name__ if inspect.isroutine(value) or isinstance(value, type) else repr(value)
+    return (
+        value.__name__
+        if inspect.isroutine(value) or isinstance(value, type)
+        else repr(value)
+    )
 
 
 def _signature(value: Any) -> inspect.Signature | None:
@@ -309,7 +354,11 @@ def _command_line() -> Iterator[str]:
 
 
 def _option(action: Any) -> Iterator[str]:
-    metavar = action.metavar if isinstance(action.metavar, str) else " ".join(action.metavar or ())
+    metavar = (
+        action.metavar
+        if isinstance(action.metavar, str)
+        else " ".join(action.metavar or ())
+    )
     names = [f"{flag} {metavar}".strip() for flag in action.option_strings] or [metavar]
     yield ", ".join(f"``{name}``" for name in names)
     yield f"    {_escaped(' '.join((action.help or '').split()))}"
@@ -331,7 +380,10 @@ def _escaped(text: str) -> str:
 
 def _glossary() -> Iterator[str]:
     text = (
-        (DOCS.parent / "ARCHITECTURE.md").read_text("utf-8").split("## Words")[1].split("\n## ")[0]
+        (DOCS.parent / "ARCHITECTURE.md")
+        .read_text("utf-8")
+        .split("## Words")[1]
+        .split("\n## ")[0]
     )
     rows = re.findall(r"^\| (?!word|---)(.+?) \| (.+) \|$", text, re.MULTILINE)
     yield "# Glossary\n"

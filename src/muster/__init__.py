@@ -36,7 +36,11 @@ _NAMES = {  # by module
         "MultiAsyncCollector",
         "MultiSyncCollector",
     ),
-    "muster.collectors.clusters": ("DistributedCollector", "RPCCollector", "RayCollector"),
+    "muster.collectors.clusters": (
+        "DistributedCollector",
+        "RPCCollector",
+        "RayCollector",
+    ),
     "muster.collectors.collect_arguments": ("Collected",),
     "muster.collectors.batch_options": ("Trajectories",),
     "muster.collectors.multi_options": ("CentralInference",),
@@ -131,7 +135,9 @@ def __getattr__(name: str) -> Any:
     (PEP 562).
     """
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), _OWN_NAMES.get(name, name))
+        return getattr(
+            importlib.import_module(_HOMES[name]), _OWN_NAMES.get(name, name)
+        )
     if name in _MODULES:
         return importlib.import_module(f"muster.{name}")
     raise AttributeError(f"module 'muster' has no attribute {name!r}")

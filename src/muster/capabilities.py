@@ -77,7 +77,9 @@ class TracksLives(Protocol):
 class RestartsAgents(Protocol):
     """Shows the agent's past in observations."""
 
-    def restart_agent(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int]) -> None:
+    def restart_agent(
+        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int]
+    ) -> None:
         """Clear the agent's past in an observation row: its episode ended, and the environment's
         did not.
         """

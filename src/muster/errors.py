@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 MAX_TEXT = 20_000  # characters of a message or traceback of a foreign exception
-_NAME: Callable[[type], str] = type.__dict__["__name__"].__get__  # which no metaclass can change
+_NAME: Callable[[type], str] = type.__dict__[
+    "__name__"
+].__get__  # which no metaclass can change
 
 
 class MusterError(Exception):
@@ -187,7 +189,9 @@ class FileError(MusterError, OSError):
         return file_error, (str(self), self.errno, self.strerror, self.filename)
 
 
-def file_error(message: str, number: int | None, why: str | None, path: str | None) -> FileError:
+def file_error(
+    message: str, number: int | None, why: str | None, path: str | None
+) -> FileError:
     """Return a ``FileError`` with this ``errno``, ``strerror`` and ``filename``."""
     kind: Any = type(OSError(number or 0, ""))  # Python chooses it by the number
     error: FileError = _file_error_like(kind)(message)
@@ -201,7 +205,9 @@ def _file_error_like(kind: Any) -> Any:
     if kind is OSError:
         return FileError
     return type(
-        "FileError", (FileError, kind), {"__module__": __name__, "__doc__": FileError.__doc__}
+        "FileError",
+        (FileError, kind),
+        {"__module__": __name__, "__doc__": FileError.__doc__},
     )
 
 

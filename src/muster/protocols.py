@@ -41,7 +41,9 @@ class Outputs:
 
     action: dict[Key, torch.Tensor]
     extras: dict[Key, torch.Tensor] = field(default_factory=dict)
-    state: dict[Key, torch.Tensor] = field(default_factory=dict)  # recurrent state after the call
+    state: dict[Key, torch.Tensor] = field(
+        default_factory=dict
+    )  # recurrent state after the call
     # actions without a fixed shape, e.g. text
     objects: dict[Key, Array] = field(default_factory=dict)
     # recurrent state before the call, if the policy gives that of new episodes
@@ -68,7 +70,11 @@ class EnvBatch(Protocol):
         self.spec = spec
 
     def reset(
-        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
+        self,
+        arrays: Mapping[Key, Any],
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
     ) -> None:
         """Start new episodes in the environments ``which`` and write their first observations.
 

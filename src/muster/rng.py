@@ -79,18 +79,24 @@ class GroupRng:
         self._cuda = device if device is not None and device.type == "cuda" else None
         self._cuda_state: torch.Tensor | None = None
         if self._cuda is not None:
-            self._cuda_state = torch.Generator(self._cuda).manual_seed(self._torch_seed).get_state()
+            self._cuda_state = (
+                torch.Generator(self._cuda).manual_seed(self._torch_seed).get_state()
+            )
 
     def stream(self, number: int) -> np.random.Generator:
         """Return one of any number of further streams. Code that draws a fixed amount per step from
         a separate stream draws the same numbers for every batch size.
         """
         if number not in self._streams:
-            self._streams[number] = np.random.Generator(self._stream_at_its_beginning(number))
+            self._streams[number] = np.random.Generator(
+                self._stream_at_its_beginning(number)
+            )
         return self._streams[number]
 
     def _child(self, number: int) -> np.random.SeedSequence:
-        return np.random.SeedSequence(self._root.entropy, spawn_key=(*self._root.spawn_key, number))
+        return np.random.SeedSequence(
+            self._root.entropy, spawn_key=(*self._root.spawn_key, number)
+        )
 
     def _stream_at_its_beginning(self, number: int) -> np.random.SFC64:
         return np.random.SFC64(self._child(4 + number))
@@ -108,7 +114,8 @@ class GroupRng:
             "spawn_key": list(self._root.spawn_key),
             "numpy": self.numpy.bit_generator.state,
             "streams": {
-                number: stream.bit_generator.state for number, stream in self._streams.items()
+                number: stream.bit_generator.state
+                for number, stream in self._streams.items()
             },
             "legacy": self._legacy.bit_generator.state,
             "legacy_in_hand": dict(self._legacy.in_hand),
@@ -123,7 +130,9 @@ class GroupRng:
 
         CUDA's stream is not changed unless both the saved and the present group use a GPU.
         """
-        self._root = np.random.SeedSequence(state["entropy"], spawn_key=tuple(state["spawn_key"]))
+        self._root = np.random.SeedSequence(
+            state["entropy"], spawn_key=tuple(state["spawn_key"])
+        )
         set_state(self.numpy.bit_generator, state["numpy"])
         for number in {*self._streams, *state["streams"]}:
             begun = state["streams"].get(number)
@@ -192,7 +201,9 @@ class GroupRng:
         if "torch" in sys.modules:
             generator = torch.default_generator
             torch_user = generator.get_state()
-            generator.set_state(self._torch_state() if self._torch is None else self._torch)
+            generator.set_state(
+                self._torch_state() if self._torch is None else self._torch
+            )
         if self._cuda is not None and self._cuda_state is not None:
             cuda_user = torch.cuda.get_rng_state(self._cuda)
             torch.cuda.set_rng_state(self._cuda_state, self._cuda)
@@ -231,7 +242,9 @@ class _NumpyStream:
     the same position, which is not detected).
     """
 
-    def __init__(self, bit_generator: Any, in_hand: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, bit_generator: Any, in_hand: Mapping[str, Any] | None = None
+    ) -> None:
         self.bit_generator = bit_generator
         self.in_hand: dict[str, Any] = dict(in_hand or {})
         self._seen = b""
@@ -254,7 +267,9 @@ class _NumpyStream:
             self._seen = self._memory.raw
         state: dict[str, Any] = np.random.get_state(legacy=False)
         self.in_hand = (
-            {key: state[key] for key in ("has_gauss", "gauss")} if state["has_gauss"] else {}
+            {key: state[key] for key in ("has_gauss", "gauss")}
+            if state["has_gauss"]
+            else {}
         )
 
     def rewound(self, in_hand: dict[str, Any]) -> None:
@@ -278,8 +293,12 @@ class _PythonStream:
         offset = None if os.environ.get(VARIABLE) == "never" else _python_offset()
         self._memory: Any = None
         if offset is not None:
-            self._memory = (ctypes.c_char * MT_BYTES).from_address(id(generator) + offset)
-            self._begin = (ctypes.c_char * MT_PROBE).from_address(id(generator) + offset)
+            self._memory = (ctypes.c_char * MT_BYTES).from_address(
+                id(generator) + offset
+            )
+            self._begin = (ctypes.c_char * MT_PROBE).from_address(
+                id(generator) + offset
+            )
 
     def state(self) -> Any:
         """Return the state for ``restore``."""
@@ -296,7 +315,11 @@ class _PythonStream:
             self.generator.setstate(state)
             return before
         gauss = self.generator.gauss_next
-        if known is None or known[1] != gauss or not known[0].startswith(self._begin.raw):
+        if (
+            known is None
+            or known[1] != gauss
+            or not known[0].startswith(self._begin.raw)
+        ):
             known = self._memory.raw, gauss
         self._memory.raw, self.generator.gauss_next = state
         return known
@@ -343,7 +366,9 @@ def set_state(bits: np.random.BitGenerator, state: Mapping[str, Any]) -> None:
     """
     parts: dict[str, Any] = {**state, **state["state"]}
     if any(np.asarray(part).dtype.kind in "fc" for part in parts.values()):
-        raise ValueError("the state of a random generator has numbers that are not integers")
+        raise ValueError(
+            "the state of a random generator has numbers that are not integers"
+        )
     bits.state = state
 
 
@@ -360,7 +385,9 @@ def global_streams() -> dict[str, Any]:
     )
     states = {"numpy.random": (id(bits), numpy), "random": random.getstate()}
     return states | (
-        {"torch": torch.get_rng_state().numpy().tobytes()} if "torch" in sys.modules else {}
+        {"torch": torch.get_rng_state().numpy().tobytes()}
+        if "torch" in sys.modules
+        else {}
     )
 
 
@@ -376,7 +403,9 @@ def entries(seeds: Sequence[int], places: Sequence[int]) -> list[int]:
     return [seeds[place % len(seeds)] for place in places]
 
 
-def seeds_of(seed: int | Sequence[int], env_ids: Sequence[int], generation: int) -> list[int]:
+def seeds_of(
+    seed: int | Sequence[int], env_ids: Sequence[int], generation: int
+) -> list[int]:
     """Return seeds for environments: ``seed + env_id``, or its entry of a list.
 
     Those of a restarted worker get others, so that episodes are not repeated.

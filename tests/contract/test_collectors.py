@@ -53,7 +53,9 @@ from tests.tools import assert_accounted, assert_chain, assert_same, column, cou
 
 B, T = 2, 4
 PATIENCE = 60.0  # seconds after which a test gives up
-IDS, VERSION, VALID = (("collector", name) for name in ("traj_ids", "policy_version", "valid"))
+IDS, VERSION, VALID = (
+    ("collector", name) for name in ("traj_ids", "policy_version", "valid")
+)
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,19 @@ class Kind:
 
 KINDS = [
     Kind("Collector", Collector),
-    *(Kind(f"sync-{n}", MultiSyncCollector, options={"num_workers": n}) for n in (1, 2, 3)),
+    *(
+        Kind(f"sync-{n}", MultiSyncCollector, options={"num_workers": n})
+        for n in (1, 2, 3)
+    ),
     Kind("sync-threads", MultiSyncCollector, options={"backend": "threads"}),
     Kind("async", MultiAsyncCollector, options={"num_workers": 2}),
     Kind("async-threads", MultiAsyncCollector, options={"backend": "threads"}),
     Kind("AsyncCollector", AsyncCollector, groups=1),
-    Kind("sync-server", MultiSyncCollector, options={"num_workers": 2, "inference": "server"}),
+    Kind(
+        "sync-server",
+        MultiSyncCollector,
+        options={"num_workers": 2, "inference": "server"},
+    ),
     Kind(
         "sync-server-alternating",
         MultiSyncCollector,
@@ -99,7 +108,12 @@ KINDS = [
         options={"inference": "server", "backend": "threads"},
     ),
     Kind("async-server", MultiAsyncCollector, options={"inference": "server"}),
-    Kind("AsyncCollector-server", AsyncCollector, groups=1, options={"inference": "server"}),
+    Kind(
+        "AsyncCollector-server",
+        AsyncCollector,
+        groups=1,
+        options={"inference": "server"},
+    ),
     Kind("nodes-sync", on_nodes.Together),
     Kind("nodes-async", on_nodes.AsReady),
     Kind("nodes-sync-server", on_nodes.Together, options={"inference": "server"}),
@@ -113,15 +127,29 @@ WITH_WORKERS = KINDS[1:]
 
 
 def make(
-    kind: Kind, env: Any = None, policy: Any = None, *, batches: int = -1, **options: Any
+    kind: Kind,
+    env: Any = None,
+    policy: Any = None,
+    *,
+    batches: int = -1,
+    **options: Any,
 ) -> Any:
     """A collector of ``batches`` batches (-1: endless); ``env`` may be a list of factories, one for
     each group.
     """
-    factories = env if isinstance(env, list) else [env or counting(noise=True)] * kind.groups
+    factories = (
+        env if isinstance(env, list) else [env or counting(noise=True)] * kind.groups
+    )
     total = batches * kind.frames if batches > 0 else -1
-    common = {"num_envs": B, "frames_per_batch": kind.frames, "total_frames": total, "seed": 3}
-    return kind.cls(factories[-kind.groups :], policy, **{**common, **kind.options, **options})
+    common = {
+        "num_envs": B,
+        "frames_per_batch": kind.frames,
+        "total_frames": total,
+        "seed": 3,
+    }
+    return kind.cls(
+        factories[-kind.groups :], policy, **{**common, **kind.options, **options}
+    )
 
 
 def serial(kind: Kind, env: Any = None, policy: Any = None, **options: Any) -> Any:
@@ -135,7 +163,9 @@ def serial(kind: Kind, env: Any = None, policy: Any = None, **options: Any) -> A
 
 def whole(kind: Kind, c: Any) -> Any:
     """A rollout of every group, ``[groups, B, T]``."""
-    parts = [c.rollout() for _ in range(kind.groups)] if kind.alone else list(c.rollout())
+    parts = (
+        [c.rollout() for _ in range(kind.groups)] if kind.alone else list(c.rollout())
+    )
     return torch.stack(sorted(parts, key=lambda part: group_of(kind, part)))
 
 
@@ -209,9 +239,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests that make collectors of their own run where others would not do."""
     chosen = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
     if "kind" in metafunc.fixturenames and "kind" not in chosen:
-        test = "" if "shared" in metafunc.fixturenames else metafunc.definition.originalname
+        test = (
+            ""
+            if "shared" in metafunc.fixturenames
+            else metafunc.definition.originalname
+        )
         kinds = [kind for kind in KINDS if runs(test, kind.name)]
-        metafunc.parametrize("kind", kinds, ids=[kind.name for kind in kinds], scope="module")
+        metafunc.parametrize(
+            "kind", kinds, ids=[kind.name for kind in kinds], scope="module"
+        )
 
 
 def runs(test: str, kind: str) -> bool:
@@ -234,7 +270,9 @@ def test_keys_shapes_dtypes_and_names(kind, shared):
     batch = shared.rollout()
     shape = kind.shape
     flags = {
-        (*where, flag): ((*shape, 1), torch.bool) for where in ((), ("next",)) for flag in FLAGS
+        (*where, flag): ((*shape, 1), torch.bool)
+        for where in ((), ("next",))
+        for flag in FLAGS
     }
     expected = {
         ("observation",): ((*shape, 3), torch.float32),
@@ -248,7 +286,8 @@ def test_keys_shapes_dtypes_and_names(kind, shared):
         **flags,
     }
     found = {
-        key if isinstance(key, tuple) else (key,): value for key, value in batch.items(True, True)
+        key if isinstance(key, tuple) else (key,): value
+        for key, value in batch.items(True, True)
     }
     assert {key: (tuple(v.shape), v.dtype) for key, v in found.items()} == expected
     assert batch.shape == shape
@@ -298,14 +337,18 @@ def test_memory_is_bounded_and_running_out_of_it_loses_nothing(kind):
         for _ in range(4 * kind.groups):
             for batch in kept:
                 for ids, rewards in zip(
-                    batch[IDS].reshape(-1, T), batch["next", "reward"].reshape(-1, T), strict=True
+                    batch[IDS].reshape(-1, T),
+                    batch["next", "reward"].reshape(-1, T),
+                    strict=True,
                 ):
                     steps.setdefault(int(ids[0]), []).extend(rewards.tolist())
             kept.clear()
             del batch, ids, rewards
             kept.append(c.next())
         assert len(steps) == kind.groups * B
-        assert all(of_env == list(range(1, len(of_env) + 1)) for of_env in steps.values())
+        assert all(
+            of_env == list(range(1, len(of_env) + 1)) for of_env in steps.values()
+        )
         assert_accounted(c)
 
 
@@ -327,7 +370,11 @@ def marked(batch: Any) -> Any:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "postproc, cut episodes": {"max_frames_per_traj": 2, "set_truncated": True, "postproc": marked},
+    "postproc, cut episodes": {
+        "max_frames_per_traj": 2,
+        "set_truncated": True,
+        "postproc": marked,
+    },
     "reset_at_each_iter": {
         "reset_at_each_iter": True,
         "execution": Execution(own_rng=False, executor=False),
@@ -344,14 +391,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_data_are_those_of_collector(kind, name):
-    if kind.name == "ray-sync" and name not in ("postproc, cut episodes", "random frames"):
+    if kind.name == "ray-sync" and name not in (
+        "postproc, cut episodes",
+        "random frames",
+    ):
         pytest.skip("as in other workers")
     options = dict(OPTIONS[name])
     if "init_random_frames" in options:
         options["init_random_frames"] = kind.groups * B * T
     found, expected = [], []
     for of, into in ((kind, found), (reference(kind), expected)):
-        with make(of, ChainEnv if "reset_when_done" in options else None, Actor(), **options) as c:
+        with make(
+            of, ChainEnv if "reset_when_done" in options else None, Actor(), **options
+        ) as c:
             into += streams(of, c, 4)
             assert_accounted(c)
     assert_same_streams(found, expected)
@@ -359,7 +411,9 @@ def test_the_data_are_those_of_collector(kind, name):
 
 def test_the_users_head_has_the_distribution_from_which_copies_drew(kind):
     """Its shape and numbering come from the action space, also where only copies of it act."""
-    env = partial(SpaceEnv, spaces.Box(-1, 1, (4,)), spaces.MultiDiscrete([2, 3], start=[1, 0]))
+    env = partial(
+        SpaceEnv, spaces.Box(-1, 1, (4,)), spaces.MultiDiscrete([2, 3], start=[1, 0])
+    )
     head = policies.categorical(nn.Linear(4, 5))
     with make(kind, env, head) as c:
         batch = c.rollout()
@@ -391,10 +445,14 @@ def test_final_observations_are_those_of_the_last_batch(kind):
 
 def test_split_trajectories_and_postproc_see_the_whole_batch(kind):
     seen = []
-    with make(kind, counting(3), split_trajs=True, postproc=seen.append, batches=2) as c:
+    with make(
+        kind, counting(3), split_trajs=True, postproc=seen.append, batches=2
+    ) as c:
         batches = list(c)
     assert [batch["collector", "mask"].sum() for batch in batches] == [kind.frames] * 2
-    first = [[int(r) for r in column(batch, "next", "reward")[0] if r] for batch in batches]
+    first = [
+        [int(r) for r in column(batch, "next", "reward")[0] if r] for batch in batches
+    ]
     assert first[0] == [1, 2, 3]
     assert first[1] in (
         [2, 3],
@@ -418,13 +476,17 @@ def test_complete_episodes_are_written_into_a_replay_buffer(kind):
         assert list(c) == [None] * 3
         stats = c.stats()
         assert stats.executed == 3 * kind.frames
-        assert stats.written == stats.frames == sum(len(batch) for batch in buffer.batches)
+        assert (
+            stats.written == stats.frames == sum(len(batch) for batch in buffer.batches)
+        )
         assert stats.written + stats.in_flight == stats.executed
         assert stats.written == 3 * stats.episodes == stats.completed
         assert_accounted(c)
     for batch in buffer.batches:
         assert column(batch, "next", "reward") == [1, 2, 3] * (len(batch) // 3)
-        assert (batch[IDS].reshape(-1, 3) == batch[IDS][::3, None]).all(), "none is in two pieces"
+        assert (batch[IDS].reshape(-1, 3) == batch[IDS][::3, None]).all(), (
+            "none is in two pieces"
+        )
 
 
 # --- how many -------------------------------------------------------------------------------------
@@ -484,8 +546,12 @@ def test_after_a_break_another_loop_goes_on_and_only_one_runs_at_a_time(kind):
         assert len(parts) == 7
         assert_accounted(c)
     last: dict[int, tuple[int, float]] = {}
-    for part in (p for batch in parts for p in ([batch] if kind.alone else batch.unbind(0))):
-        for ids, rewards in zip(part[IDS].tolist(), column(part, "next", "reward"), strict=True):
+    for part in (
+        p for batch in parts for p in ([batch] if kind.alone else batch.unbind(0))
+    ):
+        for ids, rewards in zip(
+            part[IDS].tolist(), column(part, "next", "reward"), strict=True
+        ):
             env = ids[0] % (kind.groups * B)
             before = last.get(env)
             assert before is None or rewards[0] == before[1] % 3 + 1, (
@@ -516,7 +582,9 @@ def test_reset_begins_new_episodes_where_it_is_told(kind):
 
 @pytest.mark.parametrize("static", [False, True])
 def test_set_seed_repeats_the_data_and_returns_the_last_seed(kind, shared, static):
-    assert shared.set_seed(7, static_seed=static) == (7 if static else 7 + kind.groups * B - 1)
+    assert shared.set_seed(7, static_seed=static) == (
+        7 if static else 7 + kind.groups * B - 1
+    )
     first = whole(kind, shared)
     whole(kind, shared)
     shared.set_seed(7, static_seed=static)
@@ -533,7 +601,9 @@ def test_set_seed_repeats_the_data_and_returns_the_last_seed(kind, shared, stati
 def test_a_function_is_called_for_every_environment(kind):
     total = kind.groups * B
     with serial(kind, SeededEnv, seed=5) as c:
-        numbers = c.map_envs(lambda env, by, *, factor: factor * env.seeds[0] + by, 1, factor=10)
+        numbers = c.map_envs(
+            lambda env, by, *, factor: factor * env.seeds[0] + by, 1, factor=10
+        )
         assert numbers == [10 * (5 + i) + 1 for i in range(total)]
         c.map_envs(setattr, "t", -5)
         assert c.map_envs(getattr, "t") == [-5] * total
@@ -554,7 +624,9 @@ def test_the_hook_after_each_batch_can_be_replaced(kind):
         c.set_post_collect_hook(second.append)
         assert c.options.post_collect_hook == second.append
         next(batches)
-        with pytest.raises(BadOption, match="post_collect_hook='print': expected a function"):
+        with pytest.raises(
+            BadOption, match="post_collect_hook='print': expected a function"
+        ):
             c.set_post_collect_hook("print")
         c.set_post_collect_hook(None)
         next(batches)
@@ -569,22 +641,30 @@ def test_trajectory_ids_can_be_left_out(kind):
         batch = c.next()
         assert set(plain.next().keys(True, True)) - set(batch.keys(True, True)) == {IDS}
         assert batch.shape == kind.shape
-        assert {record.traj_id for record in c.episodes} <= set(range(4 * kind.groups * B))
+        assert {record.traj_id for record in c.episodes} <= set(
+            range(4 * kind.groups * B)
+        )
         assert len(c.episodes)
 
 
 def test_every_environment_can_have_a_seed_of_its_own(kind):
     seeds = [17, 4, 23, 8, 15, 42][: kind.groups * B]
     with serial(kind, SeededEnv, seed=seeds) as c:
-        with pytest.raises(BadOption, match=f"set_seed has 7 seeds for {len(seeds)} environments"):
+        with pytest.raises(
+            BadOption, match=f"set_seed has 7 seeds for {len(seeds)} environments"
+        ):
             c.set_seed(range(7))
-        with pytest.raises(BadOption, match="static_seed gives all environments one seed"):
+        with pytest.raises(
+            BadOption, match="static_seed gives all environments one seed"
+        ):
             c.set_seed(seeds, static_seed=True)
         assert c.set_seed(seeds) == seeds[-1]
         first = whole(kind, c)
         assert first["observation"][..., 0, 0].flatten().tolist() == seeds
         assert c.set_seed(seeds[::-1]) == seeds[0]
-        assert whole(kind, c)["observation"][..., 0, 0].flatten().tolist() == seeds[::-1]
+        assert (
+            whole(kind, c)["observation"][..., 0, 0].flatten().tolist() == seeds[::-1]
+        )
         c.set_seed(seeds)
         assert_same(whole(kind, c), first, ignore=(IDS,))
 
@@ -601,7 +681,9 @@ def test_every_episode_can_have_a_seed_of_a_list(kind):
     with serial(kind, SeededEnv, episode_seeds=seeds) as c:
         c.set_seed(1)
         again = whole(kind, c)["observation"][..., 0]
-        assert again[..., 0].flatten().long().tolist() == [seeds[i % 5] for i in range(total)]
+        assert again[..., 0].flatten().long().tolist() == [
+            seeds[i % 5] for i in range(total)
+        ]
 
 
 def test_hooks_are_called_around_every_batch(kind):
@@ -628,9 +710,15 @@ def test_own_metrics_are_logged_at_the_delivered_frames(kind, tmp_path):
         for number, _ in enumerate(c):
             c.log({"loss": torch.tensor(0.5), "number": number})
         c.log({"at the end": 1}, step=1000)
-        with pytest.raises(BadOption, match="'loss' is of shape \\[2\\]: expected one number"):
+        with pytest.raises(
+            BadOption, match="'loss' is of shape \\[2\\]: expected one number"
+        ):
             c.log({"loss": torch.zeros(2)})
-    own = [(step, metrics) for step, metrics in logged if "collect/frames_per_s" not in metrics]
+    own = [
+        (step, metrics)
+        for step, metrics in logged
+        if "collect/frames_per_s" not in metrics
+    ]
     assert own == [
         (0, {"loss": 9.0}),
         *((n * kind.frames, {"loss": 0.5, "number": n - 1.0}) for n in (1, 2, 3)),
@@ -661,7 +749,10 @@ def test_a_buffer_of_torchrl_gets_one_item_per_frame(kind):
     data, batches = pytest.importorskip("torchrl.data"), []
     buffer = data.ReplayBuffer(storage=data.LazyTensorStorage(1000), batch_size=4)
     with make(
-        kind, batches=3, replay_buffer=buffer, on_batch=lambda batch: batches.append(batch.clone())
+        kind,
+        batches=3,
+        replay_buffer=buffer,
+        on_batch=lambda batch: batches.append(batch.clone()),
     ) as c:
         assert list(c) == [None] * 3
         assert buffer.write_count == c.stats().frames == 3 * kind.frames
@@ -675,7 +766,9 @@ def test_a_buffer_of_torchrl_gets_one_item_per_frame(kind):
 
 def test_in_the_background(kind):
     buffer = Extends()
-    with make(kind, None, Actor(), replay_buffer=buffer, track_policy_version=True) as c:
+    with make(
+        kind, None, Actor(), replay_buffer=buffer, track_policy_version=True
+    ) as c:
         assert not c.is_running()
         c.start()
         buffer.until(2)
@@ -708,13 +801,21 @@ FORMS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "module": lambda: ((Two(2.0, 5.0),), {}),
     "TensorDict": lambda: ((TensorDict.from_module(Two(2.0, 5.0)),), {}),
     "dict": lambda: ((Two(2.0, 5.0).state_dict(),), {}),
-    "nested dict": lambda: ((TensorDict.from_module(Two(2.0, 5.0)).data.to_dict(),), {}),
+    "nested dict": lambda: (
+        (TensorDict.from_module(Two(2.0, 5.0)).data.to_dict(),),
+        {},
+    ),
     "dict of modules": lambda: ((), {"weights": dict(Two(2.0, 5.0).named_children())}),
     "weights=": lambda: ((), {"weights": Two(2.0, 5.0).state_dict()}),
     "policy=": lambda: ((), {"policy": Two(2.0, 5.0)}),
     "weights_dict": lambda: (
         (),
-        {"weights_dict": {"actor": Actor(2.0), "policy.critic": Actor(5.0).state_dict()}},
+        {
+            "weights_dict": {
+                "actor": Actor(2.0),
+                "policy.critic": Actor(5.0).state_dict(),
+            }
+        },
     ),
 }
 
@@ -726,7 +827,10 @@ def test_weights_in_every_form(shared, form):
     args, keywords = FORMS[form]()
     shared.update_policy_weights_(*args, **keywords)
     batch = shared.rollout()
-    assert (batch["weight"].unique().tolist(), batch["value"].unique().tolist()) == ([2.0], [5.0])
+    assert (batch["weight"].unique().tolist(), batch["value"].unique().tolist()) == (
+        [2.0],
+        [5.0],
+    )
     assert torch.equal(batch["action"], (batch["observation"][..., 1] >= 2).long())
     assert shared.policy_version == shared.get_policy_version() == before + 1
     assert batch[VERSION].unique().tolist() == [before + 1]
@@ -736,7 +840,10 @@ def test_a_part_is_named_by_its_path(shared):
     shared.update_policy_weights_(Two(1.0, 0.0))
     shared.update_policy_weights_(Actor(3.0), model_id="critic")
     batch = shared.rollout()
-    assert (batch["weight"].unique().tolist(), batch["value"].unique().tolist()) == ([1.0], [3.0])
+    assert (batch["weight"].unique().tolist(), batch["value"].unique().tolist()) == (
+        [1.0],
+        [3.0],
+    )
     with pytest.raises(BadOption, match="model_id='nothing'"):
         shared.update_policy_weights_(Actor(3.0), model_id="nothing")
 
@@ -760,7 +867,10 @@ def test_bad_weights_change_nothing(shared, wrong):
     with pytest.raises(BadOption, match="once"):
         shared.update_policy_weights_(Two(), weights=Two().state_dict())
     batch = shared.rollout()
-    assert (batch["weight"].unique().tolist(), batch["value"].unique().tolist()) == ([1.0], [4.0])
+    assert (batch["weight"].unique().tolist(), batch["value"].unique().tolist()) == (
+        [1.0],
+        [4.0],
+    )
     assert shared.policy_version == before
 
 
@@ -771,7 +881,9 @@ def test_nothing_given_is_what_the_optimizer_has_changed(kind, shared):
     assert shared.rollout()["weight"].unique().tolist() == [3.0]
     if kind.cls is not Collector:
         policy.actor.weight.data.fill_(-3.0)
-        assert shared.rollout()["weight"].unique().tolist() == [3.0], "workers have copies"
+        assert shared.rollout()["weight"].unique().tolist() == [3.0], (
+            "workers have copies"
+        )
     policy.actor.weight.data.fill_(1.0)
     shared.update_policy_weights_()
 
@@ -782,12 +894,24 @@ def test_a_part_of_the_policy_stands_for_all_of_it(shared):
     policy.critic.weight.data.fill_(7.0)
     shared.update_policy_weights_(policy.actor)
     batch, before = shared.rollout(), shared.policy_version
-    assert (batch["weight"].unique().tolist(), batch["value"].unique().tolist()) == ([2.0], [7.0])
-    for part in ({"actor": {"weight": torch.ones(1)}}, {"actor": Actor(3.0)}, Actor(3.0)):
-        with pytest.raises(BadWeights, match="missing .'critic.weight'.|fit several parts"):
+    assert (batch["weight"].unique().tolist(), batch["value"].unique().tolist()) == (
+        [2.0],
+        [7.0],
+    )
+    for part in (
+        {"actor": {"weight": torch.ones(1)}},
+        {"actor": Actor(3.0)},
+        Actor(3.0),
+    ):
+        with pytest.raises(
+            BadWeights, match="missing .'critic.weight'.|fit several parts"
+        ):
             shared.update_policy_weights_(part)
     batch = shared.rollout()
-    assert (batch["weight"].unique().tolist(), batch["value"].unique().tolist()) == ([2.0], [7.0])
+    assert (batch["weight"].unique().tolist(), batch["value"].unique().tolist()) == (
+        [2.0],
+        [7.0],
+    )
     assert shared.policy_version == before
     policy.actor.weight.data.fill_(1.0)
     policy.critic.weight.data.fill_(0.0)
@@ -814,11 +938,15 @@ def test_collecting_changes_neither_the_mode_nor_the_statistics_of_the_policy(ki
     for batch in batches:
         old = (batch[VERSION] == 0).unsqueeze(-1)
         expected = torch.where(
-            old, untrained.evaluated(batch["observation"]), policy.evaluated(batch["observation"])
+            old,
+            untrained.evaluated(batch["observation"]),
+            policy.evaluated(batch["observation"]),
         )
         torch.testing.assert_close(batch["seen"], expected)
     assert policy.modes() == modes
-    assert all(torch.equal(tensor, state[name]) for name, tensor in policy.state_dict().items())
+    assert all(
+        torch.equal(tensor, state[name]) for name, tensor in policy.state_dict().items()
+    )
 
 
 def test_every_row_says_which_weights_acted(kind):
@@ -827,7 +955,8 @@ def test_every_row_says_which_weights_acted(kind):
         for number, batch in enumerate(c):
             assert torch.equal(batch["weight"], batch[VERSION].float())
             assert torch.equal(
-                batch["action"], (batch["observation"][..., 1] >= batch["weight"]).long()
+                batch["action"],
+                (batch["observation"][..., 1] >= batch["weight"]).long(),
             )
             rows = batch[VERSION].reshape(-1, T)
             if (
@@ -853,7 +982,9 @@ class Scaling(WeightUpdaterBase):
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+    def _sync_weights_with_worker(
+        self, *, worker_id: Any = None, server_weights: Any
+    ) -> None:
         self.told.append(worker_id)
         with torch.no_grad():
             self.collector.policy.weight.copy_(server_weights["weight"] + 10)
@@ -864,7 +995,9 @@ class Scaling(WeightUpdaterBase):
 def test_weight_updaters(kind, own):
     policy = Actor(1.0)
     updater = Scaling() if own else VanillaWeightUpdater.from_policy(policy)
-    with serial(kind, None, policy, weight_updater=updater, track_policy_version=True) as c:
+    with serial(
+        kind, None, policy, weight_updater=updater, track_policy_version=True
+    ) as c:
         c.update_policy_weights_(Actor(2.0))
         batch = c.rollout()
         assert batch["weight"].unique().tolist() == [12.0 if own else 2.0]
@@ -875,18 +1008,26 @@ def test_weight_updaters(kind, own):
             assert whole(kind, c)["weight"][0].unique().tolist() == [13.0]
 
 
-@pytest.mark.parametrize("scheme", ["shared", "none", SharedMemory(), NoSync()], ids=str)
+@pytest.mark.parametrize(
+    "scheme", ["shared", "none", SharedMemory(), NoSync()], ids=str
+)
 @pytest.mark.parametrize(
     "kind", [WITH_WORKERS[1], WITH_WORKERS[3], WITH_WORKERS[4]], ids=lambda k: k.name
 )
 def test_weight_sync_schemes(kind, scheme):
     with serial(
-        kind, None, Actor(1.0), weight_sync_schemes={"policy": scheme}, track_policy_version=True
+        kind,
+        None,
+        Actor(1.0),
+        weight_sync_schemes={"policy": scheme},
+        track_policy_version=True,
     ) as c:
         c.update_policy_weights_(Actor(2.0))
         c.update_policy_weights_(Actor(3.0))
         weights = c.rollout()["weight"].unique().tolist()
-        assert weights == [1.0 if scheme == "none" or isinstance(scheme, NoSync) else 3.0]
+        assert weights == [
+            1.0 if scheme == "none" or isinstance(scheme, NoSync) else 3.0
+        ]
 
 
 def test_episodes_begin_with_the_state_that_the_policy_gives(kind):
@@ -902,7 +1043,9 @@ def test_episodes_begin_with_the_state_that_the_policy_gives(kind):
             expected = (h0 + steps)[:, None].expand(kind.groups, B, T, 2)
             assert torch.equal(batch["recurrent_state"], expected)
             assert torch.equal(batch["seen"], expected)
-            assert torch.equal(batch["is_init"][..., 0], (steps == 0).expand(kind.groups, B, T))
+            assert torch.equal(
+                batch["is_init"][..., 0], (steps == 0).expand(kind.groups, B, T)
+            )
 
 
 def test_each_worker_can_make_its_own_policy(kind):
@@ -916,7 +1059,9 @@ def test_each_worker_can_make_its_own_policy(kind):
             c.policy.weight.fill_(2.0)
         c.update_policy_weights_(worker_ids=[torch.device("cpu")])
         for group, (part,) in enumerate(streams(kind, c, 1)):
-            assert part["number"].unique().tolist() == [10 + group * workers // kind.groups]
+            assert part["number"].unique().tolist() == [
+                10 + group * workers // kind.groups
+            ]
     with pytest.raises(BadOption, match=f"policy_factory has {workers + 1} entries"):
         make(kind, policy_factory=[*factories, telling(1)])
 
@@ -937,7 +1082,9 @@ def test_weights_for_some_workers(kind):
         batch = c.rollout()
         assert torch.equal(batch["weight"], batch[VERSION] + 1.0)
         of_group = batch["weight"][:, 0, 0].tolist()
-        assert of_group == ([1.0, 1.0, 2.0] if kind.name == "sync-2" else [1.0, 2.0, 1.0])
+        assert of_group == (
+            [1.0, 1.0, 2.0] if kind.name == "sync-2" else [1.0, 2.0, 1.0]
+        )
         with pytest.raises(BadOption, match="worker"):
             c.update_policy_weights_(Actor(2.0), worker_ids=[7])
         with pytest.raises(
@@ -946,14 +1093,16 @@ def test_weights_for_some_workers(kind):
         ):
             c.update_policy_weights_(Actor(2.0), worker_ids=torch.device("meta"))
         with pytest.raises(
-            BadOption, match="worker_ids has 'cpu': expected numbers of workers, or devices"
+            BadOption,
+            match="worker_ids has 'cpu': expected numbers of workers, or devices",
         ):
             c.update_policy_weights_(Actor(2.0), worker_ids="cpu")
         c.update_policy_weights_(Actor(5.0), worker_ids=0)
         assert c.rollout()["weight"][0].unique().tolist() == [5.0]
         everyone = range(len(c.stats().workers))
         with pytest.raises(
-            BadOption, match="worker_ids=device.type='cpu', index=1.: the policies of all workers"
+            BadOption,
+            match="worker_ids=device.type='cpu', index=1.: the policies of all workers",
         ):
             c.update_policy_weights_(Actor(2.0), worker_ids=[torch.device("cpu", 1)])
         for version, ids in enumerate(
@@ -961,7 +1110,10 @@ def test_weights_for_some_workers(kind):
         ):
             c.update_policy_weights_(Actor(float(version)), worker_ids=ids)
             batch = c.rollout()
-            assert (batch["weight"].unique().tolist(), batch[VERSION].unique().tolist()) == (
+            assert (
+                batch["weight"].unique().tolist(),
+                batch[VERSION].unique().tolist(),
+            ) == (
                 [version],
                 [version],
             )
@@ -970,7 +1122,10 @@ def test_weights_for_some_workers(kind):
 
 
 def test_collector_has_no_workers_to_choose_from():
-    with serial(KINDS[0], None, Actor()) as c, pytest.raises(TypeError, match="worker_ids"):
+    with (
+        serial(KINDS[0], None, Actor()) as c,
+        pytest.raises(TypeError, match="worker_ids"),
+    ):
         c.update_policy_weights_(Actor(2.0), worker_ids=[0])
 
 
@@ -1016,7 +1171,10 @@ def test_undelivered_rollouts_are_in_the_state():
     only once.
     """
     kind = KINDS[5]
-    with make(kind, ChainEnv, batches=9) as first, make(kind, ChainEnv, batches=9) as second:
+    with (
+        make(kind, ChainEnv, batches=9) as first,
+        make(kind, ChainEnv, batches=9) as second,
+    ):
         first.next()
         state = first.state_dict()
         expected = list(first)
@@ -1024,8 +1182,13 @@ def test_undelivered_rollouts_are_in_the_state():
         found = list(second)
         assert len(found) == len(expected) == 8
         by_group = [[[] for _ in range(kind.groups)] for _ in range(2)]
-        for c, batches, parts in zip((first, second), (expected, found), by_group, strict=True):
-            assert (c.stats().frames, c.stats().executed) == (9 * kind.frames, 9 * kind.frames)
+        for c, batches, parts in zip(
+            (first, second), (expected, found), by_group, strict=True
+        ):
+            assert (c.stats().frames, c.stats().executed) == (
+                9 * kind.frames,
+                9 * kind.frames,
+            )
             for batch in batches:
                 parts[group_of(kind, batch)].append(batch)
         for of_group, others in zip(*by_group, strict=True):
@@ -1046,7 +1209,11 @@ def test_the_timeline_shows_all_groups(kind, tmp_path):
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     names = {event["name"] for event in events if event["ph"] == "X"}
     assert {"rollout", "policy", "env", "collect"} <= names
-    tracks = {event["tid"] for event in events if event["ph"] == "X" and event["name"] == "rollout"}
+    tracks = {
+        event["tid"]
+        for event in events
+        if event["ph"] == "X" and event["name"] == "rollout"
+    }
     assert tracks <= {0, 2, 4}
     assert kind.alone or len(tracks) == kind.groups
 
@@ -1059,7 +1226,11 @@ def test_profiles_of_chosen_workers(kind, chosen, tmp_path):
     with make(kind, batches=6) as c:
         path = tmp_path / "trace_{worker_idx}.json"
         c.enable_profile(
-            workers=chosen, num_rollouts=2, warmup_rollouts=1, save_path=path, activities=["cpu"]
+            workers=chosen,
+            num_rollouts=2,
+            warmup_rollouts=1,
+            save_path=path,
+            activities=["cpu"],
         )
         list(c)
         c.disable_profile()
@@ -1100,7 +1271,9 @@ def test_what_workers_tell_about_themselves(kind, shared):
 
 def test_repr(kind, shared):
     envs = f"CountingEnv x {kind.groups * B}"
-    assert repr(shared).startswith(f"{kind.cls.__name__}({envs}, frames_per_batch={kind.frames}, ")
+    assert repr(shared).startswith(
+        f"{kind.cls.__name__}({envs}, frames_per_batch={kind.frames}, "
+    )
 
 
 # --- the end --------------------------------------------------------------------------------------
@@ -1152,7 +1325,9 @@ def broken() -> Exception:
     return ValueError("joint 3 is stuck")
 
 
-def test_an_error_of_an_environment_is_typed_and_collecting_goes_on_with_the_rows_before_it(kind):
+def test_an_error_of_an_environment_is_typed_and_collecting_goes_on_with_the_rows_before_it(
+    kind,
+):
     """Each environment of one group raises at its 7th step, in the second rollout; all other data
     are untouched.
     """
@@ -1178,7 +1353,9 @@ def test_an_error_of_an_environment_is_typed_and_collecting_goes_on_with_the_row
         if of.cls is not Collector:
             (error, _) = errors
             assert "joint 3 is stuck" in str(error)
-            assert "in step\n    raise self.error()" in str(error), "the traceback in the worker"
+            assert "in step\n    raise self.error()" in str(error), (
+                "the traceback in the worker"
+            )
             assert str(error.__cause__) == "joint 3 is stuck"
             first = (kind.groups - 1) * B
             assert (error.env_id, error.env_index, error.phase) == (first, 0, "step")
@@ -1191,12 +1368,16 @@ class Picky(Actor):
     """Cannot stand the third step of episodes of four, while its weight is negative."""
 
     def forward(self, obs: torch.Tensor) -> Any:
-        if float(self.weight.min()) < 0 and bool(((obs[..., 0] == 4) & (obs[..., 1] == 2)).any()):
+        if float(self.weight.min()) < 0 and bool(
+            ((obs[..., 0] == 4) & (obs[..., 1] == 2)).any()
+        ):
             raise KeyError("no such step")
         return super().forward(obs)
 
 
-def test_an_error_of_a_policy_is_typed_and_the_step_is_repeated_with_better_weights(kind):
+def test_an_error_of_a_policy_is_typed_and_the_step_is_repeated_with_better_weights(
+    kind,
+):
     factories = [counting(3), counting(3), counting(4)]
     options = {"track_policy_version": True, "execution": Execution(executor=False)}
     found, expected = [], []

@@ -44,11 +44,15 @@ def until(collector: Any, batches: Iterator[Any], *contributing: int) -> None:
         workers = collector.stats().workers
         if all(workers[i].frames > before[i] for i in contributing):
             return
-    raise AssertionError(f"{contributing} have not all contributed: {collector.stats().workers}")
+    raise AssertionError(
+        f"{contributing} have not all contributed: {collector.stats().workers}"
+    )
 
 
 def assert_exact(stats: Any) -> None:
-    assert stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    assert (
+        stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    )
 
 
 @contextlib.contextmanager
@@ -78,7 +82,11 @@ def test_nodes_that_people_start_when_they_like(kind: Any) -> None:
         node(where, token),
     ):
         batches = iter(collector)
-        (one,) = [worker.index for worker in collector.stats().workers if worker.state == "working"]
+        (one,) = [
+            worker.index
+            for worker in collector.stats().workers
+            if worker.state == "working"
+        ]
         others = {0, 1, 2} - {one}
         for _ in range(TRIES):
             next(batches)
@@ -127,16 +135,27 @@ def test_the_end_does_not_wait_for_nodes(tmp_path: Path, kind: Any) -> None:
 
 @needs_ray
 def test_machines_that_join_a_ray_cluster_and_leave_it(ray_cluster: Remote) -> None:  # noqa: F811
-    room = {"num_cpus": 4, "node_ip_address": "127.0.0.1", "object_store_memory": 200 * 2**20}
+    room = {
+        "num_cpus": 4,
+        "node_ip_address": "127.0.0.1",
+        "object_store_memory": 200 * 2**20,
+    }
     machines = [ray_cluster.add_node(**room, resources={"elastic": 1})]
     need = {"num_cpus": 1, "resources": {"elastic": 1}}
     try:
         with RayCollector(
-            [LeisurelyEnv], None, num_collectors=3, remote_configs=need, total_frames=-1, **USUAL
+            [LeisurelyEnv],
+            None,
+            num_collectors=3,
+            remote_configs=need,
+            total_frames=-1,
+            **USUAL,
         ) as collector:
             batches = iter(collector)
             (one,) = [
-                worker.index for worker in collector.stats().workers if worker.state == "working"
+                worker.index
+                for worker in collector.stats().workers
+                if worker.state == "working"
             ]
             for _ in range(5):
                 next(batches)

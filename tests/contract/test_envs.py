@@ -17,7 +17,9 @@ from muster.testing import ChainEnv, CountingEnv, EnvContract, SpaceEnv
 EVERYTHING = spaces.Dict(
     {
         "image": spaces.Box(0, 255, (3, 4), np.uint8),
-        "parts": spaces.Tuple((spaces.Discrete(3, start=-1), spaces.MultiBinary((2, 2)))),
+        "parts": spaces.Tuple(
+            (spaces.Discrete(3, start=-1), spaces.MultiBinary((2, 2)))
+        ),
         "goal": spaces.Dict(
             {"x": spaces.Box(-1, 1, (), np.float64), "n": spaces.MultiDiscrete([2, 3])}
         ),

@@ -29,7 +29,9 @@ RULES = ["fair", "last_even", "per_env", "first_done"]
 def patterns(draw: st.DrawFn, most: int = 5) -> list[list[int]]:
     """Lengths of episodes, by environment; often the same for all, so that many end at once."""
     num_envs = draw(st.integers(1, most))
-    lengths = st.lists(st.integers(1, draw(st.sampled_from([2, 7, 40]))), min_size=1, max_size=3)
+    lengths = st.lists(
+        st.integers(1, draw(st.sampled_from([2, 7, 40]))), min_size=1, max_size=3
+    )
     return draw(st.lists(lengths, min_size=num_envs, max_size=num_envs))
 
 
@@ -55,7 +57,11 @@ def assert_is(found: Any, expected: Contest, lengths: Patterns) -> None:
     batch, stats = found
     assert wholes(batch, lengths) == expected.chosen
     assert stats.n_collected_episodes == len(expected.chosen)
-    assert stats.n_collected_steps == len(batch) == sum(whole.length for whole in expected.chosen)
+    assert (
+        stats.n_collected_steps
+        == len(batch)
+        == sum(whole.length for whole in expected.chosen)
+    )
     assert stats.returns.tolist() == [return_of(whole) for whole in expected.chosen]
     assert stats.lens.tolist() == [whole.length for whole in expected.chosen]
 
@@ -67,7 +73,9 @@ def assert_is(found: Any, expected: Contest, lengths: Patterns) -> None:
 @example([[1], [4]], [5, 1, 2], "fair", True)
 @example([[2], [2], [2]], [2, 4, 3], "last_even", True)
 @example([[300]], [2, 1], "fair", False)
-def test_exactly_n_episodes_and_those_that_the_rule_says(lengths, wanted, rule, numbered):
+def test_exactly_n_episodes_and_those_that_the_rule_says(
+    lengths, wanted, rule, numbered
+):
     begins = [0] * len(lengths)
     made = 0
     with make(lengths, groups=int(numbered or len(lengths) > 1)) as c:
@@ -77,7 +85,9 @@ def test_exactly_n_episodes_and_those_that_the_rule_says(lengths, wanted, rule, 
             assert_is(found, expected, lengths)
             begins, made = expected.begins, made + sum(expected.steps)
             assert c.stats().executed == made, "who is not awaited rests"
-            assert found.stats.n_discarded_steps == sum(expected.steps) - len(found.batch)
+            assert found.stats.n_discarded_steps == sum(expected.steps) - len(
+                found.batch
+            )
             assert_accounted(c)
 
 
@@ -104,7 +114,9 @@ def test_nothing_is_lost_where_surplus_is_kept(lengths, wanted, groups):
     found: list[Any] = []
     with make(lengths, groups) as c:
         for n in wanted:
-            batch, stats = c.collect_batch(n_episode=n, rule="first_done", surplus="keep")
+            batch, stats = c.collect_batch(
+                n_episode=n, rule="first_done", surplus="keep"
+            )
             found += wholes(batch, lengths)
             assert stats.n_kept_steps == c.stats().in_flight
             assert stats.n_discarded_steps == 0
@@ -125,7 +137,10 @@ def test_every_episode_is_delivered_once_where_surplus_is_kept(lengths, wanted, 
             counts = [sum(whole.env == i for whole in found) for i in range(B)]
             share, more = divmod(n, B)
             assert rule != "per_env" or counts == [share + (i < more) for i in range(B)]
-            assert rule != "fair" or sorted(counts) == [share] * (B - more) + [share + 1] * more
+            assert (
+                rule != "fair"
+                or sorted(counts) == [share] * (B - more) + [share + 1] * more
+            )
             assert rule != "last_even" or all(counts[: min(n, B)])
             seen += [whole[:2] for whole in found]
             assert not c.stats().discarded
@@ -167,7 +182,10 @@ def test_every_episode_is_whole_and_delivered_at_most_once_whatever_was_called_b
     assert len({*seen}) == len(seen)
 
 
-@given(patterns(3), st.lists(st.tuples(st.booleans(), st.integers(1, 9)), min_size=2, max_size=5))
+@given(
+    patterns(3),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 9)), min_size=2, max_size=5),
+)
 def test_steps_go_on_where_episodes_stopped_and_episodes_begin_anew(lengths, calls):
     at = [(0, 0)] * len(lengths)  # episode and step that each environment is in
     with make(lengths) as c:
@@ -176,7 +194,9 @@ def test_steps_go_on_where_episodes_stopped_and_episodes_begin_anew(lengths, cal
                 expected = contest(
                     "last_even", n, lengths, [episode + (t > 0) for episode, t in at]
                 )
-                assert_is(c.collect_batch(n_episode=n, rule="last_even"), expected, lengths)
+                assert_is(
+                    c.collect_batch(n_episode=n, rule="last_even"), expected, lengths
+                )
                 at = expected.stands
             else:
                 batch, stats = c.collect_batch(n_step=n)
@@ -201,7 +221,9 @@ FIXED = [
 def test_worker_processes_give_the_same_episodes(num_workers):
     for lengths, n in FIXED:
         env = partial(PatternEnv, lengths)
-        with MultiSyncCollector([env] * 2, None, num_envs=2, seed=0, num_workers=num_workers) as c:
+        with MultiSyncCollector(
+            [env] * 2, None, num_envs=2, seed=0, num_workers=num_workers
+        ) as c:
             for rule in RULES:
                 c.set_seed(0)
                 assert_is(

@@ -163,14 +163,22 @@ def test_the_seeds_example(engine, cls):
         "rpc": RPCWeightSyncScheme,
     }
     scheme = {"policy": schemes.get(engine, RayWeightSyncScheme)()}
-    options = {"collector_class": cls, "weight_sync_schemes": scheme, "total_frames": -1}
+    options = {
+        "collector_class": cls,
+        "weight_sync_schemes": scheme,
+        "total_frames": -1,
+    }
     with nodes(policy, engine=engine, frames=frames, **options) as collector:
         seen: list[int] = []
         for batch in collector:
             assert batch["weight"].numel() == frames
             version = batch[VERSION]
-            assert torch.equal(batch["weight"], version.float()), "each version has its weights"
-            assert (version[..., 1:] == version[..., 1:2]).all(), "and each rollout one version"
+            assert torch.equal(batch["weight"], version.float()), (
+                "each version has its weights"
+            )
+            assert (version[..., 1:] == version[..., 1:2]).all(), (
+                "and each rollout one version"
+            )
             seen.append(int(version.max()))
             if seen.count(seen[-1]) > 2 and seen[-1] >= 2:
                 break
@@ -190,7 +198,9 @@ def test_nodes_that_keep_their_weights(scheme):
 
 
 @pytest.mark.parametrize(
-    "scheme", [RayWeightSyncScheme(), SharedMemoryWeightSyncScheme(), "shared", 3], ids=repr
+    "scheme",
+    [RayWeightSyncScheme(), SharedMemoryWeightSyncScheme(), "shared", 3],
+    ids=repr,
 )
 def test_what_does_not_fit_to_nodes_is_refused(scheme):
     message = "is not a way to send weights to nodes that torch.distributed connects.*DistributedWeightSyncScheme"
@@ -199,7 +209,9 @@ def test_what_does_not_fit_to_nodes_is_refused(scheme):
         nodes(Actor(1.0), weight_sync_schemes={"policy": scheme}),
     ):
         pass
-    with pytest.raises(BadOption, match="DistributedWeightSyncScheme is for DistributedCollector"):
+    with pytest.raises(
+        BadOption, match="DistributedWeightSyncScheme is for DistributedCollector"
+    ):
         MultiSyncCollector(
             [counting()],
             Actor(0.0),
@@ -227,7 +239,9 @@ def test_several_models_as_one_version():
         )
         assert shown() == (3.0, 30.0, 2)
         with pytest.raises(BadOption, match="model_id='fax' is not known here"):
-            collector.update_policy_weights_(weights_dict={"actor": Actor(4.0), "fax": Actor(40.0)})
+            collector.update_policy_weights_(
+                weights_dict={"actor": Actor(4.0), "fax": Actor(40.0)}
+            )
         assert shown() == (3.0, 30.0, 2)
 
 
@@ -256,7 +270,9 @@ def collect(scheme: Any, worker: int, pipe: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", [SharedMemoryWeightSyncScheme, MultiProcessWeightSyncScheme])
+@pytest.mark.parametrize(
+    "cls", [SharedMemoryWeightSyncScheme, MultiProcessWeightSyncScheme]
+)
 def test_a_collector_in_a_process_of_ones_own_hands_weights_on_to_its_workers(cls):
     scheme = cls(deadline_s=PATIENCE)
     scheme.init_on_sender(model=Actor(1.0), num_workers=2)

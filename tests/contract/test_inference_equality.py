@@ -86,15 +86,23 @@ ACTORS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "tensordict": (cart, actor_on_tensordicts),
 }
 actors = pytest.mark.parametrize("actor", ACTORS)
-acting = pytest.mark.parametrize("actor", [name for name in ACTORS if name != "uniform"])
+acting = pytest.mark.parametrize(
+    "actor", [name for name in ACTORS if name != "uniform"]
+)
 
-some_actors = pytest.mark.parametrize("actor", ["categorical", "module", "recurrent", "tensordict"])
+some_actors = pytest.mark.parametrize(
+    "actor", ["categorical", "module", "recurrent", "tensordict"]
+)
 
 
 def make(cls: Any, actor: str, groups: int, num_envs: int, **options: Any) -> Any:
     """A collector of so many groups of so many environments."""
     env, policy = ACTORS[actor]
-    common = {"num_envs": num_envs, "frames_per_batch": groups * num_envs * T, "seed": 3}
+    common = {
+        "num_envs": num_envs,
+        "frames_per_batch": groups * num_envs * T,
+        "seed": 3,
+    }
     workers = {} if cls is Collector else {"backend": "threads"}
     return cls([env] * groups, policy(), **{**common, **workers, **options})
 
@@ -104,11 +112,17 @@ def take(c: Any, batches: int = 3) -> list[Any]:
     return [c.rollout().clone() for _ in range(batches)]
 
 
-def assert_all_same(found: list[Any], expected: list[Any], envs: int | None = None) -> None:
+def assert_all_same(
+    found: list[Any], expected: list[Any], envs: int | None = None
+) -> None:
     """Batches are equal; with ``envs``, as those of so many environments side by side."""
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
-        pair = (one, other) if envs is None else (td.reshape(envs, T) for td in (one, other))
+        pair = (
+            (one, other)
+            if envs is None
+            else (td.reshape(envs, T) for td in (one, other))
+        )
         assert_same(*pair)
 
 
@@ -161,14 +175,18 @@ scripts = pytest.mark.parametrize("script", SCRIPTS)
 
 
 @acting
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "random at first"])
+@pytest.mark.parametrize(
+    "script", [name for name in SCRIPTS if name != "random at first"]
+)
 @pytest.mark.parametrize("groups", [2, 8])
 def test_groups_that_are_acted_for_together_are_as_one_group(groups, script, actor):
     """But every group draws random actions of its own."""
     run, options = SCRIPTS[script]
     with make(Collector, actor, 1, 8, **options) as c:
         expected = run(c)
-    with make(MultiSyncCollector, actor, groups, 8 // groups, inference="server", **options) as c:
+    with make(
+        MultiSyncCollector, actor, groups, 8 // groups, inference="server", **options
+    ) as c:
         assert_all_same(run(c), expected, 8)
 
 
@@ -179,7 +197,12 @@ def test_groups_that_take_turns_are_as_workers_that_act_by_themselves(script, ac
     with make(MultiSyncCollector, actor, 2, 4, **options) as c:
         expected = run(c)
     with make(
-        MultiSyncCollector, actor, 2, 4, inference=CentralInference(alternating=True), **options
+        MultiSyncCollector,
+        actor,
+        2,
+        4,
+        inference=CentralInference(alternating=True),
+        **options,
     ) as c:
         assert_all_same(run(c), expected)
 
@@ -209,14 +232,21 @@ def test_so_they_are_whatever_else_is_asked_for(options, actor):
     with make(MultiSyncCollector, actor, 2, 4, **options) as c:
         expected = take(c, 4)
     with make(
-        MultiSyncCollector, actor, 2, 4, inference=CentralInference(alternating=True), **options
+        MultiSyncCollector,
+        actor,
+        2,
+        4,
+        inference=CentralInference(alternating=True),
+        **options,
     ) as c:
         assert_all_same(take(c, 4), expected)
 
 
 @some_actors
 @pytest.mark.parametrize("options", sorted(OPTIONS.keys() - ALONE))
-def test_groups_acted_for_together_are_as_one_whatever_else_is_asked_for(options, actor):
+def test_groups_acted_for_together_are_as_one_whatever_else_is_asked_for(
+    options, actor
+):
     asked = OPTIONS[options]
     with make(Collector, actor, 1, 8, **asked) as c:
         expected = take(c, 4)
@@ -236,14 +266,20 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_a_team_that_takes_turns_with_another_draws_nothing_of_the_other(actor):
     with make(Collector, actor, 1, 4) as c:
         expected = take(c, 4)
-    with make(MultiSyncCollector, actor, 4, 2, inference=CentralInference(alternating=True)) as c:
+    with make(
+        MultiSyncCollector, actor, 4, 2, inference=CentralInference(alternating=True)
+    ) as c:
         for one, other in zip(take(c, 4), expected, strict=True):
-            assert_same(one[:2].reshape(4, T), other[0], ignore=(("collector", "traj_ids"),))
+            assert_same(
+                one[:2].reshape(4, T), other[0], ignore=(("collector", "traj_ids"),)
+            )
 
 
 @acting
 @pytest.mark.parametrize(
-    "options", [{}, {"inference": CentralInference(alternating=True)}], ids=["", "alternating"]
+    "options",
+    [{}, {"inference": CentralInference(alternating=True)}],
+    ids=["", "alternating"],
 )
 def test_the_users_generators_go_on_as_if_nothing_had_been_collected(options, actor):
     def now() -> Any:
@@ -255,7 +291,9 @@ def test_the_users_generators_go_on_as_if_nothing_had_been_collected(options, ac
             random.getstate(),
         )
 
-    with make(MultiSyncCollector, actor, 2, 4, **({"inference": "server"} | options)) as c:
+    with make(
+        MultiSyncCollector, actor, 2, 4, **({"inference": "server"} | options)
+    ) as c:
         before = now()
         for _ in range(3):
             c.rollout()
@@ -307,7 +345,9 @@ def test_a_state_of_groups_that_are_acted_for_together_goes_on(options, actor):
 
 @pytest.mark.parametrize("actor", ["uniform", "categorical", "module", "recurrent"])
 @pytest.mark.parametrize(
-    "options", [{}, {"inference": CentralInference(alternating=True)}], ids=["", "alternating"]
+    "options",
+    [{}, {"inference": CentralInference(alternating=True)}],
+    ids=["", "alternating"],
 )
 def test_workers_are_processes(options, actor):
     with make(Collector, actor, 2, 4) as c:

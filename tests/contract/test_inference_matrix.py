@@ -39,7 +39,14 @@ from tests.fakes.matrix_env import (
     Numbered,
     NumberEnv,
 )
-from tests.fakes.matrix_policies import BIAS, STATE_KINDS, StateKind, Unsure, choose, policy_of
+from tests.fakes.matrix_policies import (
+    BIAS,
+    STATE_KINDS,
+    StateKind,
+    Unsure,
+    choose,
+    policy_of,
+)
 from tests.fakes.matrix_reference import ID, OneEnv, Told
 from tests.tools import assert_accounted
 
@@ -70,7 +77,9 @@ class Cell:
         and action.
         """
         place = (
-            list(INFERENCE).index(self.inference) * 4 + self.wait * 2 + (self.schedule == "sync")
+            list(INFERENCE).index(self.inference) * 4
+            + self.wait * 2
+            + (self.schedule == "sync")
         )
         return (STATE_KINDS.index(self.state), ACTION_KINDS.index(self.kind)) == (
             place % 4,
@@ -85,7 +94,9 @@ class Cell:
 
 CELLS = [
     Cell(*choices)
-    for choices in itertools.product(INFERENCE, (False, True), SCHEDULES, STATE_KINDS, ACTION_KINDS)
+    for choices in itertools.product(
+        INFERENCE, (False, True), SCHEDULES, STATE_KINDS, ACTION_KINDS
+    )
 ]
 
 
@@ -93,7 +104,8 @@ def make(cls: Any, told: Told, policy: Any, groups: int = G, **options: Any) -> 
     """A collector whose environments have episodes of 2, 3, 4, ... steps."""
     num_envs = told.envs // groups
     factories = [
-        Numbered(2 + num_envs * group, num_envs, told.kind, told.life) for group in range(groups)
+        Numbered(2 + num_envs * group, num_envs, told.kind, told.life)
+        for group in range(groups)
     ]
     rows = num_envs if cls is MultiAsyncCollector else told.envs
     lives = {"traj_done_key": "traj_done"} if told.life else {}
@@ -120,7 +132,8 @@ class Expected:
         batched: bool = True,
     ) -> None:
         self.envs = [
-            OneEnv(told, number, 2 + number, biases or []) for number in numbers or range(told.envs)
+            OneEnv(told, number, 2 + number, biases or [])
+            for number in numbers or range(told.envs)
         ]
         self.batched, self.groups, self.size = batched, groups, len(self.envs) // groups
         self._batches = [env.batches() for env in self.envs]
@@ -166,7 +179,11 @@ def check(c: Any, expected: Expected, batches: Iterable[Any] = ()) -> None:
     for number, batch in enumerate(batches or c):
         if isinstance(c, MultiAsyncCollector):
             group = int(batch[ID].max()) % len(expected.envs) // expected.size
-            assert_equal(batch, expected.of_group(group), f"batch {found[group]} of group {group}")
+            assert_equal(
+                batch,
+                expected.of_group(group),
+                f"batch {found[group]} of group {group}",
+            )
             found[group] += 1
         else:
             assert_equal(batch, expected.together(), f"batch {number}")
@@ -214,7 +231,9 @@ def test_recurrent_policies_on_tensordicts_know_where_episodes_begin(
 ):
     told = told_of("tensordict", kind, wait=wait)
     policy = policy_of("tensordict", kind)
-    with make(SCHEDULES[schedule], told, policy, backend="threads", **INFERENCE[inference]) as c:
+    with make(
+        SCHEDULES[schedule], told, policy, backend="threads", **INFERENCE[inference]
+    ) as c:
         check(c, Expected(told))
 
 
@@ -228,7 +247,10 @@ def test_recurrent_policies_on_tensordicts_know_where_episodes_begin(
         {"inference": CentralInference(max_batch=4, max_wait_s=0.001)},
         {"num_workers": 2, "inference": CentralInference(alternating=True)},
         {"num_workers": 1},
-        {"num_workers": 1, "inference": CentralInference(alternating=True, max_batch=1)},
+        {
+            "num_workers": 1,
+            "inference": CentralInference(alternating=True, max_batch=1),
+        },
     ],
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
 )
@@ -261,7 +283,12 @@ def test_single_environments_without_a_batch_dimension(inference, schedule, stat
 def test_one_worker_that_collects_while_the_user_trains(state, inference):
     told = told_of(state, "1-d", envs=B)
     with make(
-        AsyncCollector, told, policy_of(state, "1-d"), 1, backend="threads", inference=inference
+        AsyncCollector,
+        told,
+        policy_of(state, "1-d"),
+        1,
+        backend="threads",
+        inference=inference,
     ) as c:
         check(c, Expected(told, 1))
 
@@ -278,15 +305,20 @@ def test_one_worker_that_collects_while_the_user_trains(state, inference):
 )
 @pytest.mark.parametrize("wait", [False, True], ids=["immediate", "wait"])
 @pytest.mark.parametrize("inference", INFERENCE)
-def test_policies_see_the_action_and_the_reward_before(inference, wait, schedule, state, kind):
+def test_policies_see_the_action_and_the_reward_before(
+    inference, wait, schedule, state, kind
+):
     told = told_of(state, kind, wait=wait, prev=True)
     policy = policy_of(state, kind, prev=True)
-    with make(SCHEDULES[schedule], told, policy, backend="threads", **INFERENCE[inference]) as c:
+    with make(
+        SCHEDULES[schedule], told, policy, backend="threads", **INFERENCE[inference]
+    ) as c:
         check(c, Expected(told))
 
 
 @pytest.mark.parametrize(
-    ("state", "prev"), [("none", True), ("array", False), ("dict", True), ("tensordict", True)]
+    ("state", "prev"),
+    [("none", True), ("array", False), ("dict", True), ("tensordict", True)],
 )
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("wait", [False, True], ids=["immediate", "wait"])
@@ -296,7 +328,9 @@ def test_an_agent_that_loses_a_life_forgets_and_its_environment_goes_on(
 ):
     told = told_of(state, "dict", wait=wait, life=2, prev=prev)
     policy = policy_of(state, "dict", prev=prev)
-    with make(SCHEDULES[schedule], told, policy, backend="threads", **INFERENCE[inference]) as c:
+    with make(
+        SCHEDULES[schedule], told, policy, backend="threads", **INFERENCE[inference]
+    ) as c:
         check(c, Expected(told))
 
 
@@ -305,20 +339,29 @@ def test_an_agent_that_loses_a_life_forgets_and_its_environment_goes_on(
 def test_lives_and_what_was_before_in_worker_processes(inference, wait):
     told = told_of("dict", "n-d", wait=wait, life=3, prev=True)
     with make(
-        MultiSyncCollector, told, policy_of("dict", "n-d", prev=True), **INFERENCE[inference]
+        MultiSyncCollector,
+        told,
+        policy_of("dict", "n-d", prev=True),
+        **INFERENCE[inference],
     ) as c:
         check(c, Expected(told))
 
 
 @pytest.mark.parametrize("state", ["none", "tensor", "tensordict"])
 @pytest.mark.parametrize("inference", INFERENCE)
-def test_a_batch_is_acted_on_with_the_weights_that_were_published_before_it(inference, state):
+def test_a_batch_is_acted_on_with_the_weights_that_were_published_before_it(
+    inference, state
+):
     """``MultiSyncCollector``: all of it, from its first row on."""
     told = told_of(state, "1-d")
     biases = [BIAS, 7, 7, 60, 3]
     expected = Expected(told, biases=biases)
     policy = policy_of(state, "1-d")
-    options = {"backend": "threads", "track_policy_version": True, **INFERENCE[inference]}
+    options = {
+        "backend": "threads",
+        "track_policy_version": True,
+        **INFERENCE[inference],
+    }
     with make(MultiSyncCollector, told, policy, **options) as c:
         for number, bias in enumerate(biases):
             if bias != policy.weight:
@@ -348,9 +391,13 @@ def test_every_row_says_with_which_weights_it_was_acted_on(options):
         biases = [BIAS]
         for _, batch in zip(range(60), c, strict=False):
             obs = [part.numpy() for part in batch["observation"].long().unbind(-1)]
-            count, hidden = (part.numpy() for part in batch["recurrent_state"].long().unbind(-1))
+            count, hidden = (
+                part.numpy() for part in batch["recurrent_state"].long().unbind(-1)
+            )
             bias = np.array(biases)[batch[VERSION].numpy()]
-            assert np.array_equal(batch["choice"].numpy(), choose(np, obs, count, hidden, bias))
+            assert np.array_equal(
+                batch["choice"].numpy(), choose(np, obs, count, hidden, bias)
+            )
             biases.append((biases[-1] * 31 + 11) % 97)
             c.update_policy_weights_({"weight": torch.tensor(float(biases[-1]))})
             assert (batch[VERSION].diff() >= 0).all()
@@ -362,7 +409,9 @@ def test_every_row_says_with_which_weights_it_was_acted_on(options):
 def test_an_error_of_the_policy_loses_no_step(inference, schedule):
     told = told_of("tensor", "n-d")
     policy = Unsure(policy_of("tensor", "n-d"), 13)
-    with make(SCHEDULES[schedule], told, policy, backend="threads", **INFERENCE[inference]) as c:
+    with make(
+        SCHEDULES[schedule], told, policy, backend="threads", **INFERENCE[inference]
+    ) as c:
         errors: list[PolicyError] = []
         check(c, Expected(told), batches=survived(c, errors))
     assert 1 <= len(errors) <= G
@@ -379,7 +428,9 @@ def survived(c: Any, errors: list[PolicyError]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    "mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED], ids=lambda mode: mode.name
+    "mode",
+    [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED],
+    ids=lambda mode: mode.name,
 )
 @pytest.mark.parametrize("inference", INFERENCE)
 def test_groups_of_different_sizes_fill_batches_of_their_own(inference, mode):
@@ -395,7 +446,9 @@ def test_groups_of_different_sizes_fill_batches_of_their_own(inference, mode):
         for batch in c:
             group = sizes.index(len(batch))
             assert_equal(
-                batch, expected[group].of_group(0), f"batch {found[group]} of group {group}"
+                batch,
+                expected[group].of_group(0),
+                f"batch {found[group]} of group {group}",
             )
             found[group] += 1
             if min(found) == BATCHES:
@@ -435,12 +488,17 @@ def check_numbers(c: Any, num_envs: int | None, kind: str) -> None:
     """Seven rows in two batches, rows for values of next observations, and two whole episodes."""
     lead = c.rollout().shape[:-1]
     steps = torch.arange(14) % LENGTH
-    for batch, t in ((c.rollout(), steps[7:14]), (c.rollout(), (steps + 4)[:7] % LENGTH)):
+    for batch, t in (
+        (c.rollout(), steps[7:14]),
+        (c.rollout(), (steps + 4)[:7] % LENGTH),
+    ):
         assert torch.equal(
             batch["observation"].reshape(-1, 7).long(), t.expand(batch.numel() // 7, 7)
         )
         assert torch.equal(batch["action"].long(), (t + 1).expand(*lead, 7))
-        assert torch.equal(batch["next", "reward"].long(), (t + 1).expand(*lead, 7).unsqueeze(-1))
+        assert torch.equal(
+            batch["next", "reward"].long(), (t + 1).expand(*lead, 7).unsqueeze(-1)
+        )
         assert torch.equal(
             batch["next", "observation"].reshape(-1, 7).long(),
             (t + 1).expand(batch.numel() // 7, 7),
@@ -468,15 +526,25 @@ def test_observations_of_one_number(space, num_envs, kind):
     }
     with Collector(partial(NumberEnv, space), next_policy(kind, space), **options) as c:
         check_numbers(c, num_envs, kind)
-    for where in ({}, {"inference": "server"}, {"inference": CentralInference(alternating=True)}):
-        options |= {"frames_per_batch": 14 * (num_envs or 1), "backend": "threads", **where}
+    for where in (
+        {},
+        {"inference": "server"},
+        {"inference": CentralInference(alternating=True)},
+    ):
+        options |= {
+            "frames_per_batch": 14 * (num_envs or 1),
+            "backend": "threads",
+            **where,
+        }
         with MultiSyncCollector(
             [partial(NumberEnv, space)] * 2, next_policy(kind, space), **options
         ) as c:
             check_numbers(c, num_envs, kind)
 
 
-@pytest.mark.parametrize(("inference", "kind"), [("worker", "head"), ("server", "function")])
+@pytest.mark.parametrize(
+    ("inference", "kind"), [("worker", "head"), ("server", "function")]
+)
 def test_observations_of_one_number_in_worker_processes(inference, kind):
     options = {"frames_per_batch": 14, "inference": inference, "seed": 0}
     with MultiSyncCollector(

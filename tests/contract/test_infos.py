@@ -21,7 +21,14 @@ from muster import Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.testing import InfoEnv
 
 LENGTHS = 3, 4
-ALL_INFOS = {"t": None, "stage": None, "half": None, "place": None, "goal": None, **InfoEnv.SPACES}
+ALL_INFOS = {
+    "t": None,
+    "stage": None,
+    "half": None,
+    "place": None,
+    "goal": None,
+    **InfoEnv.SPACES,
+}
 MAKERS = [partial(InfoEnv, length) for length in LENGTHS]
 
 
@@ -45,7 +52,9 @@ def stacked() -> Any:
 
 VECTORS = {
     mode.name: (
-        lambda mode=mode: SyncVectorEnv(MAKERS, autoreset_mode=mode, observation_mode="different")
+        lambda mode=mode: SyncVectorEnv(
+            MAKERS, autoreset_mode=mode, observation_mode="different"
+        )
     )
     for mode in AutoresetMode
 }
@@ -75,7 +84,10 @@ def value(info: dict[str, Any], key: tuple[str, ...]) -> Any:
 
 def check(batch: Any, lengths: tuple[int, ...], T: int) -> None:
     """``batch``, ``[B, T]``, shows the infos of environments that began with it."""
-    keys = [key if isinstance(key, tuple) else (key,) for key in batch["info"].keys(True, True)]
+    keys = [
+        key if isinstance(key, tuple) else (key,)
+        for key in batch["info"].keys(True, True)
+    ]
     fields = [(*key[:-1], key[-1][1:]) for key in keys if key[-1][0] == "_"]
     assert {key[0] for key in fields} == set(ALL_INFOS)
     for b, length in enumerate(lengths):
@@ -84,10 +96,18 @@ def check(batch: Any, lengths: tuple[int, ...], T: int) -> None:
                 for key in fields:
                     expected = value(told(length, at), key)
                     got = batch.get((*root, *key))
-                    got = got[b, t].numpy() if torch.is_tensor(got) else got.tolist()[b][t]
+                    got = (
+                        got[b, t].numpy()
+                        if torch.is_tensor(got)
+                        else got.tolist()[b][t]
+                    )
                     there = batch.get((*root, *key[:-1], f"_{key[-1]}"))[b, t]
                     assert bool(there) == (expected is not None), (root, key, b, t)
-                    right = not np.any(got) if expected is None else np.array_equal(got, expected)
+                    right = (
+                        not np.any(got)
+                        if expected is None
+                        else np.array_equal(got, expected)
+                    )
                     assert right, (root, key, b, t, got)
 
 
@@ -95,7 +115,12 @@ def check(batch: Any, lengths: tuple[int, ...], T: int) -> None:
 @pytest.mark.parametrize("T", [1, 7])
 def test_single_environments(T: int, compact: bool) -> None:
     with Collector(
-        stacked(), None, num_envs=2, frames_per_batch=2 * T, info=ALL_INFOS, compact_obs=compact
+        stacked(),
+        None,
+        num_envs=2,
+        frames_per_batch=2 * T,
+        info=ALL_INFOS,
+        compact_obs=compact,
     ) as c:
         batch = torch.cat([c.rollout().clone() for _ in range(14 // T)], 1)
         ended = list(c.episodes)
@@ -127,12 +152,19 @@ def test_batches_of_environments(kind: str) -> None:
 def test_with_a_time_limit_of_ours(kind: str, limit: int) -> None:
     make, num_envs = (stacked(), 2) if kind == "single" else (VECTORS[kind], None)
     with Collector(
-        make, None, num_envs=num_envs, frames_per_batch=24, info=["t"], max_frames_per_traj=limit
+        make,
+        None,
+        num_envs=num_envs,
+        frames_per_batch=24,
+        info=["t"],
+        max_frames_per_traj=limit,
     ) as c:
         batch = c.rollout()
         infos = [record.info for record in c.episodes]
     assert batch["info", "t"].tolist() == [[t % limit for t in range(12)]] * 2
-    assert batch["next", "info", "t"].tolist() == [[t % limit + 1 for t in range(12)]] * 2
+    assert (
+        batch["next", "info", "t"].tolist() == [[t % limit + 1 for t in range(12)]] * 2
+    )
     assert infos == [{"t": limit}] * (24 // limit)
 
 
@@ -144,7 +176,10 @@ def statistics_of(env: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("where", "mode"),
-    [*(("inside", mode) for mode in AutoresetMode), ("outside", AutoresetMode.SAME_STEP)],
+    [
+        *(("inside", mode) for mode in AutoresetMode),
+        ("outside", AutoresetMode.SAME_STEP),
+    ],
 )
 def test_statistics_of_gymnasiums_wrappers(mode: AutoresetMode, where: str) -> None:
     """Raw returns are in ``info["episode"]``, whatever wrappers do with rewards.
@@ -154,7 +189,9 @@ def test_statistics_of_gymnasiums_wrappers(mode: AutoresetMode, where: str) -> N
     """
     if where == "inside":
         make = lambda: SyncVectorEnv(  # noqa: E731
-            makers(RecordEpisodeStatistics), autoreset_mode=mode, observation_mode="different"
+            makers(RecordEpisodeStatistics),
+            autoreset_mode=mode,
+            observation_mode="different",
         )
     else:
         make = lambda: RecordBatchStatistics(VECTORS[mode.name]())  # noqa: E731
@@ -192,12 +229,16 @@ def test_workers_give_the_same(kind: str) -> None:
         check(batch[:, 0], LENGTHS, 14)
         key = lambda record: record[:2]  # noqa: E731
         found = sorted(c.episodes, key=key)
-        assert [r.info.keys() for r in found] == [r.info.keys() for r in sorted(records, key=key)]
+        assert [r.info.keys() for r in found] == [
+            r.info.keys() for r in sorted(records, key=key)
+        ]
         assert c.stats().success_rate == pytest.approx(3 / 7)
 
 
 def test_nothing_is_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with Collector(stacked(), None, num_envs=2, frames_per_batch=14, info=ALL_INFOS) as c:
+        with Collector(
+            stacked(), None, num_envs=2, frames_per_batch=14, info=ALL_INFOS
+        ) as c:
             c.rollout()

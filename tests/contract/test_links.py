@@ -29,16 +29,22 @@ JOIN_S = 60.0  # on a busy machine
 SILENCE_S = 200.0  # more than JOIN_S: what is lost by then was not lost for its silence
 
 
-def _direct(target: str, count: int = 1, deadline_s: float = SILENCE_S, **options: Any) -> Any:
+def _direct(
+    target: str, count: int = 1, deadline_s: float = SILENCE_S, **options: Any
+) -> Any:
     from muster.cluster.direct import DirectCarrier
     from muster.cluster.launchers import MpLauncher
     from muster.cluster.rendezvous import Rendezvous
 
     launcher = MpLauncher(target, **options)
-    return DirectCarrier(launcher=launcher, rendezvous=Rendezvous(count), deadline_s=deadline_s)
+    return DirectCarrier(
+        launcher=launcher, rendezvous=Rendezvous(count), deadline_s=deadline_s
+    )
 
 
-def _torch(target: str, count: int = 1, deadline_s: float = SILENCE_S, **options: Any) -> Any:
+def _torch(
+    target: str, count: int = 1, deadline_s: float = SILENCE_S, **options: Any
+) -> Any:
     from muster.cluster.distributed import TorchCarrier
     from muster.cluster.launchers import MpLauncher
     from muster.cluster.rendezvous import Rendezvous
@@ -47,7 +53,11 @@ def _torch(target: str, count: int = 1, deadline_s: float = SILENCE_S, **options
 
 
 def _ray(
-    target: str, count: int = 1, deadline_s: float = SILENCE_S, *, transport: str = "ray"
+    target: str,
+    count: int = 1,
+    deadline_s: float = SILENCE_S,
+    *,
+    transport: str = "ray",
 ) -> Any:
     from tests.fakes.ray_cluster import cluster
 
@@ -91,7 +101,10 @@ def nodes(request):
             connect = carrier.connect
 
             def connecting(
-                node: int = 0, epoch: int = 0, within_s: float = JOIN_S, given_up: Any = None
+                node: int = 0,
+                epoch: int = 0,
+                within_s: float = JOIN_S,
+                given_up: Any = None,
             ) -> Any:
                 link = connect(node, epoch, within_s, given_up or threading.Event())
                 stack.callback(link.close)
@@ -159,7 +172,9 @@ class TestMessages:
         for message in messages[:4]:
             link.send(message)
             assert link.receive().message == message
-        sending = threading.Thread(target=lambda: [link.send(message) for message in messages])
+        sending = threading.Thread(
+            target=lambda: [link.send(message) for message in messages]
+        )
         sending.start()
         assert [link.receive().message for _ in messages] == messages
         sending.join()
@@ -235,9 +250,13 @@ class TestBlocks:
             got = link.receive()
             assert got.tag == tag
             assert (got.block == pattern(sizes[tag], tag)).all()
-            assert np.shares_memory(got.block, memories[tag]) == (tag in (8, 2, 5, 1, 7))
+            assert np.shares_memory(got.block, memories[tag]) == (
+                tag in (8, 2, 5, 1, 7)
+            )
         for tag, memory in memories.items():
-            assert (memory == (pattern(sizes[tag], tag) if tag in (8, 2, 5, 1, 7) else 0)).all()
+            assert (
+                memory == (pattern(sizes[tag], tag) if tag in (8, 2, 5, 1, 7) else 0)
+            ).all()
 
     def test_of_another_length_than_expected_is_not_written_past_the_end(self, nodes):
         link = nodes("echo").connecting()
@@ -299,7 +318,9 @@ class TestLost:
         pid = int(link.receive().message)
         threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
         tags = iter(range(1, 10_000))
-        raised(lambda: link.send(b"x", Block(np.zeros(5_000_000, np.uint8)), next(tags)))
+        raised(
+            lambda: link.send(b"x", Block(np.zeros(5_000_000, np.uint8)), next(tags))
+        )
 
     def test_by_a_node_that_is_killed_in_the_middle_of_a_block(self, nodes, tmp_path):
         link = nodes("sends_until_lost").connecting()
@@ -309,10 +330,14 @@ class TestLost:
         link.send(f"{size} {tmp_path / 'outcome'}".encode())
         pid = int(link.receive().message)
         ends: list[LinkLost] = []
-        receiving = threading.Thread(target=lambda: ends.append(raised(link.receive, 60)))
+        receiving = threading.Thread(
+            target=lambda: ends.append(raised(link.receive, 60))
+        )
         receiving.start()
         begun = time.monotonic() + JOIN_S
-        while not memory[0] and time.monotonic() < begun:  # the block has begun to arrive
+        while (
+            not memory[0] and time.monotonic() < begun
+        ):  # the block has begun to arrive
             pass
         os.kill(pid, signal.SIGKILL)
         receiving.join(JOIN_S)
@@ -332,7 +357,9 @@ class TestLost:
         link.receive()
         tags = iter(range(1, 10_000))
         begin = time.monotonic()
-        raised(lambda: link.send(b"x", Block(np.zeros(5_000_000, np.uint8)), next(tags)))
+        raised(
+            lambda: link.send(b"x", Block(np.zeros(5_000_000, np.uint8)), next(tags))
+        )
         assert time.monotonic() - begin > 1.5
 
     def test_by_closing_the_other_end(self, nodes):
@@ -366,12 +393,16 @@ class TestLost:
         raised(lambda: link.send(b"more"))
         link.expect(1, np.zeros(3, np.uint8))  # does nothing
 
-    def test_by_closing_this_end_while_it_sends_to_a_node_that_does_not_read(self, nodes):
+    def test_by_closing_this_end_while_it_sends_to_a_node_that_does_not_read(
+        self, nodes
+    ):
         link = nodes("deaf").connecting()
         link.receive()
         tags = iter(range(1, 10_000))
         threading.Timer(0.5, link.close).start()
-        raised(lambda: link.send(b"x", Block(np.zeros(5_000_000, np.uint8)), next(tags)))
+        raised(
+            lambda: link.send(b"x", Block(np.zeros(5_000_000, np.uint8)), next(tags))
+        )
 
     def test_and_then_no_expected_memory_is_written(self, nodes, tmp_path):
         link = nodes("sends_until_lost").connecting()
@@ -417,7 +448,9 @@ class TestEpochs:
         link = carrier.connecting()
         link.send(str(tmp_path / "outcome").encode())
         pid = int(link.receive().message)
-        with contextlib.suppress(LinkLost):  # it may stop before it has said that this has arrived
+        with contextlib.suppress(
+            LinkLost
+        ):  # it may stop before it has said that this has arrived
             link.send(b"stop")
         raised(link.receive)
         link.close()
@@ -469,7 +502,9 @@ class TestJoining:
         assert time.monotonic() - begin < JOIN_S / 2
 
     def test_not_in_time(self, started):
-        with pytest.raises(LinkLost, match=r"Node 0 .* within 1 s\. Its process \d+ is running\."):
+        with pytest.raises(
+            LinkLost, match=r"Node 0 .* within 1 s\. Its process \d+ is running\."
+        ):
             started("never_joins").connect(0, 0, 1.0, threading.Event())
 
     def test_process_that_ends_at_once(self, started):

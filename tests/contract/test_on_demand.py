@@ -21,7 +21,15 @@ from tests.contract.test_collectors import IDS, KINDS, VALID, B, Kind, make, ref
 from tests.fakes.actors import Actor
 from tests.fakes.buffers import Extends
 from tests.fakes.echo import EchoEnv, remembering
-from tests.fakes.patterned import PatternEnv, Whole, contest, length, return_of, walk, wholes
+from tests.fakes.patterned import (
+    PatternEnv,
+    Whole,
+    contest,
+    length,
+    return_of,
+    walk,
+    wholes,
+)
 from tests.tools import assert_accounted, assert_same
 
 LENGTHS = [[3], [1, 4], [2], [9, 2], [5], [1]]
@@ -57,7 +65,9 @@ class Guess(nn.Module):
 
 
 def patterned(kind: Kind, policy: Any = None, **options: Any) -> Any:
-    return make(kind, partial(PatternEnv, LENGTHS), policy or Guess(), **{"seed": 0, **options})
+    return make(
+        kind, partial(PatternEnv, LENGTHS), policy or Guess(), **{"seed": 0, **options}
+    )
 
 
 def only_on_demand(kind: Kind) -> Any:
@@ -93,7 +103,9 @@ def valid(batch: Any) -> torch.Tensor:
     """Where a batch has transitions, in its shape."""
     shown = batch.get(VALID, None)
     return (
-        torch.ones(batch.shape, dtype=torch.bool) if shown is None else shown.reshape(batch.shape)
+        torch.ones(batch.shape, dtype=torch.bool)
+        if shown is None
+        else shown.reshape(batch.shape)
     )
 
 
@@ -103,14 +115,19 @@ def assert_stats(stats: Any, episodes: list[Whole], *, in_order: bool = True) ->
     assert found == expected if in_order else sorted(found) == sorted(expected)
     assert stats.n_collected_episodes == len(episodes)
     if episodes:
-        assert (stats.lens_stat.max, stats.lens_stat.min) == (stats.lens.max(), stats.lens.min())
+        assert (stats.lens_stat.max, stats.lens_stat.min) == (
+            stats.lens.max(),
+            stats.lens.min(),
+        )
         assert stats.returns_stat.mean == pytest.approx(stats.returns.mean())
 
 
 # --- steps ----------------------------------------------------------------------------------------
 
 
-def test_steps_are_exact_or_more_than_asked_for_and_go_on_where_the_last_ones_ended(kind, shared):
+def test_steps_are_exact_or_more_than_asked_for_and_go_on_where_the_last_ones_ended(
+    kind, shared
+):
     envs = kind.groups * B
     at = [(0, 0)] * envs
     for n in (1, 3 * envs, 4 * envs + 1, 2):
@@ -118,7 +135,11 @@ def test_steps_are_exact_or_more_than_asked_for_and_go_on_where_the_last_ones_en
         batch, stats = shared.collect_batch(n_step=n)
         after = shared.stats()
         assert_accounted(shared)
-        assert stats.n_collected_steps == int(valid(batch).sum()) == after.frames - before.frames
+        assert (
+            stats.n_collected_steps
+            == int(valid(batch).sum())
+            == after.frames - before.frames
+        )
         assert stats.n_discarded_steps == sum(after.discarded.values()) - sum(
             before.discarded.values()
         )
@@ -128,7 +149,9 @@ def test_steps_are_exact_or_more_than_asked_for_and_go_on_where_the_last_ones_en
         assert stats.n_collected_steps == n
         assert batch.shape == (kind.groups, B, -(-n // envs))
         assert stats.n_discarded_steps == batch.numel() - n
-        at, ended = walk(batch["observation"][..., :3].flatten(0, 1).tolist(), at, LENGTHS)
+        at, ended = walk(
+            batch["observation"][..., :3].flatten(0, 1).tolist(), at, LENGTHS
+        )
         assert_stats(stats, ended, in_order=kind.groups == 1)
         assert stats.rule is None
         assert not stats.biased
@@ -143,7 +166,9 @@ def test_steps_are_those_of_iteration_whatever_the_amounts(kind):
     ):
         found = [c.collect_batch(n_step=n * envs).batch for n in (1, 5, 2)]
         batches = iter(other)
-        assert_same(torch.cat(found, -1), torch.cat([next(batches) for _ in range(4)], -1))
+        assert_same(
+            torch.cat(found, -1), torch.cat([next(batches) for _ in range(4)], -1)
+        )
 
 
 # --- episodes -------------------------------------------------------------------------------------
@@ -185,11 +210,17 @@ def assert_fits(rule: str, n: int, found: list[Whole], envs: int) -> None:
     counts = [sum(whole.env == i for whole in found) for i in range(envs)]
     share, more = divmod(n, envs)
     assert rule != "per_env" or counts == [share + (i < more) for i in range(envs)]
-    assert rule != "fair" or sorted(counts) == [share] * (envs - more) + [share + 1] * more
+    assert (
+        rule != "fair" or sorted(counts) == [share] * (envs - more) + [share + 1] * more
+    )
     assert rule != "last_even" or all(counts[:n])
     for i in range(envs):
         numbers = [whole.episode for whole in found if whole.env == i]
-        assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True
+        assert (
+            numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+            if numbers
+            else True
+        )
 
 
 @pytest.mark.parametrize("kind", [*MANY, *ON_RAY], ids=named)
@@ -204,7 +235,9 @@ def test_calls_of_all_kinds_go_on_where_others_ended(kind):
             lambda: c.rollout(),
             lambda: c.collect_batch(n_episode=4, surplus="discard").batch,
             lambda: next(iter(c)),
-            lambda: c.collect_batch(n_episode=7, rule="last_even", surplus="discard").batch,
+            lambda: (
+                c.collect_batch(n_episode=7, rule="last_even", surplus="discard").batch
+            ),
             lambda: c.collect_batch(n_step=5).batch,
             lambda: c.collect_batch(n_step=40, random=True).batch,
             lambda: c.rollout(),
@@ -230,7 +263,9 @@ def test_a_kept_episode_is_delivered_by_the_next_call(kind):
     seen: list[Whole] = []
     with patterned(kind) as c:
         for n in (2, 5, 1, 8):
-            batch, stats = c.collect_batch(n_episode=n, rule="first_done", surplus="keep")
+            batch, stats = c.collect_batch(
+                n_episode=n, rule="first_done", surplus="keep"
+            )
             seen += wholes(batch, LENGTHS)
             assert_stats(stats, wholes(batch, LENGTHS))
             assert stats.n_kept_steps == c.stats().in_flight
@@ -244,7 +279,10 @@ def test_a_kept_episode_is_delivered_by_the_next_call(kind):
             call(n_step=1)
     assert len({*seen}) == 16
     envs = kind.groups * B
-    assert kind.alone or seen == contest("first_done", 16, LENGTHS[:envs], [0] * envs).chosen
+    assert (
+        kind.alone
+        or seen == contest("first_done", 16, LENGTHS[:envs], [0] * envs).chosen
+    )
     for i in range(kind.groups * B):
         numbers = [whole.episode for whole in seen if whole.env == i]
         assert numbers == list(range(len(numbers))), "none is left out"
@@ -280,7 +318,10 @@ def test_the_same_seed_gives_the_same_data(kind, shared):
 @pytest.mark.parametrize("surplus", ["discard", "keep"])
 def test_random_actions_for_a_call(shared, surplus):
     for random in (False, True, False, True):
-        for asked in ({"n_step": 30}, {"n_episode": 9, "rule": "first_done", "surplus": surplus}):
+        for asked in (
+            {"n_step": 30},
+            {"n_episode": 9, "rule": "first_done", "surplus": surplus},
+        ):
             batch = shared.collect_batch(**asked, random=random).batch
             unknown = batch["grad"][valid(batch)].isnan()
             assert unknown.all() if random else not unknown.any(), (
@@ -294,7 +335,9 @@ def test_gradients_only_where_they_are_asked_for(shared):
     for no_grad in (True, False, True):
         for asked in ({"n_step": 24}, {"n_episode": 3, "surplus": "discard"}):
             batch = shared.collect_batch(**asked, no_grad=no_grad).batch
-            assert batch["grad"][valid(batch)].unique().tolist() == [0.0 if no_grad else 1.0]
+            assert batch["grad"][valid(batch)].unique().tolist() == [
+                0.0 if no_grad else 1.0
+            ]
             assert not any(leaf.requires_grad for leaf in batch.values(True, True))
 
 
@@ -325,21 +368,23 @@ def test_observation_action_next_observation_and_state_belong_together(kind, ran
             batch = c.collect_batch(**asked, random=random).batch
             shown = valid(batch)
             obs, action, after = (
-                batch[key][shown] for key in ("observation", "action", ("next", "observation"))
+                batch[key][shown]
+                for key in ("observation", "action", ("next", "observation"))
             )
             assert len(obs) >= asked.get("n_step", 7)
             assert torch.equal(after[:, 2:], action.reshape(-1, 4)), (
                 "it is the action that the environment was given"
             )
             assert torch.equal(
-                after[:, :2] - obs[:, :2], torch.tensor([[0.0, 1.0]]).expand(len(obs), 2)
+                after[:, :2] - obs[:, :2],
+                torch.tensor([[0.0, 1.0]]).expand(len(obs), 2),
             )
             if not random:
                 t = obs[:, 1]
                 assert torch.equal(action[:, 0], obs[:, :2])
-                assert torch.equal(action[:, 1], torch.stack([t, (t - 1).clamp(min=0)], -1)), (
-                    "its state is its own"
-                )
+                assert torch.equal(
+                    action[:, 1], torch.stack([t, (t - 1).clamp(min=0)], -1)
+                ), "its state is its own"
             assert_accounted(c)
 
 
@@ -359,12 +404,17 @@ def test_the_buffer_is_the_last_batch(shared):
 
 
 @pytest.mark.parametrize("kind", MANY, ids=named)
-def test_a_replay_buffer_takes_what_is_collected_and_total_frames_are_those_of_iteration(kind):
+def test_a_replay_buffer_takes_what_is_collected_and_total_frames_are_those_of_iteration(
+    kind,
+):
     buffer = Extends()
     with patterned(kind, replay_buffer=buffer, total_frames=2 * kind.frames) as c:
         assert c.buffer is buffer
         stats = c.collect(n_step=12)
-        assert sum(int(valid(batch).sum()) for batch in buffer.batches) == stats.n_collected_steps
+        assert (
+            sum(int(valid(batch).sum()) for batch in buffer.batches)
+            == stats.n_collected_steps
+        )
         assert list(c) == [None, None]
         stats = c.collect(n_episode=4)
         assert len(buffer.batches[-1]) == stats.n_collected_steps
@@ -388,7 +438,9 @@ def assert_known_or_not(batch: Any) -> torch.Tensor:
     which.
     """
     known, here = batch["whole"] > 0, valid(batch)
-    assert torch.equal(batch["time"][known & here], batch["observation"][..., 2][known & here] + 1)
+    assert torch.equal(
+        batch["time"][known & here], batch["observation"][..., 2][known & here] + 1
+    )
     assert batch["time"][~known & here].isnan().all()
     return known[here]
 
@@ -408,7 +460,9 @@ def test_random_steps_have_the_columns_of_the_policy(kind):
             assert_accounted(c)
         assert assert_known_or_not(c.rollout()).any()
         assert not assert_known_or_not(c.collect_batch(n_step=8, random=True)[0]).any()
-        assert not assert_known_or_not(c.collect_batch(n_episode=2, random=True)[0]).any()
+        assert not assert_known_or_not(
+            c.collect_batch(n_episode=2, random=True)[0]
+        ).any()
         assert_known_or_not(c.next())
         assert_accounted(c)
 
@@ -485,10 +539,14 @@ def test_an_error_of_an_environment_loses_nothing_that_was_complete(kind, amount
                 errors += isinstance(error.__cause__, ValueError)
             else:
                 collected += (
-                    stats.n_collected_steps if amount == "n_step" else stats.n_collected_episodes
+                    stats.n_collected_steps
+                    if amount == "n_step"
+                    else stats.n_collected_episodes
                 )
                 steps += stats.n_collected_steps
-                assert steps == c.stats().frames, "what was made before an error is not lost"
+                assert steps == c.stats().frames, (
+                    "what was made before an error is not lost"
+                )
             assert_accounted(c)
         assert errors == B
         assert collected == 72 or kind.alone
@@ -511,10 +569,16 @@ def test_kept_episodes_are_in_the_state(kind, tmp_path):
             for amount in ({"n_step": 5}, {"n_episode": 3, **asked})
         )
         muster.save_state(tmp_path / "state", first.state_dict())
-        second.collect(n_episode=1, surplus="keep")  # what it has made before does not matter
+        second.collect(
+            n_episode=1, surplus="keep"
+        )  # what it has made before does not matter
         assert second.load_state_dict(tmp_path / "state").exact
         a, b = first.stats(), second.stats()
-        assert (a.frames, a.executed, a.in_flight) == (b.frames, b.executed, b.in_flight)
+        assert (a.frames, a.executed, a.in_flight) == (
+            b.frames,
+            b.executed,
+            b.in_flight,
+        )
         assert a.frames == delivered
         found = [c.collect_batch(n_episode=8, **asked) for c in (first, second)]
         if not kind.alone:
@@ -544,15 +608,21 @@ def test_bootstrap_is_the_value_of_the_true_last_observation_and_changes_nothing
     for wanted in (bootstrap, False):
         shared.set_seed(0)
         parts.append(
-            [shared.collect_batch(n_step=4 * kind.frames, bootstrap=wanted) for _ in range(2)]
+            [
+                shared.collect_batch(n_step=4 * kind.frames, bootstrap=wanted)
+                for _ in range(2)
+            ]
         )
     for batch, stats in parts[0]:
         after, over = batch["next", "observation"], batch["next", "terminated"]
-        assert torch.equal(stats.last_value_est, worth(after[..., -1, :]) * ~over[..., -1, :])
+        assert torch.equal(
+            stats.last_value_est, worth(after[..., -1, :]) * ~over[..., -1, :]
+        )
         cut = batch["next", "truncated"] & ~over & (bootstrap == "truncations")
         cut[..., -1, :] |= ~over[..., -1, :]
         assert torch.equal(
-            batch["next", "state_value"], torch.where(cut, worth(after), torch.zeros(()))
+            batch["next", "state_value"],
+            torch.where(cut, worth(after), torch.zeros(())),
         )
     if not kind.alone:
         for (batch, _), (other, stats) in zip(*parts, strict=True):
@@ -600,7 +670,9 @@ def test_what_follows_a_call_for_episodes_does_not_depend_on_where_environments_
     def data(cls: Any, *, resets: bool, **where: Any) -> Any:
         options = {"num_envs": 2, "frames_per_batch": 8 * groups, "seed": 0, **where}
         with cls([Drawing] * groups, None, **options) as collector:
-            calls = [collector.collect_batch(n_episode=3, surplus=surplus, rule=rule).batch]
+            calls = [
+                collector.collect_batch(n_episode=3, surplus=surplus, rule=rule).batch
+            ]
             if resets:
                 collector.reset([0])
             calls += [
@@ -616,8 +688,13 @@ def test_what_follows_a_call_for_episodes_does_not_depend_on_where_environments_
 
     for resets in (False, True):
         expected = data(Collector, resets=resets)
-        assert data(MultiSyncCollector, resets=resets, backend="threads", num_workers=1) == expected
         assert (
-            data(MultiSyncCollector, resets=resets, backend="threads", num_workers=groups)
+            data(MultiSyncCollector, resets=resets, backend="threads", num_workers=1)
+            == expected
+        )
+        assert (
+            data(
+                MultiSyncCollector, resets=resets, backend="threads", num_workers=groups
+            )
             == expected
         )

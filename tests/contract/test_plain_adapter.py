@@ -33,7 +33,11 @@ class PlainEnvs(EnvBatch):
         self._object = object()
 
     def reset(
-        self, arrays: Mapping[Any, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
+        self,
+        arrays: Mapping[Any, Any],
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
     ) -> None:
         self._t[which] = 0
         arrays[OBSERVATION][row, which] = 0
@@ -68,7 +72,11 @@ class TestPlainAdapter(EnvContract):
 
 
 def test_it_has_these_five_and_nothing_else():
-    public = {name for name in {*vars(PlainEnvs), *vars(PlainEnvs())} if not name.startswith("_")}
+    public = {
+        name
+        for name in {*vars(PlainEnvs), *vars(PlainEnvs())}
+        if not name.startswith("_")
+    }
     assert public == FIVE
 
 
@@ -80,7 +88,11 @@ def test_options_that_need_a_capability_are_refused(option):
 
 def test_a_limit_and_waiting_for_the_batch_need_no_capability():
     with Collector(
-        PlainEnvs, None, frames_per_batch=12, max_frames_per_traj=2, reset_when_done=False
+        PlainEnvs,
+        None,
+        frames_per_batch=12,
+        max_frames_per_traj=2,
+        reset_when_done=False,
     ) as collector:
         batch = collector.rollout()
     assert batch["next", "step_count"][..., :2, 0].tolist() == [[1, 2], [1, 2]]

@@ -265,7 +265,10 @@ def test_writing_what_is_there_already_is_no_change(policy: str) -> None:
             self.kept[0].mul_(1)
 
     with Collector(
-        make(policy), POLICIES[policy][0](Harmless("", 2)), num_envs=B, frames_per_batch=B * T
+        make(policy),
+        POLICIES[policy][0](Harmless("", 2)),
+        num_envs=B,
+        frames_per_batch=B * T,
     ) as collector:
         check(collector.rollout(), parts=False)
 
@@ -317,9 +320,12 @@ def test_workers_and_servers(inference: str, way: str) -> None:
         "backend": "threads",
         "inference": served,
     }
-    with MultiSyncCollector([Steps] * workers, function(meddling), **options) as collector:
+    with MultiSyncCollector(
+        [Steps] * workers, function(meddling), **options
+    ) as collector:
         with pytest.raises(
-            BadPolicyOutput, match="policy meddler changed its input observation in place"
+            BadPolicyOutput,
+            match="policy meddler changed its input observation in place",
         ):
             collector.rollout()
         stopped.set()
@@ -346,7 +352,9 @@ def test_a_policy_of_one_agent() -> None:
     env = Quarrel()
     named = {env.possible_agents[0]: second, "others": None}
     with (
-        Collector(Quarrel, named, num_envs=B, frames_per_batch=B * T, seed=0) as collector,
+        Collector(
+            Quarrel, named, num_envs=B, frames_per_batch=B * T, seed=0
+        ) as collector,
         pytest.raises(
             BadPolicyOutput,
             match=f"of '{env.possible_agents[0]}' changed its input observation in place",
@@ -368,7 +376,9 @@ def lane_of(width: int, rows: int) -> tuple[Lane, Any]:
     return lane, InputRows(lane, [OBSERVATION], "meddler")
 
 
-@pytest.mark.parametrize("width", [1, LARGE_BYTES // 4, LARGE_BYTES // 4 + 1, KEPT_BYTES])
+@pytest.mark.parametrize(
+    "width", [1, LARGE_BYTES // 4, LARGE_BYTES // 4 + 1, KEPT_BYTES]
+)
 def test_rows_of_any_size_are_restored(width: int) -> None:
     lane, inputs = lane_of(width, 2 * SAMPLED + 2)
     rows, expected = inputs.rows(OBSERVATION), lane.arrays[OBSERVATION].copy()
@@ -402,7 +412,8 @@ def test_the_row_before_the_first_one_is_restored_too() -> None:
     rows, expected = inputs.rows(OBSERVATION), lane.arrays[OBSERVATION].copy()
     act = inputs.watched(lambda t: rows[t - 1].add_(1))
     with pytest.raises(
-        BadPolicyOutput, match="at row 5 of the batch .the input of row 4, which it has kept"
+        BadPolicyOutput,
+        match="at row 5 of the batch .the input of row 4, which it has kept",
     ):
         act(5)
     assert (lane.arrays[OBSERVATION] == expected).all()
@@ -426,7 +437,10 @@ def test_copies_of_many_rows_are_dropped() -> None:
     for t in range(lane.T):
         act(t)
     (copies,) = inputs._copies
-    assert sum(len(each) for each in copies.kept if each is not None) <= KEPT_BYTES + LARGE_BYTES
+    assert (
+        sum(len(each) for each in copies.kept if each is not None)
+        <= KEPT_BYTES + LARGE_BYTES
+    )
 
 
 def test_lanes_without_steps_have_no_rows_of_a_batch() -> None:

@@ -21,7 +21,11 @@ torchrl_data = pytest.importorskip("torchrl.data")
 def batch(start=0):
     rows = torch.arange(start, start + 100)
     return TensorDict(
-        {"obs": rows[:, None].expand(100, 3000).float(), ("next", "done"): rows % 7 == 0}, [100]
+        {
+            "obs": rows[:, None].expand(100, 3000).float(),
+            ("next", "done"): rows % 7 == 0,
+        },
+        [100],
     )
 
 
@@ -134,11 +138,15 @@ class TestRayBuffer:
     def test_death_is_told(self, made):
         buffer = made(Listed)
         os.kill(buffer.pid(), signal.SIGKILL)
-        with pytest.raises(WorkerDied, match="replay buffer .* cannot be reached: The actor died"):
+        with pytest.raises(
+            WorkerDied, match="replay buffer .* cannot be reached: The actor died"
+        ):
             len(buffer)
 
     @pytest.mark.parametrize("joins_again", [False, True])
-    def test_ray_that_the_user_has_shut_down_is_not_started_again(self, made, joins_again):
+    def test_ray_that_the_user_has_shut_down_is_not_started_again(
+        self, made, joins_again
+    ):
         import ray
 
         buffer = made(Listed)
@@ -194,6 +202,7 @@ def test_the_benchmark_of_the_object_store_has_all_pieces():
     for pieces in times.values():
         assert {len(each) for each in pieces.values()} == {2}
         for parts in zip(
-            *(pieces[name] for name in ("put", "transfer", "get", "copy", "store")), strict=True
+            *(pieces[name] for name in ("put", "transfer", "get", "copy", "store")),
+            strict=True,
         ):
             assert sum(parts[:-1]) == pytest.approx(parts[-1])

@@ -19,7 +19,14 @@ import pytest
 from muster.cluster.link import Block, LinkLost
 from muster.errors import BadOption
 from tests.fakes.link_nodes import pattern
-from tests.fakes.ray_cluster import NODE, cluster, environment, leave, needs_ray, ray_cluster  # noqa: F401 (a fixture)
+from tests.fakes.ray_cluster import (
+    NODE,
+    cluster,
+    environment,
+    leave,
+    needs_ray,
+    ray_cluster,  # noqa: F401 (a fixture)
+)
 
 pytestmark = [needs_ray, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 NODES = "tests.fakes.link_nodes:"
@@ -59,7 +66,8 @@ class TestJoining:
     def test_is_waited_for_while_resources_lack_and_then_says_which(self, nodes):
         carrier = nodes("echo", remote_configs={"num_cpus": 1000})
         with pytest.raises(
-            LinkLost, match=r"Node 0 .* within 1 s.*'num_cpus': 1000.*CPU 4.*remote_configs"
+            LinkLost,
+            match=r"Node 0 .* within 1 s.*'num_cpus': 1000.*CPU 4.*remote_configs",
         ):
             connected(carrier, within_s=1.0)
 
@@ -74,19 +82,25 @@ class TestJoining:
 
     def test_fails_at_once_with_the_reason(self, nodes):
         with pytest.raises(
-            LinkLost, match=r"^Node 0 has not joined: .*No module named 'tests.fakes.no_such'\.$"
+            LinkLost,
+            match=r"^Node 0 has not joined: .*No module named 'tests.fakes.no_such'\.$",
         ):
             connected(nodes("", target="tests.fakes.no_such:thing"))
 
     def test_agent_that_fails_is_quoted(self, nodes):
         link = connected(nodes("sender"))
         link.send(b"no numbers at all")
-        with pytest.raises(LinkLost, match="its agent failed: ValueError: invalid literal"):
+        with pytest.raises(
+            LinkLost, match="its agent failed: ValueError: invalid literal"
+        ):
             link.receive()
 
     def test_says_where_nodes_are(self, nodes):
         carrier = nodes("introduced", count=2)
-        pids = [connected(carrier, node).receive().message.split()[1].decode() for node in range(2)]
+        pids = [
+            connected(carrier, node).receive().message.split()[1].decode()
+            for node in range(2)
+        ]
         states = [carrier._started.get(node).state.split() for node in range(2)]
         assert [words[-1] for words in states] == pids
         assert states[0][4] != states[1][4]  # spread over the machines
@@ -96,7 +110,9 @@ class TestMachines:
     def test_node_of_a_dead_machine_joins_on_another(self, nodes, ray_cluster):  # noqa: F811
         spot = NODE | {"resources": {"spot": 1}}
         machine = ray_cluster.add_node(**spot)
-        carrier = nodes("introduced", remote_configs={"num_cpus": 1, "resources": {"spot": 1}})
+        carrier = nodes(
+            "introduced", remote_configs={"num_cpus": 1, "resources": {"spot": 1}}
+        )
         link = connected(carrier)
         first = link.receive().message
         ray_cluster.remove_node(machine, allow_graceful=False)
@@ -164,7 +180,9 @@ def _objects(made):
 
 class TestShutdown:
     @pytest.mark.parametrize("joins_again", [False, True])
-    def test_of_ray_by_the_user_loses_links_and_starts_nothing(self, nodes, joins_again):
+    def test_of_ray_by_the_user_loses_links_and_starts_nothing(
+        self, nodes, joins_again
+    ):
         import ray
 
         carrier = nodes("echo", deadline_s=60.0)
@@ -204,7 +222,10 @@ class TestOptions:
             ([{"num_cpus": 1}], "1 entries for 2 nodes"),
             ({"max_restarts": 3}, "max_restarts, which Muster sets"),
             ({"num_cpu": 3}, "node 0: .*num_cpu"),
-            ([{}, {"enable_tensor_transport": True}], "Ray Direct Transport .* object store"),
+            (
+                [{}, {"enable_tensor_transport": True}],
+                "Ray Direct Transport .* object store",
+            ),
         ],
     )
     def test_bad_remote_configs(self, nodes, configs, match):
@@ -218,7 +239,9 @@ class TestOptions:
         ]
 
     def test_one_config_per_node(self, nodes):
-        carrier = nodes("introduced", count=2, remote_configs=[{"num_cpus": 1}, {"num_cpus": 1000}])
+        carrier = nodes(
+            "introduced", count=2, remote_configs=[{"num_cpus": 1}, {"num_cpus": 1000}]
+        )
         assert connected(carrier, 0).receive().message.startswith(b"0 ")
         with pytest.raises(LinkLost, match="Node 1 has not joined .* not started"):
             connected(carrier, 1, within_s=1.0)
@@ -232,7 +255,11 @@ class TestOptions:
 
         def listening():
             connections = psutil.Process().net_connections("inet")
-            return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+            return {
+                one.laddr.port
+                for one in connections
+                if one.status == psutil.CONN_LISTEN
+            }
 
         before = listening()
         direct = nodes("introduced", transport="direct")
@@ -258,7 +285,9 @@ def listens(host, port):
 
 def run(program, surroundings, timeout=100):
     """Run a program in a Python of its own; what it prints last, as JSON."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith("RAY_")
+    }
     env |= surroundings | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
@@ -359,7 +388,11 @@ class TestCluster:
         assert "token" in text
         assert "RAY_AUTH_TOKEN_PATH" in text
 
-    def test_without_a_token_a_cluster_that_has_one_is_not_joined(self, ray_cluster, tmp_path):  # noqa: F811
+    def test_without_a_token_a_cluster_that_has_one_is_not_joined(
+        self,
+        ray_cluster,  # noqa: F811
+        tmp_path,
+    ):
         surroundings = {
             "RAY_TMPDIR": str(tmp_path),
             "HOME": str(tmp_path),
@@ -371,16 +404,31 @@ class TestCluster:
 
     def test_its_token_lets_another_process_in(self, ray_cluster):  # noqa: F811
         kind, text = run(
-            NO_TOKEN.format(address=ray_cluster.address), environment(ray_cluster.folder)
+            NO_TOKEN.format(address=ray_cluster.address),
+            environment(ray_cluster.folder),
         )
         assert (kind, text) == ("joined", "")
 
     def test_clients_of_the_users_are_refused(self, ray_cluster):  # noqa: F811
         with socket.create_server(("127.0.0.1", 0)) as found:
             port = found.getsockname()[1]
-        argv = ["--host", "127.0.0.1", "--port", str(port), "--address", ray_cluster.address]
+        argv = [
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--address",
+            ray_cluster.address,
+        ]
         server = subprocess.Popen(
-            [sys.executable, "-m", "ray.util.client.server", *argv, "--mode", "specific-server"],
+            [
+                sys.executable,
+                "-m",
+                "ray.util.client.server",
+                *argv,
+                "--mode",
+                "specific-server",
+            ],
             env=os.environ
             | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},  # 127.0.0.1 stays what it is
             stderr=subprocess.DEVNULL,
@@ -391,7 +439,8 @@ class TestCluster:
                 assert time.monotonic() < deadline
                 assert server.poll() is None
             kind, text = run(
-                CLIENT.format(address=f"ray://127.0.0.1:{port}"), environment(ray_cluster.folder)
+                CLIENT.format(address=f"ray://127.0.0.1:{port}"),
+                environment(ray_cluster.folder),
             )
         finally:
             server.kill()
@@ -399,8 +448,13 @@ class TestCluster:
         assert kind == "BadOption"
         assert "connected to a Ray cluster as a client" in text
 
-    def test_of_its_own_listens_on_loopback_and_ends_with_its_last_user(self, ray_cluster):  # noqa: F811
-        listening, dashboard, still, after = run(OWN_RAY, environment(ray_cluster.folder))
+    def test_of_its_own_listens_on_loopback_and_ends_with_its_last_user(
+        self,
+        ray_cluster,  # noqa: F811
+    ):
+        listening, dashboard, still, after = run(
+            OWN_RAY, environment(ray_cluster.folder)
+        )
         assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
         assert not dashboard
         assert still

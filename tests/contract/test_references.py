@@ -122,7 +122,9 @@ def counts(batch: Any, kind: str, *key: str) -> list[list[int]]:
     rows = []
     for row in batch.get((*key, "observation")).tolist():
         found = [KINDS[kind][2](cell) for cell in row]
-        assert all(len(each) == 1 for each in found), "all parts of an object have the same count"
+        assert all(len(each) == 1 for each in found), (
+            "all parts of an object have the same count"
+        )
         rows.append([int(each.pop()) for each in found])
     return rows
 
@@ -136,7 +138,8 @@ BATCHES: dict[str, Callable[[str], Any]] = {
     "coroutines": lambda kind: (lambda: Awaited(InPlace(kind)), {"num_envs": 2}),
     "poisoned": lambda kind: (lambda: poisoned(InPlace(kind)), {"num_envs": 2}),
     **{
-        mode.name: lambda kind, mode=mode: (partial(sync, kind, mode), {}) for mode in AutoresetMode
+        mode.name: lambda kind, mode=mode: (partial(sync, kind, mode), {})
+        for mode in AutoresetMode
     },
 }
 
@@ -147,7 +150,9 @@ def test_objects_that_the_environment_changes(kind: str, batch: str) -> None:
     make, options = BATCHES[batch](kind)
     with Collector(make, None, frames_per_batch=14, **options) as collector:
         first, second = collector.rollout(), collector.rollout()
-    assert first.get("observation").batch_size == (2, 7), "also of objects that are lists"
+    assert first.get("observation").batch_size == (2, 7), (
+        "also of objects that are lists"
+    )
     assert counts(first, kind) == [[0, 1, 2, 0, 1, 2, 0]] * 2
     assert counts(first, kind, "next") == [[1, 2, 3, 1, 2, 3, 1]] * 2
     assert counts(second, kind) == [[1, 2, 0, 1, 2, 0, 1]] * 2
@@ -164,9 +169,13 @@ def test_objects_in_workers() -> None:
 
 
 @pytest.mark.parametrize("mode", AutoresetMode, ids=str)
-def test_last_observations_of_environments_that_use_their_memory_again(mode: AutoresetMode) -> None:
+def test_last_observations_of_environments_that_use_their_memory_again(
+    mode: AutoresetMode,
+) -> None:
     """Gymnasium keeps last observations over a reset without copying them."""
-    make = lambda: SyncVectorEnv([partial(CountingEnv, 2, reuse=True)] * 2, autoreset_mode=mode)  # noqa: E731
+    make = lambda: SyncVectorEnv(  # noqa: E731
+        [partial(CountingEnv, 2, reuse=True)] * 2, autoreset_mode=mode
+    )
     batch = collect(make, frames_per_batch=10)
     assert batch["next", "observation"][..., 1].tolist() == [[1, 2, 1, 2, 1]] * 2
 
@@ -174,7 +183,8 @@ def test_last_observations_of_environments_that_use_their_memory_again(mode: Aut
 def test_last_observations_in_stable_baselines() -> None:
     sb3 = pytest.importorskip("stable_baselines3.common.vec_env")
     batch = collect(
-        lambda: sb3.DummyVecEnv([partial(CountingEnv, 2, reuse=True)] * 2), frames_per_batch=10
+        lambda: sb3.DummyVecEnv([partial(CountingEnv, 2, reuse=True)] * 2),
+        frames_per_batch=10,
     )
     assert batch["next", "observation"][..., 1].tolist() == [[1, 2, 1, 2, 1]] * 2
 
@@ -193,7 +203,11 @@ class OneInfo(InfoEnv):
 
 def test_infos_in_memory_that_environments_share() -> None:
     lengths = iter([3, 4] * 2)
-    spaces_of = {"t": spaces.Discrete(9), "place": spaces.Box(0, 9, (2,)), "stage": spaces.Text(9)}
+    spaces_of = {
+        "t": spaces.Discrete(9),
+        "place": spaces.Box(0, 9, (2,)),
+        "stage": spaces.Text(9),
+    }
     batch = collect(
         lambda: OneInfo(next(lengths)), num_envs=2, frames_per_batch=16, info=spaces_of
     )["next", "info"]
@@ -217,7 +231,10 @@ class TestVectorOfObjects(EnvContract):
 
     def make_env(self) -> Any:
         each = spaces.Tuple(
-            (spaces.Graph(spaces.Box(0, 1, (2,)), None), spaces.Sequence(spaces.Discrete(5)))
+            (
+                spaces.Graph(spaces.Box(0, 1, (2,)), None),
+                spaces.Sequence(spaces.Discrete(5)),
+            )
         )
         make = lambda: SpaceEnv(copy.deepcopy(each), spaces.Discrete(2))  # noqa: E731
         return SyncVectorEnv([make] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
@@ -229,15 +246,20 @@ def test_objects_that_cannot_be_copied_are_refused_by_name() -> None:
             _, *rest = super().step(action)
             return ({"lock": threading.Lock()} if self.t == 2 else [self.t], *rest)
 
-    with Collector(lambda: Locked("list"), None, num_envs=1, frames_per_batch=4) as collector:
+    with Collector(
+        lambda: Locked("list"), None, num_envs=1, frames_per_batch=4
+    ) as collector:
         with pytest.raises(
-            BadEnvOutput, match=r"Locked\[0\].*observation is a _?thread.lock .*__deepcopy__"
+            BadEnvOutput,
+            match=r"Locked\[0\].*observation is a _?thread.lock .*__deepcopy__",
         ):
             collector.rollout()
         assert collector.stats().in_flight == 1
 
 
-@pytest.mark.parametrize("wrap", [lambda env: env, Awaited], ids=["stacked", "coroutines"])
+@pytest.mark.parametrize(
+    "wrap", [lambda env: env, Awaited], ids=["stacked", "coroutines"]
+)
 def test_environments_that_empty_their_reset_options(wrap: Any) -> None:
     class Popping(CountingEnv):
         def reset(self, *, seed: Any = None, options: Any = None) -> Any:
@@ -246,7 +268,9 @@ def test_environments_that_empty_their_reset_options(wrap: Any) -> None:
             return obs + start.pop(), info
 
     given = {"start": [5]}
-    with Collector(lambda: wrap(Popping()), None, num_envs=2, frames_per_batch=4) as collector:
+    with Collector(
+        lambda: wrap(Popping()), None, num_envs=2, frames_per_batch=4
+    ) as collector:
         collector.rollout()
         collector.reset(options=given)
         assert collector.rollout()["observation"][:, 0, 1].tolist() == [5, 5]
@@ -273,7 +297,11 @@ class OfActions(gymnasium.Env[Any, Any]):
     """Its reward is computed from the action."""
 
     def __init__(self, space: Any) -> None:
-        self.observation_space, self.action_space, self.t = spaces.Box(0, 9, (1,)), space, 0
+        self.observation_space, self.action_space, self.t = (
+            spaces.Box(0, 9, (1,)),
+            space,
+            0,
+        )
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
@@ -295,7 +323,9 @@ def total(action: Any) -> float:
 
 ACTIONS = {
     "box": spaces.Box(-1, 1, (3,)),
-    "dict": spaces.Dict({"a": spaces.Box(-1, 1, (2,)), "b": spaces.MultiDiscrete([3, 4])}),
+    "dict": spaces.Dict(
+        {"a": spaces.Box(-1, 1, (2,)), "b": spaces.MultiDiscrete([3, 4])}
+    ),
     "graph": spaces.Graph(spaces.Box(-1, 1, (2,)), None),
     "with objects": spaces.Dict(
         {"a": spaces.Box(-1, 1, (2,)), "g": spaces.Sequence(spaces.Box(0, 1, (1,)))}
@@ -319,7 +349,9 @@ def test_environments_that_change_their_actions(space: str, batch: str) -> None:
             stored = action[b, t]
             stored = stored.to_dict() if isinstance(stored, TensorDict) else stored
             stored = stored.data if isinstance(stored, NonTensorData) else stored
-            assert total(stored) == pytest.approx(float(rows["next", "reward"][b, t, 0]), abs=1e-5)
+            assert total(stored) == pytest.approx(
+                float(rows["next", "reward"][b, t, 0]), abs=1e-5
+            )
 
 
 # --- TorchRL --------------------------------------------------------------------------------------
@@ -335,7 +367,9 @@ def torchrl_env() -> Any:
 
         def __init__(self) -> None:
             super().__init__()
-            self.observation_spec = Composite(observation=Unbounded(1), note=NonTensor(shape=()))
+            self.observation_spec = Composite(
+                observation=Unbounded(1), note=NonTensor(shape=())
+            )
             self.action_spec, self.reward_spec = Categorical(2), Unbounded(1)
             self.note: list[int] = []
             self.seen = torch.zeros(1)
@@ -343,7 +377,9 @@ def torchrl_env() -> Any:
         def _observe(self) -> Any:
             self.note.append(len(self.note))
             self.seen += 1
-            return TensorDict({"observation": self.seen, "note": NonTensorData(self.note)})
+            return TensorDict(
+                {"observation": self.seen, "note": NonTensorData(self.note)}
+            )
 
         def _reset(self, tensordict: Any = None) -> Any:
             self.note.clear()
@@ -366,7 +402,9 @@ def torchrl_env() -> Any:
 def test_torchrl_environments_with_objects() -> None:
     batch = collect(torchrl_env, num_envs=2, frames_per_batch=14, seed=0)
     lengths = [[len(note) for note in row] for row in batch.get("note").tolist()]
-    after = [[len(note) for note in row] for row in batch.get(("next", "note")).tolist()]
+    after = [
+        [len(note) for note in row] for row in batch.get(("next", "note")).tolist()
+    ]
     assert lengths == [[1, 2, 3, 1, 2, 3, 1]] * 2
     assert after == [[2, 3, 4, 2, 3, 4, 2]] * 2
     assert batch["observation"][..., 0].tolist() == lengths
@@ -391,18 +429,28 @@ def spoil_objects(batch: Any) -> None:
         spoil(each)
 
 
-@pytest.mark.parametrize("where", ["loop", "on_batch", "on_episode_done", "postproc", "on_step"])
+@pytest.mark.parametrize(
+    "where", ["loop", "on_batch", "on_episode_done", "postproc", "on_step"]
+)
 def test_what_the_user_does_to_objects_of_a_batch_is_in_no_other(where: str) -> None:
     options: dict[str, Any] = {}
     shown: list[Any] = []
     if where == "on_step":
-        options["on_step"] = lambda step: shown.append(copy.deepcopy(step["observation"]))
+        options["on_step"] = lambda step: shown.append(
+            copy.deepcopy(step["observation"])
+        )
     elif where != "loop":
-        options[where] = lambda item: (shown.append(item), spoil_objects(item))[2:] or None
+        options[where] = lambda item: (
+            (shown.append(item), spoil_objects(item))[2:] or None
+        )
     with Collector(
         partial(InPlace, "graph"), None, num_envs=2, frames_per_batch=14, **options
     ) as collector:
-        for first in ([0, 1, 2, 0, 1, 2, 0], [1, 2, 0, 1, 2, 0, 1], [2, 0, 1, 2, 0, 1, 2]):
+        for first in (
+            [0, 1, 2, 0, 1, 2, 0],
+            [1, 2, 0, 1, 2, 0, 1],
+            [2, 0, 1, 2, 0, 1, 2],
+        ):
             batch = next(iter(collector))
             if where not in ("on_batch", "postproc"):
                 assert counts(batch, "graph") == [first] * 2
@@ -421,7 +469,11 @@ def test_observations_and_next_observations_are_different_objects() -> None:
 
 def test_final_observations_are_the_users() -> None:
     with Collector(
-        partial(InPlace, "custom"), None, num_envs=2, frames_per_batch=10, compact_obs=True
+        partial(InPlace, "custom"),
+        None,
+        num_envs=2,
+        frames_per_batch=10,
+        compact_obs=True,
     ) as collector:
         for expected in ([3, 2], [3, 3, 1]):
             collector.rollout()
@@ -449,7 +501,8 @@ def test_what_a_hook_does_to_whole_episodes_is_not_in_their_batch(form: str) -> 
     with Collector(partial(InPlace, "graph"), None, num_envs=2, **options) as collector:
         batch = next(iter(collector))
     found = [
-        int(each.nodes[0, 0]) for each in batch.reshape(-1).get(("next", "observation")).tolist()
+        int(each.nodes[0, 0])
+        for each in batch.reshape(-1).get(("next", "observation")).tolist()
     ]
     assert found == [1, 2, 3] * 4
     assert (batch["next", "reward"] == 1).all()
@@ -458,7 +511,9 @@ def test_what_a_hook_does_to_whole_episodes_is_not_in_their_batch(form: str) -> 
 
 def test_records_of_episodes_keep_their_infos() -> None:
     place = {"place": spaces.Box(0, 9, (2,))}
-    with Collector(InfoEnv, None, num_envs=2, frames_per_batch=6, info=place) as collector:
+    with Collector(
+        InfoEnv, None, num_envs=2, frames_per_batch=6, info=place
+    ) as collector:
         batch = collector.rollout()
         kept = list(collector.episodes)
         batch["next", "info", "place"].zero_()
@@ -474,8 +529,14 @@ def test_text_is_kept_where_an_environment_goes_on_after_a_lost_life() -> None:
             obs, reward, _, truncated, info = super().step(action)
             return obs, reward, self.t % 2 == 0, truncated, info | {"over": self.t == 4}
 
-    options = {"traj_done_key": "over", "reset_when_done": False, "info": {"stage": spaces.Text(9)}}
-    with Collector(partial(Lives, 9), None, num_envs=2, frames_per_batch=8, **options) as collector:
+    options = {
+        "traj_done_key": "over",
+        "reset_when_done": False,
+        "info": {"stage": spaces.Text(9)},
+    }
+    with Collector(
+        partial(Lives, 9), None, num_envs=2, frames_per_batch=8, **options
+    ) as collector:
         first, second = collector.rollout(), collector.rollout()
     assert [row[:2] for row in first["info", "stage"]] == [["begin", "on"]] * 2
     assert [row[:2] for row in second["info", "stage"]] == [["on", "on"]] * 2
@@ -603,7 +664,10 @@ class OneMemory(CountingEnv):
 def test_observations_of_vector_environments_in_memory_that_they_share() -> None:
     lengths = [partial(OneMemory, 5, 0), partial(OneMemory, 9, 3)]
     envs = VectorEnv(
-        lengths, num_workers=1, on_failure="restart", autoreset_mode=AutoresetMode.SAME_STEP
+        lengths,
+        num_workers=1,
+        on_failure="restart",
+        autoreset_mode=AutoresetMode.SAME_STEP,
     )
     try:
         obs, _ = envs.reset(seed=0)

@@ -57,21 +57,32 @@ def transitions(batches: list[Any], sizes: list[int], capacity: int) -> list[Any
             if KNOWN in lines.keys(True, True):
                 known = lines[KNOWN].reshape(lines.shape)
                 valid &= known | lines["next", "terminated"].squeeze(-1)
-            parts += [(lines[:, t], valid[:, t]) for t in range(lines.shape[1]) if some[t]]
+            parts += [
+                (lines[:, t], valid[:, t]) for t in range(lines.shape[1]) if some[t]
+            ]
         found += [line[valid] for line, valid in parts[-rows:]]
     return found
 
 
 def assert_equal(memory: ReplayMemory, expected: list[Any]) -> None:
     every = memory[:]
-    for key in every.keys(True, True, is_leaf=lambda kind: issubclass(kind, torch.Tensor)):
+    for key in every.keys(
+        True, True, is_leaf=lambda kind: issubclass(kind, torch.Tensor)
+    ):
         if key == "index" or key not in expected[0].keys(True, True):
             continue  # with ``compact_obs`` batches have no next observations
         joined = torch.cat([part[key] for part in expected])
         there = torch.ones(len(joined), dtype=torch.bool)
-        if isinstance(key, tuple) and key[-1] not in ("reward", "done", "terminated", "truncated"):
+        if isinstance(key, tuple) and key[-1] not in (
+            "reward",
+            "done",
+            "terminated",
+            "truncated",
+        ):
             # a next observation that is not known is of no use after a termination
-            there = ~torch.cat([part["next", "terminated"] for part in expected]).squeeze(-1)
+            there = ~torch.cat(
+                [part["next", "terminated"] for part in expected]
+            ).squeeze(-1)
             there |= all(KNOWN not in part.keys(True, True) for part in expected)
         assert torch.equal(every[key][there], joined[there]), key
     assert len(memory) == sum(len(part) for part in expected)
@@ -176,7 +187,9 @@ def test_several_environments(tmp_path, options, rows):
 def test_stacks_of_frames(tmp_path, rows, padding, options):
     def make(name: str) -> Any:
         one = partial(OracleEnv, tmp_path / name, 0, 2)
-        return lambda: gymnasium.wrappers.FrameStackObservation(one(), 3, padding_type=padding)
+        return lambda: gymnasium.wrappers.FrameStackObservation(
+            one(), 3, padding_type=padding
+        )
 
     memory = check_parity(
         Collector,
@@ -192,7 +205,9 @@ def test_stacks_of_frames(tmp_path, rows, padding, options):
     assert memory.rings[0].stored.tensors["observation",].shape[1:] == (2, 6)
 
 
-@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "cls", [Collector, MultiSyncCollector], ids=lambda cls: cls.__name__
+)
 def test_several_groups(tmp_path, cls):
     options = {"backend": "threads"} if cls is MultiSyncCollector else {}
     check_parity(
@@ -240,14 +255,18 @@ def test_vector_environments(tmp_path, mode, compact):
 
 @pytest.mark.parametrize("final_obs", [True, False])
 @pytest.mark.parametrize(
-    "mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED], ids=lambda mode: mode.name
+    "mode",
+    [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED],
+    ids=lambda mode: mode.name,
 )
 def test_tensors(mode, final_obs):
     if mode is AutoresetMode.DISABLED and not final_obs:
         pytest.skip("the last observations are always known")
     memory = check_parity(
         Collector,
-        lambda _: partial(TorchCartPole, 4, autoreset=mode, final_obs=final_obs, max_steps=12),
+        lambda _: partial(
+            TorchCartPole, 4, autoreset=mode, final_obs=final_obs, max_steps=12
+        ),
         [4],
         capacity=90,
         batches=50,
@@ -278,7 +297,9 @@ def test_an_unknown_last_observation_is_never_that_of_a_reset(rows):
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
             self._torchrl_native_autoreset = True
-            self.observation_spec["observation"] = Unbounded((3, 1), dtype=torch.float32)
+            self.observation_spec["observation"] = Unbounded(
+                (3, 1), dtype=torch.float32
+            )
 
         def _step(self, tensordict: Any) -> Any:
             td = super()._step(tensordict)
@@ -291,7 +312,9 @@ def test_an_unknown_last_observation_is_never_that_of_a_reset(rows):
 
     memory = ReplayMemory(300, seed=0)
     make = partial(ResetsItself, max_steps=torch.tensor([4, 5, 7]), batch_size=(3,))
-    with Collector(make, None, frames_per_batch=rows, replay_buffer=memory) as collector:
+    with Collector(
+        make, None, frames_per_batch=rows, replay_buffer=memory
+    ) as collector:
         collector.collect(n_step=90)
     batch = memory[:]
     ended = batch["next", "terminated"].squeeze(-1)
@@ -303,10 +326,16 @@ def test_an_unknown_last_observation_is_never_that_of_a_reset(rows):
 def test_an_episode_begins_after_an_end_that_is_no_transition():
     """The last observation of a truncated episode is unknown, so its last cell is left out."""
     make = partial(
-        TorchCartPole, 1, autoreset=AutoresetMode.SAME_STEP, final_obs=False, max_steps=3
+        TorchCartPole,
+        1,
+        autoreset=AutoresetMode.SAME_STEP,
+        final_obs=False,
+        max_steps=3,
     )
     memory = ReplayMemory(100, seed=0)
-    with Collector(make, None, frames_per_batch=30, replay_buffer=memory, seed=0) as collector:
+    with Collector(
+        make, None, frames_per_batch=30, replay_buffer=memory, seed=0
+    ) as collector:
         collector.next()
     assert len(memory) == 20
     begins = memory.sample(200, sequence=2)["is_init"].squeeze(-1)
@@ -317,7 +346,9 @@ def test_an_episode_begins_after_a_surplus_cell_in_a_loaded_memory():
     """The third step has two environments, and one of its cells is too many."""
     memory = ReplayMemory(100, seed=0)
     make = partial(CountingEnv, 1)
-    with Collector(make, None, num_envs=2, frames_per_batch=2, replay_buffer=memory) as collector:
+    with Collector(
+        make, None, num_envs=2, frames_per_batch=2, replay_buffer=memory
+    ) as collector:
         collector.collect(n_step=5)
         memory.load_state_dict(memory.state_dict())
         collector.next()
@@ -374,7 +405,9 @@ def test_envpool(tmp_path):
         one = partial(OracleEnv, tmp_path / name, 0, 3)
         return lambda: EnvPoolVectorEnv(GymnasiumEnvPool(one, 3))
 
-    memory = check_parity(Collector, make, [3], capacity=60, batches=60, frames_per_batch=6)
+    memory = check_parity(
+        Collector, make, [3], capacity=60, batches=60, frames_per_batch=6
+    )
     check_begins(memory)
 
 
@@ -422,7 +455,9 @@ def check_oracle(batch: Any) -> None:
     after, reward, terminated, truncated = follow(
         tuple(batch["observation"].numpy().T), batch["action"].numpy().astype(np.int64)
     )
-    np.testing.assert_array_equal(batch["next", "observation"].numpy().T, np.array(after))
+    np.testing.assert_array_equal(
+        batch["next", "observation"].numpy().T, np.array(after)
+    )
     np.testing.assert_array_equal(batch["next", "reward"].squeeze(-1), reward)
     np.testing.assert_array_equal(batch["next", "terminated"].squeeze(-1), terminated)
     assert (batch["next", "truncated"].squeeze(-1).numpy() >= truncated).all()
@@ -572,7 +607,11 @@ def test_a_state_from_before_is_loaded(tmp_path):
     """The same rows are collected again: they follow the newest ones, and continue none."""
     memory = ReplayMemory(400, seed=0)
     collector = Collector(
-        lambda: CountingEnv(5, noise=True), None, frames_per_batch=3, replay_buffer=memory, seed=0
+        lambda: CountingEnv(5, noise=True),
+        None,
+        frames_per_batch=3,
+        replay_buffer=memory,
+        seed=0,
     )
     next(iter(collector))
     state = collector.state_dict()
@@ -583,7 +622,9 @@ def test_a_state_from_before_is_loaded(tmp_path):
         pass
     every = memory[:]
     over = every["next", "done"].squeeze(-1)
-    assert torch.equal(every["next", "observation"][:, 1], every["observation"][:, 1] + 1)
+    assert torch.equal(
+        every["next", "observation"][:, 1], every["observation"][:, 1] + 1
+    )
     assert (over == (every["next", "observation"][:, 1] == 5)).all()
     starts = memory.sample(100, sequence=4)["observation"][..., 1]
     assert torch.equal(starts, starts[:, :1] + torch.arange(4))
@@ -621,7 +662,9 @@ def test_a_loaded_state_goes_on_with_its_episodes(rows, new):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("goes_on", [False, True], ids=["new", "resumed"])
-def test_a_loaded_memory_continues_episodes_if_the_collector_does(tmp_path, rows, goes_on):
+def test_a_loaded_memory_continues_episodes_if_the_collector_does(
+    tmp_path, rows, goes_on
+):
     def make(memory: ReplayMemory) -> Any:
         return Collector(
             lambda: CountingEnv(10**6, noise=True),
@@ -647,7 +690,9 @@ def test_a_loaded_memory_continues_episodes_if_the_collector_does(tmp_path, rows
     for _ in taken(other, 5):
         pass
     every = loaded[:]
-    assert torch.equal(every["next", "observation"][:, 1], every["observation"][:, 1] + 1)
+    assert torch.equal(
+        every["next", "observation"][:, 1], every["observation"][:, 1] + 1
+    )
     size = 10 * rows
     if goes_on:
         batch = loaded.sample(1, sequence=size)
@@ -784,7 +829,11 @@ def test_rows_that_another_call_discards(tmp_path, rows):
         replay_buffer=memory,
         seed=0,
     )
-    every = [lambda: next(iter(collector)), lambda: collector.collect(n_step=6), collector.rollout]
+    every = [
+        lambda: next(iter(collector)),
+        lambda: collector.collect(n_step=6),
+        collector.rollout,
+    ]
     errors = 0
     for number in range(120):
         try:
@@ -906,7 +955,9 @@ def test_options_that_change_batches(options, match):
         collecting(ReplayMemory(10), **options)
 
 
-@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "cls", [Collector, MultiSyncCollector], ids=lambda cls: cls.__name__
+)
 def test_batches_after_episodes_if_columns_are_hidden(cls):
     options: dict[str, Any] = {} if cls is Collector else {"backend": "threads"}
     memory = ReplayMemory(100)
@@ -938,7 +989,11 @@ def test_a_call_for_more_steps_than_the_memory_has_room_for():
 
     def made(memory: ReplayMemory) -> Collector:
         return Collector(
-            partial(CountingEnv, 5), None, frames_per_batch=2, replay_buffer=memory, seed=0
+            partial(CountingEnv, 5),
+            None,
+            frames_per_batch=2,
+            replay_buffer=memory,
+            seed=0,
         )
 
     memory = ReplayMemory(6)
@@ -960,7 +1015,9 @@ def test_a_call_for_more_steps_than_the_memory_has_room_for():
 @pytest.mark.parametrize("frames", [2, 6])
 @pytest.mark.parametrize("policy", [None, Moved], ids=["random", "policy"])
 @pytest.mark.parametrize("cut", [1, 2, 4])
-def test_random_frames_are_those_of_batches_also_after_a_resume(tmp_path, frames, policy, cut):
+def test_random_frames_are_those_of_batches_also_after_a_resume(
+    tmp_path, frames, policy, cut
+):
     def made(name: str, memory: ReplayMemory | None) -> Collector:
         return Collector(
             partial(OracleEnv, tmp_path / name, 0, 2),
@@ -1008,7 +1065,9 @@ def test_objects_are_not_stored():
 def test_a_memory_of_other_environments():
     memory = ReplayMemory(100)
     collecting(memory)
-    with pytest.raises(BadOption, match=r"\[1\] environments, and the collector has \[2\]"):
+    with pytest.raises(
+        BadOption, match=r"\[1\] environments, and the collector has \[2\]"
+    ):
         collecting(memory, num_envs=2)
     with pytest.raises(BadOption, match="differ: .'observation'"):
         collecting(memory, lambda: CountingEnv(noise=True))

@@ -33,7 +33,9 @@ from tests.fakes.node_runs import rpc_sync_nodes
 from tests.waits import free_port, wait_until
 
 pytestmark = [
-    pytest.mark.skipif(not torch.distributed.rpc.is_available(), reason="this PyTorch has no RPC"),
+    pytest.mark.skipif(
+        not torch.distributed.rpc.is_available(), reason="this PyTorch has no RPC"
+    ),
     pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
 ]
 NODES = "tests.fakes.link_nodes:"
@@ -52,7 +54,9 @@ def nodes():
     with contextlib.ExitStack() as stack:
 
         def start(function, count=1, **options):
-            carrier = RpcCarrier(MpLauncher(NODES + function), Rendezvous(count), **options)
+            carrier = RpcCarrier(
+                MpLauncher(NODES + function), Rendezvous(count), **options
+            )
             stack.callback(carrier.close)
             return carrier
 
@@ -68,7 +72,9 @@ def members(carrier) -> dict[str, int]:
 
 
 class TestMembers:
-    def test_a_node_that_joins_again_keeps_its_name_and_gets_another_number(self, nodes):
+    def test_a_node_that_joins_again_keeps_its_name_and_gets_another_number(
+        self, nodes
+    ):
         carrier = nodes("introduced")
         own = members(carrier)
         assert list(own.values()) == [0]
@@ -107,7 +113,9 @@ class TestMembers:
 
         from muster.cluster import rpc_link
 
-        end = rpc_link.RpcEnd(WorkerInfo("nowhere", 3), "here", main=True, deadline_s=30.0)
+        end = rpc_link.RpcEnd(
+            WorkerInfo("nowhere", 3), "here", main=True, deadline_s=30.0
+        )
         memory = np.zeros(200_000, np.uint8)
         end.expect(1, memory)
         sent = pattern(memory.size, 4)
@@ -126,7 +134,10 @@ class TestMembers:
         assert answers[1].value() == 0, "closed after no message"
         assert rpc_link.deliver(("here", True), 3, b"late", 0, None).value() == 0
         del end
-        assert rpc_link.deliver(("here", True), 4, b"later", 0, None).value() == rpc_link.GONE
+        assert (
+            rpc_link.deliver(("here", True), 4, b"later", 0, None).value()
+            == rpc_link.GONE
+        )
 
     def test_a_node_that_reads_nothing_is_sent_only_some_messages(self, nodes):
         from muster.cluster import end
@@ -169,7 +180,9 @@ class TestOptions:
         assert rpc.rpc_sync(node, rpc_programs.threads_of_agent) == 3
 
     def test_other_transports_and_channels(self, nodes):
-        carrier = nodes("echo", options={"_transports": ["shm"], "_channels": ["basic"]})
+        carrier = nodes(
+            "echo", options={"_transports": ["shm"], "_channels": ["basic"]}
+        )
         assert carrier._agent.address.startswith("shm://")
         link = connected(carrier)
         sent = pattern(3_000_000, 2)
@@ -178,7 +191,9 @@ class TestOptions:
 
     def test_transports_that_this_machine_lacks(self, nodes):
         before = listening(os.getpid())
-        with pytest.raises(BadOption, match=r"torch RPC refuses .*'_transports': \['ibv'\]"):
+        with pytest.raises(
+            BadOption, match=r"torch RPC refuses .*'_transports': \['ibv'\]"
+        ):
             nodes("echo", options={"_transports": ["ibv"], "_channels": ["basic"]})
         assert not torch._C._distributed_rpc._is_current_rpc_agent_set()
         assert listening(os.getpid()) == before
@@ -186,9 +201,14 @@ class TestOptions:
     def test_other_machines_are_not_let_in_without_trust(self):
         host = _other_address()
         before = listening(os.getpid())
-        options: dict[str, Any] = {"frames_per_batch": 10, "launcher": "manual", "token": b"x" * 32}
+        options: dict[str, Any] = {
+            "frames_per_batch": 10,
+            "launcher": "manual",
+            "token": b"x" * 32,
+        }
         with pytest.raises(
-            BadOption, match=r"without a token.*trust_network=True.*DistributedCollector"
+            BadOption,
+            match=r"without a token.*trust_network=True.*DistributedCollector",
         ):
             RPCCollector([CountingEnv], None, bind=host, **options)
         assert listening(os.getpid()) == before
@@ -204,7 +224,9 @@ class TestOptions:
             "options": {},
             "device": None,
         }
-        with pytest.raises(BadOption, match="would open a port at 192.0.2.7.*trust_network=True"):
+        with pytest.raises(
+            BadOption, match="would open a port at 192.0.2.7.*trust_network=True"
+        ):
             _lease(told, "192.0.2.7")
         assert listening(os.getpid()) == before
 
@@ -220,13 +242,24 @@ class TestOptions:
     def test_a_gpu_that_the_machine_of_the_node_lacks(self):
         from muster.cluster.rpc_nodes import _lease
 
-        told = {"trust_network": False, "main": ["m", 0, ""], "node": ["n", 1], "options": {}}
-        with pytest.raises(BadOption, match="visible_devices names cuda:99, but this machine has"):
+        told = {
+            "trust_network": False,
+            "main": ["m", 0, ""],
+            "node": ["n", 1],
+            "options": {},
+        }
+        with pytest.raises(
+            BadOption, match="visible_devices names cuda:99, but this machine has"
+        ):
             _lease(told | {"device": ["cuda:0", "cuda:99"]}, "127.0.0.1")
 
     def test_transport(self):
-        with pytest.raises(BadOption, match="transport='tcp': expected 'rpc' or 'direct'"):
-            RPCCollector([CountingEnv], None, frames_per_batch=10, launcher="mp", transport="tcp")
+        with pytest.raises(
+            BadOption, match="transport='tcp': expected 'rpc' or 'direct'"
+        ):
+            RPCCollector(
+                [CountingEnv], None, frames_per_batch=10, launcher="mp", transport="tcp"
+            )
 
 
 def test_the_rows_are_those_of_workers_of_this_machine(tmp_path):
@@ -240,7 +273,10 @@ def test_the_rows_are_those_of_workers_of_this_machine(tmp_path):
 
 def _other_address() -> str:
     """An address of this machine that is not loopback."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, contextlib.suppress(OSError):
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking,
+        contextlib.suppress(OSError),
+    ):
         asking.connect(("192.0.2.7", 9))  # sends nothing
         return str(asking.getsockname()[0])
     pytest.skip("this machine has loopback only")
@@ -298,7 +334,9 @@ def started(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def ended(program: subprocess.Popen[str], status: int = 0) -> tuple[dict[str, Any], str]:
+def ended(
+    program: subprocess.Popen[str], status: int = 0
+) -> tuple[dict[str, Any], str]:
     try:
         said, errors = program.communicate(timeout=WITHIN_S)
     finally:
@@ -313,7 +351,9 @@ def ended(program: subprocess.Popen[str], status: int = 0) -> tuple[dict[str, An
 def group(name: str, world: int, *more: str, killed: bool = False) -> dict[str, Any]:
     """Run a group of programs; what rank 0 has said."""
     port = str(free_port())
-    others = [started(name, port, str(rank), str(world), *more) for rank in range(1, world)]
+    others = [
+        started(name, port, str(rank), str(world), *more) for rank in range(1, world)
+    ]
     try:
         found, _ = run(name, port, "0", str(world), *more)
         for other in others:
@@ -379,9 +419,19 @@ class TestTheUsersAgent:
 
     def test_nodes_are_its_other_workers_in_turn(self):
         found = group("member", 3, "collects")
-        assert found["places"] == ["COLLECTOR_NODE_1", "COLLECTOR_NODE_2", "COLLECTOR_NODE_1"]
-        assert (found["first"], found["second"], found["engine"]) == ([0.0], [3.0], "rpc")
-        assert found["shape"] == [3, 20, 3], "a worker has called the collector by reference"
+        assert found["places"] == [
+            "COLLECTOR_NODE_1",
+            "COLLECTOR_NODE_2",
+            "COLLECTOR_NODE_1",
+        ]
+        assert (found["first"], found["second"], found["engine"]) == (
+            [0.0],
+            [3.0],
+            "rpc",
+        )
+        assert found["shape"] == [3, 20, 3], (
+            "a worker has called the collector by reference"
+        )
         assert (found["still"], found["threads"]) == (2.0, [])
 
     def test_a_lost_node_goes_on_in_the_next_worker_and_then_is_refused(self):

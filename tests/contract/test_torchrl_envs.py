@@ -49,7 +49,9 @@ class TestTransformedEnv(EnvContract):
     steps = 60
 
     def make_env(self) -> Any:
-        return TransformedEnv(GymEnv("CartPole-v1"), Compose(RewardSum(), InitTracker()))
+        return TransformedEnv(
+            GymEnv("CartPole-v1"), Compose(RewardSum(), InitTracker())
+        )
 
 
 class TestSerialEnv(EnvContract):
@@ -99,11 +101,16 @@ def test_episodes_have_the_columns_of_batches() -> None:
         "seed": 0,
         "on_episode_done": episodes.append,
     }
-    with Collector(lambda: mocks.CountingEnv(max_steps=3), None, **options) as collector:
+    with Collector(
+        lambda: mocks.CountingEnv(max_steps=3), None, **options
+    ) as collector:
         batch = collector.next()
     assert ("next", "truncated") not in batch.keys(True)
     assert episodes
-    assert all(set(episode.keys(True, True)) == set(batch.keys(True, True)) for episode in episodes)
+    assert all(
+        set(episode.keys(True, True)) == set(batch.keys(True, True))
+        for episode in episodes
+    )
 
 
 # --- environments without a state, on tensors -----------------------------------------------------
@@ -137,7 +144,12 @@ class StatelessPendulum(EnvBase):  # type: ignore[misc]
         u = torch.rand(3, *self.batch_size, generator=self.rng, device=self.device)
         params = TensorDict({"length": u[2] * 1.5 + 0.5}, self.batch_size)
         t = torch.zeros(self.batch_size, dtype=torch.int64, device=self.device)
-        state = {"th": (u[0] * 2 - 1) * torch.pi, "thdot": u[1] * 2 - 1, "t": t, "params": params}
+        state = {
+            "th": (u[0] * 2 - 1) * torch.pi,
+            "thdot": u[1] * 2 - 1,
+            "t": t,
+            "params": params,
+        }
         return TensorDict(state, self.batch_size, device=self.device)
 
     @staticmethod
@@ -196,7 +208,9 @@ def test_a_stateless_batch_goes_where_its_equations_say(policy: str) -> None:
     after = batch["next"]
     length = batch["params", "length"]
     torque = batch["action"][..., 0]
-    th, thdot, cost = StatelessPendulum.follow(batch["th"], batch["thdot"], length, torque)
+    th, thdot, cost = StatelessPendulum.follow(
+        batch["th"], batch["thdot"], length, torque
+    )
     torch.testing.assert_close(after["th"], th)
     torch.testing.assert_close(after["thdot"], thdot)
     torch.testing.assert_close(after["reward"][..., 0], -cost)
@@ -209,7 +223,9 @@ def test_a_stateless_batch_goes_where_its_equations_say(policy: str) -> None:
     assert torch.equal(after["params", "length"], length)
     changes = length[:, 1:] != length[:, :-1]
     assert torch.equal(changes, ends[:, :-1])
-    assert torch.equal(batch["th"][:, 1:][~ends[:, :-1]], after["th"][:, :-1][~ends[:, :-1]])
+    assert torch.equal(
+        batch["th"][:, 1:][~ends[:, :-1]], after["th"][:, :-1][~ends[:, :-1]]
+    )
 
 
 class TestVmas(EnvContract):
@@ -232,7 +248,9 @@ def test_a_batch_of_vmas_is_that_of_the_simulator_itself() -> None:
         batch = collector.next()
 
     assert batch["agents", "observation"].shape == (3, 30, 3, 16)
-    assert torch.equal(batch["next", "done"][..., 0], (torch.arange(30) % 15 == 14).expand(3, -1))
+    assert torch.equal(
+        batch["next", "done"][..., 0], (torch.arange(30) % 15 == 14).expand(3, -1)
+    )
     env = vmas_env()
     env.set_seed(5)
     now = env.reset()
@@ -242,4 +260,6 @@ def test_a_batch_of_vmas_is_that_of_the_simulator_itself() -> None:
         )
         now["agents", "action"] = batch["agents", "action"][:, t]
         now = env.step(now)["next"]
-        torch.testing.assert_close(now["agents", "reward"], batch["next", "agents", "reward"][:, t])
+        torch.testing.assert_close(
+            now["agents", "reward"], batch["next", "agents", "reward"][:, t]
+        )

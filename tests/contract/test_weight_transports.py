@@ -34,7 +34,9 @@ DTYPES = [
 ]
 
 
-def weights(value: float, like: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+def weights(
+    value: float, like: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
     """Tensors of all sorts that hold ``value``."""
     if like is not None:
         return {name: torch.full_like(tensor, value) for name, tensor in like.items()}
@@ -52,14 +54,18 @@ def weights(value: float, like: dict[str, torch.Tensor] | None = None) -> dict[s
 class Reader:
     """A subscriber with tensors of its own to take into."""
 
-    def __init__(self, ticket: Ticket, fds: list[int], like: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, ticket: Ticket, fds: list[int], like: dict[str, torch.Tensor]
+    ) -> None:
         self.subscriber = ticket.open(fds)
         self.into = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
 
     def take(self) -> Any:
         version = self.subscriber.take(self.into)
         assert version is None or version == self.subscriber.version
-        return version, {name: t.clone() for name, t in self.into.items() if t.numel() < 100}
+        return version, {
+            name: t.clone() for name, t in self.into.items() if t.numel() < 100
+        }
 
     def extremes(self) -> Any:
         """Version, and the extremes over all tensors."""
@@ -83,7 +89,9 @@ class ThreadSide:
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(1)
 
-    def open(self, ticket: Ticket, like: dict[str, torch.Tensor]) -> Callable[[str], Any]:
+    def open(
+        self, ticket: Ticket, like: dict[str, torch.Tensor]
+    ) -> Callable[[str], Any]:
         reader = self.pool.submit(Reader, ticket, ticket.fds, like).result(PATIENCE)
         ticket.close()
         return lambda method: self.pool.submit(getattr(reader, method)).result(PATIENCE)
@@ -113,10 +121,14 @@ class ProcessSide:
             raise answer
         return answer
 
-    def open(self, ticket: Ticket, like: dict[str, torch.Tensor]) -> Callable[[str], Any]:
+    def open(
+        self, ticket: Ticket, like: dict[str, torch.Tensor]
+    ) -> Callable[[str], Any]:
         self.opened += 1
         number = self.opened
-        shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in like.items()}
+        shapes = {
+            name: (tuple(tensor.shape), tensor.dtype) for name, tensor in like.items()
+        }
         self.ask("open", number, ticket, shapes, fds=tuple(ticket.fds))
         ticket.close()
         return lambda method: self.ask(method, number)
@@ -220,7 +232,9 @@ def test_the_latest_wins(pair):
         assert taker("take")[0] is None
 
 
-@pytest.mark.parametrize("version", [0, -1, 2**63 - 1, -(2**63), "", "a" * 64, "\u00e9" * 32, "v1"])
+@pytest.mark.parametrize(
+    "version", [0, -1, 2**63 - 1, -(2**63), "", "a" * 64, "\u00e9" * 32, "v1"]
+)
 def test_versions_are_numbers_or_texts(pair, version):
     publisher, takers = pair
     publisher.publish(weights(2), 10)
@@ -309,7 +323,9 @@ def test_a_subscriber_outlives_the_publisher(pair):
         (lambda w: w.update(weight=torch.ones(3, 2)), "weight has shape .3, 2."),
     ],
 )
-def test_what_does_not_fit_is_refused_on_both_sides(pair, side, scheme, change, message):
+def test_what_does_not_fit_is_refused_on_both_sides(
+    pair, side, scheme, change, message
+):
     publisher, takers = pair
     other = weights(2)
     change(other)
@@ -370,7 +386,10 @@ def stop(process: Any) -> None:
     """SIGSTOP, and wait until it has done what it does."""
     process.send_signal(signal.SIGSTOP)
     deadline = time.monotonic() + 10
-    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+    while (
+        Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        != "T"
+    ):
         assert time.monotonic() < deadline
         os.sched_yield()
 
@@ -411,8 +430,12 @@ def test_a_publisher_that_is_killed_in_the_middle_has_changed_nothing():
 class Meddling(dict):  # type: ignore[type-arg]
     """Tensors to take into; something happens after the first of them is in place."""
 
-    def __init__(self, like: dict[str, torch.Tensor], meddle: Callable[[], None]) -> None:
-        super().__init__({name: torch.zeros_like(tensor) for name, tensor in like.items()})
+    def __init__(
+        self, like: dict[str, torch.Tensor], meddle: Callable[[], None]
+    ) -> None:
+        super().__init__(
+            {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+        )
         self.meddle = meddle
 
     def items(self) -> Any:
@@ -434,7 +457,9 @@ def test_what_is_being_read_is_not_written():
     def publish() -> None:
         for version in range(2, 12):
             publisher.publish(weights(version, PAIR), version)
-        assert len(publisher._buffers) == 3, "two are enough beside the one that is read"
+        assert len(publisher._buffers) == 3, (
+            "two are enough beside the one that is read"
+        )
 
     into = Meddling(PAIR, publish)
     assert subscriber.take(into) == 1
@@ -481,7 +506,9 @@ def test_what_a_reader_killed_in_the_middle_was_reading_is_free_once_its_success
     ticket = publisher.ticket(0)
     child = os.fork()
     if child == 0:
-        ticket.open(ticket.fds).take(Meddling(PAIR, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+        ticket.open(ticket.fds).take(
+            Meddling(PAIR, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        )
         os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     used = []
@@ -541,7 +568,9 @@ def test_every_dense_dtype_is_sent(scheme):
     given = {}
     for dtype in DTYPES:
         try:
-            given[str(dtype)] = torch.zeros(2, 3, dtype=dtype).copy_(torch.zeros(2, 3, dtype=dtype))
+            given[str(dtype)] = torch.zeros(2, 3, dtype=dtype).copy_(
+                torch.zeros(2, 3, dtype=dtype)
+            )
         except (RuntimeError, NotImplementedError):  # torch itself cannot copy these
             continue
         given[str(dtype)].view(torch.uint8)[:] = 1
@@ -557,7 +586,9 @@ def test_every_dense_dtype_is_sent(scheme):
     publisher.close()
 
 
-@pytest.mark.parametrize("bad", [torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()])
+@pytest.mark.parametrize(
+    "bad", [torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()]
+)
 def test_sparse_tensors_are_refused(scheme, bad):
     with pytest.raises(BadWeights, match="weight w is sparse"):
         scheme.publisher({"w": bad}, 1)
@@ -567,7 +598,9 @@ def test_sparse_tensors_are_refused(scheme, bad):
 @pytest.mark.parametrize("worker", [2, -1, True, "0", 0.0])
 def test_unknown_workers_are_refused(scheme, worker):
     publisher = scheme.publisher(weights(0), 2)
-    with pytest.raises(BadOption, match="there is no worker .*: workers are numbered 0 to 1"):
+    with pytest.raises(
+        BadOption, match="there is no worker .*: workers are numbered 0 to 1"
+    ):
         publisher.ticket(worker)
     with pytest.raises(BadOption, match="there is no worker"):
         publisher.publish(weights(1), 1, workers=[0, worker])
@@ -593,7 +626,14 @@ def test_all_descriptors_are_closed(scheme):
         tickets = [publisher.ticket(0), publisher.ticket(0), publisher.ticket(1)]
         subscribers = [ticket.open(ticket.fds) for ticket in tickets]
         publisher.publish(weights(2), 2)
-        for thing in (*tickets, *tickets, *subscribers, *subscribers, publisher, publisher):
+        for thing in (
+            *tickets,
+            *tickets,
+            *subscribers,
+            *subscribers,
+            publisher,
+            publisher,
+        ):
             thing.close()
     wait_until(lambda: open_files() <= before)
 
@@ -616,7 +656,9 @@ def test_a_reader_that_never_finds_peace_says_so(step):
     for offset, buffer in publisher._buffers.items():
         subscriber._buffers[offset] = Replaced(buffer.memory, publisher._manifest)
     into = weights(0)
-    with pytest.raises(CollectorTimeout, match="replaced faster than they could be read"):
+    with pytest.raises(
+        CollectorTimeout, match="replaced faster than they could be read"
+    ):
         subscriber.take(into)
     assert same(into, weights(0))
     subscriber.close()
@@ -665,11 +707,17 @@ def test_every_worker_has_what_was_published_last_for_it(actions):
     for count, (action, which) in enumerate(actions, 1):
         if action == "publish":
             publisher.publish(weights(count, like), count, which)
-            newest = [count if which is None or i in which else old for i, old in enumerate(newest)]
+            newest = [
+                count if which is None or i in which else old
+                for i, old in enumerate(newest)
+            ]
         elif action == "open":
             readers[which].close()
             tickets.append(publisher.ticket(which))
-            readers[which], taken[which] = Reader(tickets[-1], tickets[-1].fds, like), None
+            readers[which], taken[which] = (
+                Reader(tickets[-1], tickets[-1].fds, like),
+                None,
+            )
         else:
             version, got = readers[which].take()
             assert version == (None if taken[which] == newest[which] else newest[which])

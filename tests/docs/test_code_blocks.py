@@ -68,7 +68,9 @@ def blocks(page: Path) -> list[Block]:
             skip = True
             continue
         if part["rows"] is not None:
-            found += _cells(page, text.count("\n", 0, part.start("rows")) + 1, part["rows"])
+            found += _cells(
+                page, text.count("\n", 0, part.start("rows")) + 1, part["rows"]
+            )
             continue
         group = "before" if part["before"] is not None else "code"
         language = "python" if group == "before" else part["language"]
@@ -76,7 +78,8 @@ def blocks(page: Path) -> list[Block]:
         if group == "before" or not skip:
             indent = part["indent"] or ""
             code = "".join(
-                row.removeprefix(indent) for row in part[group].splitlines(keepends=True)
+                row.removeprefix(indent)
+                for row in part[group].splitlines(keepends=True)
             )
             found.append(Block(page, line, language, code))
         skip = skip and group == "before"
@@ -85,17 +88,23 @@ def blocks(page: Path) -> list[Block]:
 
 def _cells(page: Path, line: int, rows: str) -> list[Block]:
     """The code in the last column of a table; code that is in one cell is one block."""
-    last = [re.split(r"(?<!\\)\|", row)[-2].replace("\\|", "|") for row in rows.splitlines()]
+    last = [
+        re.split(r"(?<!\\)\|", row)[-2].replace("\\|", "|") for row in rows.splitlines()
+    ]
     code = ["\n".join(re.findall(r"`([^`]+)`", cell)) + "\n" for cell in last]
     assert all(code), f"{page.name}:{line}: a row without code"
-    return [Block(page, line + number, "python", lines) for number, lines in enumerate(code)]
+    return [
+        Block(page, line + number, "python", lines) for number, lines in enumerate(code)
+    ]
 
 
 def commands(block: Block) -> list[list[str]]:
     """The commands of a shell block, without comments and prompts."""
     lines = block.code.replace("\\\n", " ").splitlines()
     return [
-        words for line in lines if (words := shlex.split(line.removeprefix("$ "), comments=True))
+        words
+        for line in lines
+        if (words := shlex.split(line.removeprefix("$ "), comments=True))
     ]
 
 
@@ -113,23 +122,34 @@ def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("page", [page for page, found in PYTHON.items() if found], ids=name)
-def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "page", [page for page, found in PYTHON.items() if found], ids=name
+)
+def test_python_blocks_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}
     for block in PYTHON[page]:
-        padded = "\n" * (block.line - 1) + block.code  # so that a traceback points into the page
+        padded = (
+            "\n" * (block.line - 1) + block.code
+        )  # so that a traceback points into the page
         exec(compile(padded, str(page), "exec"), namespace)
 
 
 @pytest.mark.parametrize(
-    ("block", "words"), [pytest.param(b, w, id=f"{b} {shlex.join(w)}") for b, w in COMMANDS]
+    ("block", "words"),
+    [pytest.param(b, w, id=f"{b} {shlex.join(w)}") for b, w in COMMANDS],
 )
-def test_shell_commands_are_run_by_ci(block: Block, words: list[str], tmp_path: Path) -> None:
+def test_shell_commands_are_run_by_ci(
+    block: Block, words: list[str], tmp_path: Path
+) -> None:
     match words:
         case ["make", target, *_]:
             assert re.search(
-                rf"^make {target}\b", (ROOT / ".ci" / "run").read_text("utf-8"), re.MULTILINE
+                rf"^make {target}\b",
+                (ROOT / ".ci" / "run").read_text("utf-8"),
+                re.MULTILINE,
             ), f"{block}: .ci/run does not run `make {target}`"
         case ["muster", *arguments]:
             program = Path(sys.executable).with_name("muster")
@@ -149,9 +169,13 @@ def test_shell_commands_are_run_by_ci(block: Block, words: list[str], tmp_path: 
             )
 
 
-def test_the_readmes_addresses_are_absolute_and_lead_to_files_of_the_repository() -> None:
+def test_the_readmes_addresses_are_absolute_and_lead_to_files_of_the_repository() -> (
+    None
+):
     """PyPI shows the same page, where an address without a host leads nowhere."""
-    text = re.sub(r"^```.*?^```$", "", (ROOT / "README.md").read_text("utf-8"), flags=re.S | re.M)
+    text = re.sub(
+        r"^```.*?^```$", "", (ROOT / "README.md").read_text("utf-8"), flags=re.S | re.M
+    )
     targets = re.findall(r"\]\(([^)]+)|(?:src|srcset)=\"([^\"]+)", text)
     addresses = [link or source for link, source in targets]
     assert len(addresses) > 20
@@ -165,7 +189,9 @@ def test_the_readmes_addresses_are_absolute_and_lead_to_files_of_the_repository(
             lost.append(address)
         elif anchor and file.suffix == ".md":
             headings = re.findall(r"^#+ (.*)$", file.read_text("utf-8"), re.M)
-            if anchor not in {re.sub(r"[^\w-]", "", h.lower().replace(" ", "-")) for h in headings}:
+            if anchor not in {
+                re.sub(r"[^\w-]", "", h.lower().replace(" ", "-")) for h in headings
+            }:
                 lost.append(address)
     assert lost == []
 
@@ -187,18 +213,26 @@ def _file_behind(address: str) -> Path | None:
 
 def test_the_home_page_shows_the_readmes_program() -> None:
     def first_program(page: Path) -> str:
-        found = re.search(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.S | re.M)
+        found = re.search(
+            r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.S | re.M
+        )
         assert found is not None
         return found[1]
 
-    assert first_program(ROOT / "docs" / "index.md") == first_program(ROOT / "README.md")
+    assert first_program(ROOT / "docs" / "index.md") == first_program(
+        ROOT / "README.md"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
-    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^ *```.*?^ *```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
     targets = re.findall(r"\]\(([^)#\s]+)", text)
-    assert [t for t in targets if "://" not in t and not (page.parent / t).exists()] == []
+    assert [
+        t for t in targets if "://" not in t and not (page.parent / t).exists()
+    ] == []
 
 
 def test_the_readme_has_the_blocks_this_file_is_for() -> None:

@@ -11,7 +11,9 @@ import muster
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def test_every_parameter_of_a_collector_in_this_process_or_with_workers_has_a_group(monkeypatch):
+def test_every_parameter_of_a_collector_in_this_process_or_with_workers_has_a_group(
+    monkeypatch,
+):
     monkeypatch.syspath_prepend(DOCS)
     monkeypatch.delitem(sys.modules, "builder", raising=False)
     from builder.parameters import GROUPS
@@ -20,7 +22,11 @@ def test_every_parameter_of_a_collector_in_this_process_or_with_workers_has_a_gr
     assert len(named) == len(set(named))
     given = {
         name
-        for cls in (muster.Collector, muster.MultiSyncCollector, muster.MultiAsyncCollector)
+        for cls in (
+            muster.Collector,
+            muster.MultiSyncCollector,
+            muster.MultiAsyncCollector,
+        )
         for name in inspect.signature(cls).parameters
     }
     assert given == set(named)

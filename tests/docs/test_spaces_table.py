@@ -46,14 +46,19 @@ def table(heading: str) -> dict[str, dict[str, str]]:
     head, _, *rows = re.findall(r"^\|(.*)\|$", text, re.M)
     names = [name.strip() for name in head.split("|")]
     cells = [[cell.strip() for cell in row.split("|")] for row in rows]
-    return {line[0].strip("`"): dict(zip(names[1:], line[1:], strict=True)) for line in cells}
+    return {
+        line[0].strip("`"): dict(zip(names[1:], line[1:], strict=True))
+        for line in cells
+    }
 
 
 def collected(observed: Any, acted: Any, policy: Any, **options: Any) -> Any:
     def make() -> SpaceEnv:
         return SpaceEnv(copy.deepcopy(observed), copy.deepcopy(acted))
 
-    with Collector(make, policy, num_envs=2, frames_per_batch=8, **options) as collector:
+    with Collector(
+        make, policy, num_envs=2, frames_per_batch=8, **options
+    ) as collector:
         return collector.next()
 
 
@@ -71,9 +76,13 @@ def actions_of(name: str) -> Any:
     space.seed(0)
     values = [space.sample() for _ in range(2)]
     if name == "Dict":
-        return {key: torch.as_tensor(np.stack([v[key] for v in values])) for key in "ab"}
+        return {
+            key: torch.as_tensor(np.stack([v[key] for v in values])) for key in "ab"
+        }
     if name == "Tuple":
-        return {str(i): torch.as_tensor(np.stack([v[i] for v in values])) for i in range(2)}
+        return {
+            str(i): torch.as_tensor(np.stack([v[i] for v in values])) for i in range(2)
+        }
     if name in ("Text", "Sequence", "Graph", "OneOf"):
         return NonTensorStack(*values)
     return torch.as_tensor(np.stack(values))
@@ -105,7 +114,9 @@ def test_observations(name: str, tmp_path: Path) -> None:
     found = {
         "in the batch": row["in the batch"],
         "modules and functions": works(
-            lambda: collected(space, discrete, lambda obs: torch.zeros(2, dtype=torch.int64))
+            lambda: collected(
+                space, discrete, lambda obs: torch.zeros(2, dtype=torch.int64)
+            )
         ),
         "recording": works(recorded),
         "TorchRL's `LazyTensorStorage`": works(
@@ -123,7 +134,9 @@ def test_actions(name: str) -> None:
         policy = getattr(policies, head)(nn.Linear(3, outputs.get(name, 3)))
         found[f"`{head}`"] = works(lambda policy=policy: collected(BOX, space, policy))
     actions = actions_of(name)
-    found["modules and functions"] = works(lambda: collected(BOX, space, lambda obs: actions))
+    found["modules and functions"] = works(
+        lambda: collected(BOX, space, lambda obs: actions)
+    )
     found["TensorDict modules"] = works(
         lambda: collected(BOX, space, lambda td: td.set("action", actions))
     )

@@ -40,12 +40,16 @@ def locked() -> gym.Env[Any, Any]:
 
 
 def one(env: Any, policy: Any, **options: Any) -> None:
-    with Collector(env, policy, **{"frames_per_batch": 8, "num_envs": 2, **options}) as collector:
+    with Collector(
+        env, policy, **{"frames_per_batch": 8, "num_envs": 2, **options}
+    ) as collector:
         collector.next()
 
 
 def several(*envs: Any, **options: Any) -> None:
-    with MultiSyncCollector(list(envs), None, frames_per_batch=8, **options) as collector:
+    with MultiSyncCollector(
+        list(envs), None, frames_per_batch=8, **options
+    ) as collector:
         collector.next()
 
 
@@ -76,17 +80,21 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "Without num_envs= there is no batch dimension": lambda: one(
         "CartPole-v1", lambda obs: (obs[:, 2] > 0).long(), num_envs=None
     ),
-    "with shape (2, 2), expected (2,); scores or one-hot vectors need an argmax": lambda: one(
-        "CartPole-v1", nn.Linear(4, 2)
+    "with shape (2, 2), expected (2,); scores or one-hot vectors need an argmax": lambda: (
+        one("CartPole-v1", nn.Linear(4, 2))
     ),
     "mat1 and mat2 must have the same dtype": lambda: one(
         "HalfCheetah-v5", lambda obs: FLOAT64(obs)
     ),
-    "is not a multiple of frames_per_batch": lambda: one(CountingEnv, None, total_frames=20),
+    "is not a multiple of frames_per_batch": lambda: one(
+        CountingEnv, None, total_frames=20
+    ),
     "cannot be shared equally by": warned,
     "which cannot be pickled": lambda: several(lambda: (LOCK, locked())[1]),
     "is an environment, which lives in this process": lambda: several(CountingEnv()),
-    "Register it, or import the package that registers it": lambda: one("Maze-v0", None),
+    "Register it, or import the package that registers it": lambda: one(
+        "Maze-v0", None
+    ),
     "was killed by SIGKILL": lambda: several(Killed),
     "has been in step for": lambda: several(Waits, timeouts={"step": 0.5}),
     "batches of 116,352 bytes are still referenced": hold,

@@ -37,7 +37,11 @@ class Moody(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.drop, self.frozen = nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Dropout().eval()
+        self.norm, self.drop, self.frozen = (
+            nn.BatchNorm1d(3),
+            nn.Dropout(0.5),
+            nn.Dropout().eval(),
+        )
 
     def forward(self, obs: torch.Tensor) -> Any:
         seen = self.frozen(self.drop(self.norm(obs.reshape(-1, 3)))).reshape(obs.shape)

@@ -36,7 +36,9 @@ class DictChain(OneWayChain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.observation_space = self._parts(self.observation_space, spaces.Box(0, 99, (1,)))
+        self.observation_space = self._parts(
+            self.observation_space, spaces.Box(0, 99, (1,))
+        )
 
     def _parts(self, chain: Any, t: Any) -> Any:
         return (

@@ -57,7 +57,10 @@ class FaultyEnv(Awaited):
     """
 
     def __init__(
-        self, fault: Callable[[FaultyEnv], Any] | None = None, at: int = 2, length: int = 10**6
+        self,
+        fault: Callable[[FaultyEnv], Any] | None = None,
+        at: int = 2,
+        length: int = 10**6,
     ) -> None:
         super().__init__(CountingEnv(length))
         self.fault, self.at = fault, at

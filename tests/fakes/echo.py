@@ -17,7 +17,9 @@ class EchoEnv(gymnasium.Env[Any, Any]):
     observation_space = spaces.Box(-np.inf, np.inf, (6,), np.float32)
     action_space = spaces.Box(-1000, 1000, (2, 2), np.float32)
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: Any = None
+    ) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.length = 2 + seed % 4 if seed is not None else self.length
         self.t, self.last = 0, np.zeros(4, np.float32)

@@ -82,7 +82,9 @@ class Wide(nn.Sequential):
 
 
 def net() -> nn.Module:
-    return Wide(nn.Linear(4, 800), nn.ReLU(), nn.Linear(800, 800), nn.ReLU(), nn.Linear(800, 2))
+    return Wide(
+        nn.Linear(4, 800), nn.ReLU(), nn.Linear(800, 800), nn.ReLU(), nn.Linear(800, 2)
+    )
 
 
 def options(**more: Any) -> dict[str, Any]:
@@ -163,7 +165,9 @@ def blocked_in_a_loop() -> None:
 def recorded_and_watched() -> None:
     folder = tempfile.mkdtemp()
     watch = muster.Watch(directory=folder)
-    in_background(muster.Collector, num_envs=8, watch=watch, record=Path(folder, "recording"))
+    in_background(
+        muster.Collector, num_envs=8, watch=watch, record=Path(folder, "recording")
+    )
 
 
 def processes() -> None:
@@ -198,12 +202,17 @@ def threads_ahead() -> None:
 
 
 def served() -> None:
-    in_background(muster.MultiAsyncCollector, ["CartPole-v1"] * 2, num_envs=32, inference="server")
+    in_background(
+        muster.MultiAsyncCollector, ["CartPole-v1"] * 2, num_envs=32, inference="server"
+    )
 
 
 def nodes() -> None:
     in_background(
-        muster.DistributedCollector, ["CartPole-v1"] * 2, launcher="mp", on_failure="restart"
+        muster.DistributedCollector,
+        ["CartPole-v1"] * 2,
+        launcher="mp",
+        on_failure="restart",
     )
 
 

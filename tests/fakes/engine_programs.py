@@ -19,7 +19,13 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from muster import DistributedCollector, MultiSyncCollector, RayCollector, RPCCollector, policies
+from muster import (
+    DistributedCollector,
+    MultiSyncCollector,
+    RayCollector,
+    RPCCollector,
+    policies,
+)
 from muster.testing import CountingEnv
 
 NODES = 2
@@ -42,7 +48,9 @@ class Wide(gymnasium.ObservationWrapper[Any, Any, Any]):
 def collector(engine: str, address: str, policy: Any) -> Any:
     options: dict[str, Any] = {"total_frames": NODES * ROWS * BATCHES, "seed": 5}
     if engine == "workers":
-        return MultiSyncCollector([Wide] * NODES, policy, frames_per_batch=NODES * ROWS, **options)
+        return MultiSyncCollector(
+            [Wide] * NODES, policy, frames_per_batch=NODES * ROWS, **options
+        )
     options |= {"frames_per_batch": ROWS, "sync": True}
     if engine == "ray":
         told = {"address": address, "log_to_driver": False}
@@ -54,7 +62,12 @@ def collector(engine: str, address: str, policy: Any) -> Any:
             **options,
         )
     bind, _, port = address.partition(":")
-    options |= {"transport": engine, "launcher": "manual", "bind": bind, "tcp_port": int(port)}
+    options |= {
+        "transport": engine,
+        "launcher": "manual",
+        "bind": bind,
+        "tcp_port": int(port),
+    }
     if engine == "rpc":
         return RPCCollector([Wide] * NODES, policy, trust_network=True, **options)
     return DistributedCollector([Wide] * NODES, policy, **options)
@@ -67,12 +80,18 @@ def run(engine: str, address: str) -> dict[str, Any]:
     digest = hashlib.sha256()
     with collector(engine, address, policies.categorical(net)) as made:
         for batch in made:
-            for key in sorted(batch.keys(include_nested=True, leaves_only=True), key=str):
+            for key in sorted(
+                batch.keys(include_nested=True, leaves_only=True), key=str
+            ):
                 digest.update(batch[key].contiguous().numpy().tobytes())
             net.weight.data += 0.01
             made.update_policy_weights_()
         stats = made.stats()
-    return {"digest": digest.hexdigest(), "frames": stats.frames, "engine": stats.engine}
+    return {
+        "digest": digest.hexdigest(),
+        "frames": stats.frames,
+        "engine": stats.engine,
+    }
 
 
 if __name__ == "__main__":

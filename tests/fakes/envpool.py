@@ -90,14 +90,20 @@ class GymnasiumEnvPool(EnvPoolMixin, VectorEnv[Any, Any, Any], gymnasium.Env[Any
         self.resets: list[list[int]] = []
         self.closes = 0
 
-    def reset(self, env_id: Any = None, *, seed: Any = None, options: Any = None) -> Any:
+    def reset(
+        self, env_id: Any = None, *, seed: Any = None, options: Any = None
+    ) -> Any:
         rows = list(range(len(self.envs))) if env_id is None else env_id.tolist()
         self.resets.append(rows)
-        obs, *_, info = self._answer({i: (self._begin(i), 0.0, False, False) for i in rows})
+        obs, *_, info = self._answer(
+            {i: (self._begin(i), 0.0, False, False) for i in rows}
+        )
         return obs, info
 
     def step(self, actions: Any) -> Any:
-        return self._answer({i: self._stepped(i, actions[i]) for i in range(len(self.envs))})
+        return self._answer(
+            {i: self._stepped(i, actions[i]) for i in range(len(self.envs))}
+        )
 
     def async_reset(self) -> None:
         assert not self._sent, "a reset of environments that are being stepped"
@@ -120,7 +126,9 @@ class GymnasiumEnvPool(EnvPoolMixin, VectorEnv[Any, Any, Any], gymnasium.Env[Any
             self.fails = False
             raise RuntimeError("the pool failed")
         sent = list(self._sent)
-        delays = self._ready.exponential(size=len(sent)) * (1 + np.array(sent) / len(self.envs))
+        delays = self._ready.exponential(size=len(sent)) * (
+            1 + np.array(sent) / len(self.envs)
+        )
         delays[[i in self.late for i in sent]] *= 50
         chosen = [sent[n] for n in np.argsort(delays)[:count]]
         self.batches += 1
@@ -157,7 +165,11 @@ class GymnasiumEnvPool(EnvPoolMixin, VectorEnv[Any, Any, Any], gymnasium.Env[Any
         obs, reward, terminated, truncated = zip(*(got[i] for i in rows), strict=True)
         ids = np.array(rows, np.int32)
         info = {"env_id": ids + self.foreign, "elapsed_step": self._elapsed[ids]}
-        columns = np.array(reward, np.float32), np.array(terminated), np.array(truncated)
+        columns = (
+            np.array(reward, np.float32),
+            np.array(terminated),
+            np.array(truncated),
+        )
         return _batch(self.observation_space, obs), *columns, info
 
 
@@ -167,7 +179,8 @@ def _batch(space: Any, values: Any) -> Any:
             key: _batch(part, [value[key] for value in values])
             for key, part in space.spaces.items()
         }
-    dtype = {spaces.Discrete: np.dtype(np.int32), spaces.MultiBinary: np.dtype(bool)}.get(
-        type(space), space.dtype
-    )
+    dtype = {
+        spaces.Discrete: np.dtype(np.int32),
+        spaces.MultiBinary: np.dtype(bool),
+    }.get(type(space), space.dtype)
     return np.array(values).astype(dtype)

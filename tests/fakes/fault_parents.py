@@ -34,11 +34,16 @@ T = 20
 
 # Nothing is compiled here, and tensordict would import the compiler: 2 seconds of CPU time for each
 # program.
-torch.compiler.allow_in_graph = torch.compiler.assume_constant_result = lambda function: function
+torch.compiler.allow_in_graph = torch.compiler.assume_constant_result = (
+    lambda function: function
+)
 
 
 def collector(
-    folder: Path, fault: Fault | None = None, kind: Any = MultiSyncCollector, **options: Any
+    folder: Path,
+    fault: Fault | None = None,
+    kind: Any = MultiSyncCollector,
+    **options: Any,
 ) -> Any:
     path = folder / "counts"
     factories = [partial(OracleEnv, path, 0, 1, fault), partial(OracleEnv, path, 1)]
@@ -79,7 +84,9 @@ def hung(folder: Path, way: Any = faults.holds_the_gil) -> None:
 
 def has_child(folder: Path, *, detached: bool) -> Fault:
     """Every environment starts a program; ``detached``: in a session of its own."""
-    return Fault(faults.HasChild(str(folder / "pids"), detached=detached), "construct", runs=None)
+    return Fault(
+        faults.HasChild(str(folder / "pids"), detached=detached), "construct", runs=None
+    )
 
 
 def grandchildren(folder: Path, *, detached: bool = False) -> None:
@@ -141,7 +148,9 @@ def constructing(folder: Path, kind: str, place: str) -> None:
     threading.setprofile(killer)
     sys.setprofile(killer)
     fault = has_child(folder, detached=True)
-    factories = [partial(OracleEnv, folder / "counts", number, 1, fault) for number in range(2)]
+    factories = [
+        partial(OracleEnv, folder / "counts", number, 1, fault) for number in range(2)
+    ]
     if kind == "AsyncCollector":
         AsyncCollector(factories[0], None, frames_per_batch=T)
     elif kind == "Evaluator":
@@ -150,14 +159,20 @@ def constructing(folder: Path, kind: str, place: str) -> None:
         evaluator.wait()
     elif kind == "served":
         policy = faults.FaultyPolicy(str(folder / "mark"), None, at=1 << 60)
-        MultiSyncCollector(factories, policy, frames_per_batch=2 * T, inference="server")
+        MultiSyncCollector(
+            factories, policy, frames_per_batch=2 * T, inference="server"
+        )
     else:
-        cls = MultiSyncCollector if kind == "MultiSyncCollector" else MultiAsyncCollector
+        cls = (
+            MultiSyncCollector if kind == "MultiSyncCollector" else MultiAsyncCollector
+        )
         cls(factories, None, frames_per_batch=2 * T)
 
 
 def closing_hangs(folder: Path) -> None:
-    made = collector(folder, Fault(faults.holds_the_gil, "close"), timeouts={"close": None})
+    made = collector(
+        folder, Fault(faults.holds_the_gil, "close"), timeouts={"close": None}
+    )
     made.next()
     ready()
     made.shutdown()
@@ -189,7 +204,11 @@ def served(folder: Path, kind: Any = MultiSyncCollector, do: Any = None) -> None
     policy = faults.FaultyPolicy(str(folder / "mark"), do or (lambda _: ready()), at=60)
     factories = [partial(OracleEnv, folder / "counts", number) for number in range(2)]
     with kind(
-        factories, policy, frames_per_batch=2 * T, inference="server", timeouts={"policy": None}
+        factories,
+        policy,
+        frames_per_batch=2 * T,
+        inference="server",
+        timeouts={"policy": None},
     ) as made:
         for _ in made:
             pass
@@ -210,7 +229,9 @@ def served_never(folder: Path) -> None:
 def served_and_forgotten(folder: Path) -> None:
     policy = faults.FaultyPolicy(str(folder / "mark"), None, at=1 << 60)
     factories = [partial(OracleEnv, folder / "counts", number) for number in range(2)]
-    made = MultiAsyncCollector(factories, policy, frames_per_batch=2 * T, inference="server")
+    made = MultiAsyncCollector(
+        factories, policy, frames_per_batch=2 * T, inference="server"
+    )
     made.next()
     globals()["kept"] = made  # until the interpreter ends
     ready()
@@ -279,7 +300,9 @@ def making_nodes(folder: Path, launcher: str) -> None:
     os.chdir(folder)  # for the files of jobs
     warnings.filterwarnings("ignore", "There is no SLURM here")
     ready()
-    with collector(folder, kind=DistributedCollector, launcher=launcher, sync=True) as made:
+    with collector(
+        folder, kind=DistributedCollector, launcher=launcher, sync=True
+    ) as made:
         print("made", flush=True)
         for _ in made:
             pass

@@ -86,7 +86,11 @@ class Outcome:
 
     def rows_of(self, env: int) -> list[torch.Tensor]:
         """All columns of an environment, joined in time; ids but for their common factor."""
-        lanes = [lane for batch in self.batches for lane in batch.reshape(-1, batch.shape[-1])]
+        lanes = [
+            lane
+            for batch in self.batches
+            for lane in batch.reshape(-1, batch.shape[-1])
+        ]
         mine = [
             lane
             for lane in lanes
@@ -95,7 +99,9 @@ class Outcome:
         keys = sorted(map(str, mine[0].keys(True, True)))
         named = {str(key): key for key in mine[0].keys(True, True)}
         return [
-            torch.cat([lane[named[key]] for lane in mine]) for key in keys if "valid" not in key
+            torch.cat([lane[named[key]] for lane in mine])
+            for key in keys
+            if "valid" not in key
         ]
 
 
@@ -159,7 +165,10 @@ ALL_DROPPED = "all workers have been dropped"  # after which nothing comes
 
 def alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            not in "ZX"
+        )
     except OSError:
         return False
 
@@ -184,6 +193,8 @@ def family(mark: str) -> list[int]:
     found = []
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         with contextlib.suppress(OSError):
-            if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes() and alive(pid):
+            if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes() and alive(
+                pid
+            ):
                 found.append(pid)
     return found

@@ -76,7 +76,10 @@ def wait_for_the_end(pid: str) -> None:
 
     def has_ended() -> bool:
         try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+            return (
+                Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                in "ZX"
+            )
         except OSError:  # there is no such process, or not any more
             return True
 
@@ -200,7 +203,9 @@ def line_of(what: Any) -> str:
     code = getattr(what, "__code__", None) or type(what).__call__.__code__
     lines = Path(code.co_filename).read_text().splitlines()
     begin = code.co_firstlineno - 1
-    here = next(number for number in range(begin, len(lines)) if "# HERE" in lines[number])
+    here = next(
+        number for number in range(begin, len(lines)) if "# HERE" in lines[number]
+    )
     return f"{code.co_filename}:{here + 1}"
 
 
@@ -229,7 +234,13 @@ def _open(opener: Any, wrong: tuple[str, Any, int], fds: Any) -> FaultySubscribe
 
 class FaultySubscriber:
     def __init__(self, subscriber: Any, mark: str, do: Any, at: int) -> None:
-        self.subscriber, self.mark, self.do, self.at, self.taken = subscriber, mark, do, at, 0
+        self.subscriber, self.mark, self.do, self.at, self.taken = (
+            subscriber,
+            mark,
+            do,
+            at,
+            0,
+        )
 
     @property
     def version(self) -> Any:
@@ -255,7 +266,9 @@ def first_time(mark: str) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "FaultyPolicy":  # needs torch, which workers that only step can do without
+    if (
+        name == "FaultyPolicy"
+    ):  # needs torch, which workers that only step can do without
         from tests.fakes.faulty_policy import FaultyPolicy
 
         return FaultyPolicy

@@ -41,9 +41,9 @@ class OddText(Exception):
 class Shy(Exception):
     """All that Python and Muster ask an exception for."""
 
-    __notes__ = __cause__ = __context__ = __suppress_context__ = env_index = phase = worker = (
-        property(_refuses)
-    )
+    __notes__ = __cause__ = __context__ = __suppress_context__ = env_index = phase = (
+        worker
+    ) = property(_refuses)
 
 
 class Unreducible(Exception):
@@ -100,7 +100,9 @@ def inner_collector() -> NoReturn:
     from muster.testing import FaultyEnv
 
     with Collector(
-        lambda: FaultyEnv(1, error=lambda: ValueError("inside")), None, frames_per_batch=4
+        lambda: FaultyEnv(1, error=lambda: ValueError("inside")),
+        None,
+        frames_per_batch=4,
     ) as collector:
         collector.rollout()
     raise AssertionError("the inner collector raises")

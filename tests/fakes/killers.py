@@ -53,5 +53,7 @@ class Killer:
             thread.join()
 
     def _run(self, collector: Any) -> None:
-        while self.done < self.kills and not self._over.wait(self._rng.uniform(0, self._longest_s)):
+        while self.done < self.kills and not self._over.wait(
+            self._rng.uniform(0, self._longest_s)
+        ):
             self.done += self._kill(collector, self._rng)

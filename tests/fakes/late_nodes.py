@@ -50,10 +50,15 @@ class GatedCarrier(QueueCarrier):
 
 
 def elastic(
-    carrier: GatedCarrier, factories: Any = "CartPole-v1", policy: Any = None, **options: Any
+    carrier: GatedCarrier,
+    factories: Any = "CartPole-v1",
+    policy: Any = None,
+    **options: Any,
 ) -> QueueCollector:
     """A collector that begins with one node."""
-    factories = factories if isinstance(factories, list) else [factories] * len(carrier.gates)
+    factories = (
+        factories if isinstance(factories, list) else [factories] * len(carrier.gates)
+    )
     usual = {
         "sync": False,
         "min_nodes": 1,

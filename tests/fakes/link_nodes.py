@@ -212,7 +212,9 @@ def under_torchrun():
             assert run_node(target="tests.fakes.link_nodes:introduced")
             continue
         count = int(os.environ["WORLD_SIZE"]) - 1
-        carrier = DirectCarrier(launcher=TorchrunLauncher(), rendezvous=Rendezvous(count))
+        carrier = DirectCarrier(
+            launcher=TorchrunLauncher(), rendezvous=Rendezvous(count)
+        )
         for node in range(count):
             link = carrier.connect(node, 0, 60.0, threading.Event())
             said = link.receive().message.decode().split()

@@ -23,7 +23,11 @@ class Frame:
     block: bytes = b""
 
     def __bytes__(self):
-        return HEADER.pack(len(self.message), self.tag, len(self.block)) + self.message + self.block
+        return (
+            HEADER.pack(len(self.message), self.tag, len(self.block))
+            + self.message
+            + self.block
+        )
 
 
 def read_exactly(end, size):
@@ -63,7 +67,9 @@ def linked(main_token=TOKEN, node_token=TOKEN, deadline_s=20.0):
 
     def make(name, end, token):
         try:
-            ends[name] = SocketLink(end, token, main=name == "main", deadline_s=deadline_s)
+            ends[name] = SocketLink(
+                end, token, main=name == "main", deadline_s=deadline_s
+            )
         except LinkLost as error:
             ends[name] = error
 

@@ -14,7 +14,9 @@ NAME = "muster-node-"  # of node processes, and of their fork servers
 
 def status(pid: int) -> tuple[str, int]:
     """Name and parent of a process."""
-    name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+    name, _, rest = (
+        Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+    )
     return name, int(rest.split()[1])
 
 

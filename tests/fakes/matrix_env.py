@@ -26,7 +26,11 @@ def action_space(kind: ActionKind) -> spaces.Space[Any]:
     if kind == "discrete":
         return spaces.Discrete(CHOICES)
     box = spaces.Box(0, CHOICES - 1, action_shape(kind), np.float32)
-    return spaces.Dict({"left": spaces.Discrete(CHOICES), "right": box}) if kind == "dict" else box
+    return (
+        spaces.Dict({"left": spaces.Discrete(CHOICES), "right": box})
+        if kind == "dict"
+        else box
+    )
 
 
 def heard(kind: ActionKind, action: Any) -> int:
@@ -52,7 +56,9 @@ class MatrixEnv(gymnasium.Env[Any, Any]):
         life: so many steps end the agent's episode, with ``info["traj_done"]`` False; 0: none do.
     """
 
-    def __init__(self, length: int, kind: ActionKind = "discrete", life: int = 0) -> None:
+    def __init__(
+        self, length: int, kind: ActionKind = "discrete", life: int = 0
+    ) -> None:
         self.length, self.kind, self.life = length, kind, life
         self.observation_space = spaces.Box(-np.inf, np.inf, (OBSERVATION,), np.float32)
         self.action_space = action_space(kind)
@@ -72,7 +78,13 @@ class MatrixEnv(gymnasium.Env[Any, Any]):
             over and self.episode % 3 > 0,
         )
         info = {"traj_done": over} if self.life and (over or lost) else {}
-        return self._observe(said), float(10 * self.t + said), terminated, truncated, info
+        return (
+            self._observe(said),
+            float(10 * self.t + said),
+            terminated,
+            truncated,
+            info,
+        )
 
     def _observe(self, said: int) -> Any:
         return np.array([self.length, self.episode, self.t, said], np.float32)
@@ -92,7 +104,9 @@ class Numbered:
 
     def __call__(self) -> MatrixEnv:
         self._made += 1
-        return MatrixEnv(self.first + (self._made - 1) % self.count, self.kind, self.life)
+        return MatrixEnv(
+            self.first + (self._made - 1) % self.count, self.kind, self.life
+        )
 
 
 NUMBERS: dict[str, spaces.Space[Any]] = {

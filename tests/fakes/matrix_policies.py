@@ -31,7 +31,14 @@ def choose(xp: Any, obs: Any, count: Any, hidden: Any, bias: Any, prev: Any = 0)
     """
     length, episode, t, heard = obs
     return (
-        5 * length + 11 * episode + 3 * t + 7 * heard + 13 * count + 17 * hidden + 19 * prev + bias
+        5 * length
+        + 11 * episode
+        + 3 * t
+        + 7 * heard
+        + 13 * count
+        + 17 * hidden
+        + 19 * prev
+        + bias
     ) % CHOICES
 
 
@@ -97,7 +104,11 @@ class WithArray(Plain):
             if self.kind == "dict"
             else action.numpy()
         )
-        return action, extras, np.stack([a.numpy() for a in advance(parts, count, hidden)], -1)
+        return (
+            action,
+            extras,
+            np.stack([a.numpy() for a in advance(parts, count, hidden)], -1),
+        )
 
 
 class WithDict(Plain):
@@ -121,7 +132,9 @@ class WithDict(Plain):
 class Module(nn.Module):
     """Without a state; a module with one weight."""
 
-    def __init__(self, kind: ActionKind, *, prev: bool = False, bias: float = BIAS) -> None:
+    def __init__(
+        self, kind: ActionKind, *, prev: bool = False, bias: float = BIAS
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor(float(bias)))
         self.plain = Plain(kind, prev=prev)
@@ -152,13 +165,21 @@ class Recurrent(TensorDictModuleBase):
 
     def __init__(self, kind: ActionKind, *, prev: bool = False) -> None:
         super().__init__()
-        below: Any = [("action", "left"), ("action", "right")] if kind == "dict" else ["action"]
+        below: Any = (
+            [("action", "left"), ("action", "right")] if kind == "dict" else ["action"]
+        )
         before = (
             [*(("prev_action", key[1]) for key in below), "prev_reward"]
             if kind == "dict"
             else PREVIOUS
         )
-        self.in_keys = ["observation", "count", "hidden", "is_init", *(before if prev else ())]
+        self.in_keys = [
+            "observation",
+            "count",
+            "hidden",
+            "is_init",
+            *(before if prev else ()),
+        ]
         self.out_keys = [*below, "choice", ("next", "count"), ("next", "hidden")]
         self.weight = nn.Parameter(torch.tensor(float(BIAS)))
         self.plain = Plain(kind, prev=prev)
@@ -166,7 +187,8 @@ class Recurrent(TensorDictModuleBase):
     def forward(self, td: Any) -> Any:
         begins = td["is_init"][..., 0]
         count, hidden = (
-            td.get(key, torch.zeros_like(begins, dtype=torch.int64)) for key in ("count", "hidden")
+            td.get(key, torch.zeros_like(begins, dtype=torch.int64))
+            for key in ("count", "hidden")
         )
         self.plain.bias = self.weight.detach().long() + 31 * begins
         action, extras, parts = self.plain.act(

@@ -72,14 +72,19 @@ class OneEnv:
                     rows.append(self._blank(rows[-1]))
                 else:
                     rows.append(self._step(bias))
-            yield {key: np.stack([np.asarray(row[key]) for row in rows]) for key in rows[0]}
+            yield {
+                key: np.stack([np.asarray(row[key]) for row in rows]) for key in rows[0]
+            }
 
     def _step(self, bias: int) -> Row:
         told = self.told
         obs = (self.length, self.episode, self.t, self.said)
         row: Row = {**self._seen(obs), **self._state()}
         prev = (
-            int(sum(np.sum(part) for part in _leaves(self.action).values()) + self.reward)
+            int(
+                sum(np.sum(part) for part in _leaves(self.action).values())
+                + self.reward
+            )
             if told.prev
             else 0
         )
@@ -88,9 +93,9 @@ class OneEnv:
         self.action = parts_of(np.array(choice), told.kind)
         if told.state != "none":
             self.count, self.hidden = advance(obs, self.count, self.hidden)
-        row |= {("action", *key): part for key, part in _leaves(self.action).items()} | {
-            ("choice",): choice
-        }
+        row |= {
+            ("action", *key): part for key, part in _leaves(self.action).items()
+        } | {("choice",): choice}
         self.begins = False
         # the environment
         self.executed += 1
@@ -150,7 +155,11 @@ class OneEnv:
         if self.told.state == "tensordict":
             return {("count",): count, ("hidden",): hidden, ("is_init",): self.begins}
         dtype = np.int64 if self.told.state == "array" else np.float32
-        return {} if self.told.state == "none" else {(key,): np.array([count, hidden], dtype)}
+        return (
+            {}
+            if self.told.state == "none"
+            else {(key,): np.array([count, hidden], dtype)}
+        )
 
 
 def _leaves(action: Any) -> dict[tuple[str, ...], Any]:

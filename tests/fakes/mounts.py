@@ -12,7 +12,11 @@ def own_mounts() -> None:
     Raises:
         OSError: not allowed.
     """
-    libc, new_mounts, all_private = ctypes.CDLL(None, use_errno=True), 0x20000, 1 << 14 | 1 << 18
+    libc, new_mounts, all_private = (
+        ctypes.CDLL(None, use_errno=True),
+        0x20000,
+        1 << 14 | 1 << 18,
+    )
     if libc.unshare(new_mounts) or libc.mount(None, b"/", None, all_private, None):
         raise OSError(ctypes.get_errno(), "this needs root")
 

@@ -93,7 +93,9 @@ class Host:
         """What was sent and has not arrived is lost, unless it is sent again."""
         self._at_switch("link", "set", self._port, "nomaster")
 
-    def cable(self, *, delay_s: float = 0.0, loss: float = 0.0, opened: str | None = None) -> None:
+    def cable(
+        self, *, delay_s: float = 0.0, loss: float = 0.0, opened: str | None = None
+    ) -> None:
         """Give this machine another cable; no more unplugging.
 
         Args:
@@ -112,7 +114,9 @@ class Host:
         self._at_switch("link", "set", one, "promisc", "on")
         what = [str(delay_s), str(loss), "0-65535" if opened is None else opened]
         relay = self.start(
-            [sys.executable, __file__, self._port, one, *what], switch=True, stdout=subprocess.PIPE
+            [sys.executable, __file__, self._port, one, *what],
+            switch=True,
+            stdout=subprocess.PIPE,
         )
         assert relay.stdout is not None
         assert relay.stdout.readline() == "ready\n"
@@ -129,7 +133,10 @@ class Host:
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """This thread is on this machine, and so are threads that it starts meanwhile."""
-        with open("/proc/thread-self/ns/net") as home, open(f"/run/netns/{self.name}") as there:
+        with (
+            open("/proc/thread-self/ns/net") as home,
+            open(f"/run/netns/{self.name}") as there,
+        ):
             _set_namespace(there.fileno())
             try:
                 yield
@@ -214,7 +221,9 @@ def _set_namespace(descriptor: int) -> None:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=10)
+    subprocess.run(
+        ["ip", *arguments], check=True, capture_output=True, text=True, timeout=10
+    )
 
 
 def _relay(one: str, other: str, seconds: float, loss: float, opened: str) -> None:
@@ -250,7 +259,8 @@ def _relay(one: str, other: str, seconds: float, loss: float, opened: str) -> No
             ):
                 continue
             heapq.heappush(
-                late, (time.monotonic() + seconds, next(numbers), 1 - ends.index(end), frame)
+                late,
+                (time.monotonic() + seconds, next(numbers), 1 - ends.index(end), frame),
             )
         while late and late[0][0] <= time.monotonic():
             _, _, to, frame = heapq.heappop(late)
@@ -270,4 +280,6 @@ def _connects_to(frame: bytes) -> int | None:
 
 
 if __name__ == "__main__":
-    _relay(sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4]), sys.argv[5])
+    _relay(
+        sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4]), sys.argv[5]
+    )

@@ -79,7 +79,9 @@ def main():
     if what == "hostile":
         hostile(address, path)
     else:
-        said_goodbye = run_node(address, 0, path, target=f"tests.fakes.{what}", patience_s=60)
+        said_goodbye = run_node(
+            address, 0, path, target=f"tests.fakes.{what}", patience_s=60
+        )
         print("end", said_goodbye, flush=True)
 
 

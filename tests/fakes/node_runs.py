@@ -47,7 +47,9 @@ def all_blocks_in_groups() -> Iterator[None]:
         defaults["large"] = before
 
 
-def sync_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> DistributedCollector:
+def sync_nodes(
+    create_env_fn: Any, policy: Any = None, **options: Any
+) -> DistributedCollector:
     """Two nodes of one worker each; a batch has the rollouts of both."""
     with all_blocks_in_groups():
         return DistributedCollector(
@@ -55,7 +57,9 @@ def sync_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> Distri
         )
 
 
-def async_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> DistributedCollector:
+def async_nodes(
+    create_env_fn: Any, policy: Any = None, **options: Any
+) -> DistributedCollector:
     """The same; a batch has the rollout of one."""
     with all_blocks_in_groups():
         return DistributedCollector(
@@ -63,17 +67,27 @@ def async_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> Distr
         )
 
 
-def rpc_sync_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> RPCCollector:
+def rpc_sync_nodes(
+    create_env_fn: Any, policy: Any = None, **options: Any
+) -> RPCCollector:
     """The same over torch RPC; a batch has the rollouts of both."""
-    return RPCCollector(create_env_fn, policy, **{"launcher": "mp", "sync": True, **options})
+    return RPCCollector(
+        create_env_fn, policy, **{"launcher": "mp", "sync": True, **options}
+    )
 
 
-def rpc_async_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> RPCCollector:
+def rpc_async_nodes(
+    create_env_fn: Any, policy: Any = None, **options: Any
+) -> RPCCollector:
     """The same; a batch has the rollout of one."""
-    return RPCCollector(create_env_fn, policy, **{"launcher": "mp", "sync": False, **options})
+    return RPCCollector(
+        create_env_fn, policy, **{"launcher": "mp", "sync": False, **options}
+    )
 
 
-def direct_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> DistributedCollector:
+def direct_nodes(
+    create_env_fn: Any, policy: Any = None, **options: Any
+) -> DistributedCollector:
     """As ``sync_nodes``, with the engine "direct"."""
     given = {"launcher": "mp", "sync": True, "transport": "direct", **options}
     return DistributedCollector(create_env_fn, policy, **given)
@@ -104,7 +118,11 @@ def check_random_kills(path: Path, kind: Any, killer: Killer) -> None:
     assert stats.executed == stats.frames + sum(stats.discarded.values())
     # A worker that is killed after a step and before its reward is stored has made one that nobody
     # can know of.
-    assert stats.executed <= counts[:, 2].sum() <= stats.executed + stats.unseen + killer.kills
+    assert (
+        stats.executed
+        <= counts[:, 2].sum()
+        <= stats.executed + stats.unseen + killer.kills
+    )
     assert all(count <= counts[env, 2] for (env, _), count in rows.items())
 
 
@@ -130,7 +148,11 @@ def node_pids() -> dict[int, int]:
                 parent,
                 status(parent)[1],
             ]  # its keeper, and the fork server, whose parent is this process
-            if name.startswith(NAME) and alive(pid) and me in (*above, status(above[-1])[1]):
+            if (
+                name.startswith(NAME)
+                and alive(pid)
+                and me in (*above, status(above[-1])[1])
+            ):
                 found[int(name.removeprefix(NAME))] = pid
         except (OSError, ValueError, IndexError):  # it has ended
             continue
@@ -237,7 +259,9 @@ def came_by_themselves(
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Node processes that nobody but this test can end or start again."""
     code = "import sys; from muster.cluster.joining import run_node; a = sys.argv; run_node(a[1], int(a[2]), a[3])"
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    )
     nodes = [
         subprocess.Popen(
             [sys.executable, "-c", code, address, str(number), str(token)],

@@ -16,7 +16,9 @@ class _Together:
 
     always: ClassVar[dict[str, Any]] = {"launcher": "mp", "sync": True}
 
-    def __init__(self, factories: list[Any], policy: Any = None, **options: Any) -> None:
+    def __init__(
+        self, factories: list[Any], policy: Any = None, **options: Any
+    ) -> None:
         if isinstance(frames := options.get("frames_per_batch"), int):
             options["frames_per_batch"] = frames // len(factories)
         super().__init__(factories, policy, **{**self.always, **options})  # type: ignore[call-arg]
@@ -27,7 +29,9 @@ class _AsReady:
 
     always: ClassVar[dict[str, Any]] = {"launcher": "mp", "sync": False}
 
-    def __init__(self, factories: list[Any], policy: Any = None, **options: Any) -> None:
+    def __init__(
+        self, factories: list[Any], policy: Any = None, **options: Any
+    ) -> None:
         super().__init__(factories, policy, **{**self.always, **options})  # type: ignore[call-arg]
 
 
@@ -56,7 +60,9 @@ class _OnRay(RayCollector):
     def __init__(self, *given: Any, **options: Any) -> None:
         cluster()
         options.pop("launcher")
-        super().__init__(*given, **{"remote_configs": {"num_cpus": 1, "memory": 2**28}, **options})
+        super().__init__(
+            *given, **{"remote_configs": {"num_cpus": 1, "memory": 2**28}, **options}
+        )
 
 
 class RayTogether(_Together, _OnRay): ...

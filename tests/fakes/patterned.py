@@ -38,11 +38,17 @@ class PatternEnv(gymnasium.Env[Any, Any]):
         self.number, self.episode, self.t, self.mark = 0, -1, 0, 0
         self.made = self.rendered = 0
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> Any:
         super().reset(seed=seed)
         if seed is not None:
             self.number, self.episode = seed, -1
-        self.episode, self.t, self.mark = self.episode + 1, 0, (options or {}).get("mark", 0)
+        self.episode, self.t, self.mark = (
+            self.episode + 1,
+            0,
+            (options or {}).get("mark", 0),
+        )
         return self._observe(), {}
 
     def step(self, action: int) -> Any:
@@ -114,7 +120,9 @@ def contest(rule: str, n: int, patterns: Patterns, first: Sequence[int]) -> Cont
     ``first[i]``.
     """
     B = len(first)
-    ends: list[dict[int, Whole]] = []  # by environment: the episodes that it would end, by time
+    ends: list[
+        dict[int, Whole]
+    ] = []  # by environment: the episodes that it would end, by time
     for i in range(B):
         t, ends_of = 0, {}
         for episode in range(first[i], first[i] + n):  # none can contribute more
@@ -147,7 +155,8 @@ def _by_place(rule: str, n: int, ends: list[dict[int, Whole]]) -> list[End]:
             key=lambda end: end[0],
         )
     further = sorted(
-        (of_env[n // B] for of_env in ordered if n % B), key=lambda end: (end[0], end[1].env)
+        (of_env[n // B] for of_env in ordered if n % B),
+        key=lambda end: (end[0], end[1].env),
     )
     shares = [end for of_env in ordered for end in of_env[: n // B]]
     return sorted(shares + further[: n % B], key=lambda end: end[0])
@@ -170,7 +179,9 @@ def _last_even(n: int, ends: list[dict[int, Whole]]) -> list[End]:
     return chosen
 
 
-def _rests(rule: str, n: int, ends: list[dict[int, Whole]], i: int, chosen: list[End]) -> int:
+def _rests(
+    rule: str, n: int, ends: list[dict[int, Whole]], i: int, chosen: list[End]
+) -> int:
     """After how many steps nothing is expected of environment ``i`` any more."""
     B = len(ends)
     own = [t for t, whole in chosen if whole.env == i]
@@ -238,12 +249,18 @@ def _whole(piece: Any, patterns: Patterns) -> Whole:
         f"episode {episode} of environment {env} has {n} steps, and not {len(piece)}"
     )
     assert piece["observation"][:, :3].tolist() == [[env, episode, t] for t in range(n)]
-    assert piece["next", "observation"][:, :3].tolist() == [[env, episode, t + 1] for t in range(n)]
-    assert piece["next", "reward"].squeeze(-1).tolist() == [100 * episode + t + 1 for t in range(n)]
+    assert piece["next", "observation"][:, :3].tolist() == [
+        [env, episode, t + 1] for t in range(n)
+    ]
+    assert piece["next", "reward"].squeeze(-1).tolist() == [
+        100 * episode + t + 1 for t in range(n)
+    ]
     last = [False] * (n - 1) + [True]
     odd = episode % 2 == 1
     for flag, expected in (("done", True), ("terminated", not odd), ("truncated", odd)):
-        assert piece["next", flag].squeeze(-1).tolist() == [expected and at_end for at_end in last]
+        assert piece["next", flag].squeeze(-1).tolist() == [
+            expected and at_end for at_end in last
+        ]
         assert not piece[flag].any()
     assert len(piece["collector", "traj_ids"].unique()) == 1
     return Whole(env, episode, n)

@@ -14,4 +14,6 @@ def env_maker() -> GymEnv:
 
 def linear() -> TensorDictModule:
     torch.manual_seed(0)
-    return TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
+    return TensorDictModule(
+        nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"]
+    )

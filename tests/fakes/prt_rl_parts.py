@@ -34,7 +34,9 @@ class Counting:
         return self.num_envs
 
     def get_parameters(self) -> Any:
-        return SimpleNamespace(action_len=1, action_continuous=False, action_min=0, action_max=9)
+        return SimpleNamespace(
+            action_len=1, action_continuous=False, action_min=0, action_max=9
+        )
 
     def reset(self, seed: int | None = None) -> tuple[torch.Tensor, dict[str, Any]]:
         self.resets.append(None)
@@ -56,7 +58,9 @@ class Counting:
         self.state[:, 2] += 1
         reward = (self.state[:, 2] + torch.arange(self.num_envs) / 8).unsqueeze(-1)
         if self.agents:
-            reward = reward.unsqueeze(1) * torch.arange(1.0, self.agents + 1).reshape(1, -1, 1)
+            reward = reward.unsqueeze(1) * torch.arange(1.0, self.agents + 1).reshape(
+                1, -1, 1
+            )
         return self.state.clone(), reward, self.state[:, 2:] >= self.state[:, :1], {}
 
     def _begin(self, i: int) -> None:
@@ -72,7 +76,9 @@ class CountingGym(gymnasium.Env[Any, Any]):
         self.observation_space = gymnasium.spaces.Box(0, 100, (2,), np.float64)
         self.action_space = gymnasium.spaces.Discrete(10)
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: Any = None
+    ) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.t, self.resets = 0, self.resets + 1
         return np.array([self.length, 0.0]), {}
@@ -141,7 +147,13 @@ CASES: dict[str, tuple[list[int], int, type, bool, list[Call]]] = {
         True,
         [("experience", {"num_steps": 5, "bootstrap": False})],
     ),
-    "agents": ([2, 5], 3, Policy, False, [STEPS[9], ("trajectory", {"num_trajectories": 3})]),
+    "agents": (
+        [2, 5],
+        3,
+        Policy,
+        False,
+        [STEPS[9], ("trajectory", {"num_trajectories": 3})],
+    ),
     "drawn": ([0, 0, 0], 0, Sampling, True, [STEPS[n] for n in (10, 3, 30)]),
     "mixed": ([0, 0, 3], 0, Sampling, True, MIXED),
     "mixed-rows": ([0, 2], 0, Sampling, False, MIXED),
@@ -152,17 +164,41 @@ CASES: dict[str, tuple[list[int], int, type, bool, list[Call]]] = {
         False,
         [("trajectory", {}), ("trajectory", {"num_trajectories": 3})],
     ),
-    "long": ([1, 4, 150], 0, Policy, True, [("trajectory", {"num_trajectories": 4}), STEPS[1]]),
+    "long": (
+        [1, 4, 150],
+        0,
+        Policy,
+        True,
+        [("trajectory", {"num_trajectories": 4}), STEPS[1]],
+    ),
     **{
-        f"fair-{n}": ([1, 2, 3], 0, Policy, True, [("trajectory", {"num_trajectories": n})])
+        f"fair-{n}": (
+            [1, 2, 3],
+            0,
+            Policy,
+            True,
+            [("trajectory", {"num_trajectories": n})],
+        )
         for n in range(3, 10)
     },
     **{
-        f"ties-{n}": ([3, 1, 1, 3], 0, Policy, True, [("trajectory", {"num_trajectories": n})] * 2)
+        f"ties-{n}": (
+            [3, 1, 1, 3],
+            0,
+            Policy,
+            True,
+            [("trajectory", {"num_trajectories": n})] * 2,
+        )
         for n in (6, 7)
     },
     **{
-        f"steps-{n}": ([2, 2, 5], 0, Policy, True, [("trajectory", {"min_num_steps": n})])
+        f"steps-{n}": (
+            [2, 2, 5],
+            0,
+            Policy,
+            True,
+            [("trajectory", {"min_num_steps": n})],
+        )
         for n in (1, 2, 3, 5, 9, 23)
     },
 }

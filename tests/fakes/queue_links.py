@@ -49,7 +49,9 @@ class QueueLink:
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
         if self._cause:
             raise LinkLost(self._cause)
-        self.other._arrived.put((message, None if block is None else np.array(block.array), tag))
+        self.other._arrived.put(
+            (message, None if block is None else np.array(block.array), tag)
+        )
 
     def expect(self, tag: int, memory: Array) -> None:
         self.expected[tag] = memory
@@ -97,7 +99,11 @@ class LateLink(QueueLink):
         said = pickle.loads(message)
         if said.results:
             self._kept.append(
-                (said.results, None if block is None else Block(np.array(block.array)), tag)
+                (
+                    said.results,
+                    None if block is None else Block(np.array(block.array)),
+                    tag,
+                )
             )
             if len(self._kept) == 1:
                 return

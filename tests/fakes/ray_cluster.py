@@ -30,7 +30,11 @@ needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed"
 )
 STORE_BYTES = 400 * 2**20
-NODE = {"num_cpus": 4, "node_ip_address": "127.0.0.1", "object_store_memory": STORE_BYTES}
+NODE = {
+    "num_cpus": 4,
+    "node_ip_address": "127.0.0.1",
+    "object_store_memory": STORE_BYTES,
+}
 START_S = 150.0
 
 
@@ -170,7 +174,9 @@ def _serve(pipe: Connection, folder: Path) -> None:
     from ray.cluster_utils import Cluster
 
     ray_constants.ENABLE_RAY_CLUSTER = False
-    made = Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False})
+    made = Cluster(
+        initialize_head=True, head_node_args=NODE | {"include_dashboard": False}
+    )
     nodes = [made.add_node(**NODE)]
     answer: Any = made.address
     try:

@@ -17,7 +17,9 @@ class Sampling(nn.Module):
 
     def forward(self, obs: torch.Tensor) -> Any:
         log_probs = self.net(obs).log_softmax(-1)
-        action = (log_probs - torch.empty_like(log_probs).exponential_().log()).argmax(-1)
+        action = (log_probs - torch.empty_like(log_probs).exponential_().log()).argmax(
+            -1
+        )
         return action, {"value": log_probs.gather(-1, action[:, None])[:, 0]}
 
 

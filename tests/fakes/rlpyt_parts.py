@@ -19,7 +19,9 @@ def _at(self: Any, index: Any) -> Any:
 
 def _put(self: Any, index: Any, value: Any) -> None:
     values = (
-        value if getattr(value, "_fields", None) == self._fields else [value] * len(self._fields)
+        value
+        if getattr(value, "_fields", None) == self._fields
+        else [value] * len(self._fields)
     )
     for part, new in zip(self, values, strict=True):
         if part is not None:
@@ -42,7 +44,9 @@ AgentInfo = named_arrays("AgentInfo", "value memory")
 Memory = named_arrays("Memory", "calls")
 Samples = named_arrays("Samples", "agent env")
 AgentSamples = named_arrays("AgentSamples", "action prev_action agent_info")
-AgentSamplesBsv = named_arrays("AgentSamplesBsv", "action prev_action agent_info bootstrap_value")
+AgentSamplesBsv = named_arrays(
+    "AgentSamplesBsv", "action prev_action agent_info bootstrap_value"
+)
 EnvSamples = named_arrays("EnvSamples", "observation reward prev_reward done env_info")
 StepBuffer = named_arrays("StepBuffer", "observation action reward done agent_info")
 EnvStep = namedtuple("EnvStep", "observation reward done env_info")
@@ -75,7 +79,9 @@ class Counting:
         actions: all it was given.
     """
 
-    def __init__(self, length: int, life: int | None = None, *, infos: bool = True) -> None:
+    def __init__(
+        self, length: int, life: int | None = None, *, infos: bool = True
+    ) -> None:
         self.length, self.life, self.infos = length, life or length, infos
         self.action_space = Actions()
         self.t = self.resets = 0
@@ -93,7 +99,10 @@ class Counting:
         self.t += 1
         over = self.t == self.length
         return EnvStep(
-            self.observe(), float(self.t), over or self.t % self.life == 0, self.info(over)
+            self.observe(),
+            float(self.t),
+            over or self.t % self.life == 0,
+            self.info(over),
         )
 
     def observe(self) -> Any:
@@ -146,9 +155,13 @@ class Agent:
 
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
         assert torch.is_tensor(observation)
-        self.inputs.append((observation.tolist(), prev_action.tolist(), prev_reward.tolist()))
+        self.inputs.append(
+            (observation.tolist(), prev_action.tolist(), prev_reward.tolist())
+        )
         self.calls += 1
-        action = (observation[:, 1].long() + self.calls + prev_action + prev_reward.long()) % 5
+        action = (
+            observation[:, 1].long() + self.calls + prev_action + prev_reward.long()
+        ) % 5
         value = self.value(observation, prev_action, prev_reward)
         return AgentStep(action, AgentInfo(value, Memory(self.calls.clone())))
 
@@ -165,11 +178,20 @@ class Agent:
 def shared_zeros(shape: Sequence[int], dtype: Any) -> Any:
     """An array that processes made later see as well."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8, size).view(dtype).reshape(shape)
+    return (
+        np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8, size)
+        .view(dtype)
+        .reshape(shape)
+    )
 
 
 def make_samples(
-    T: int, B: int, *, bootstrap: bool = False, one_memory: bool = True, zeros: Any = np.zeros
+    T: int,
+    B: int,
+    *,
+    bootstrap: bool = False,
+    one_memory: bool = True,
+    zeros: Any = np.zeros,
 ) -> Any:
     """Buffers for ``Counting`` and ``Agent``.
 
@@ -178,7 +200,9 @@ def make_samples(
             them.
     """
     after, before = (
-        [slice(1, None), slice(None, -1)] if one_memory else [slice(1, None), slice(1, None)]
+        [slice(1, None), slice(None, -1)]
+        if one_memory
+        else [slice(1, None), slice(1, None)]
     )
     actions = [zeros((T + 1, B), np.int64) for _ in range(1 if one_memory else 2)]
     rewards = [zeros((T + 1, B), np.float32) for _ in range(1 if one_memory else 2)]
@@ -195,7 +219,9 @@ def make_samples(
         EnvInfo(zeros((T, B), bool), zeros((T, B), np.int64)),
     )
     return Samples(
-        AgentSamplesBsv(*agent, zeros((1, B), np.float32)) if bootstrap else AgentSamples(*agent),
+        AgentSamplesBsv(*agent, zeros((1, B), np.float32))
+        if bootstrap
+        else AgentSamples(*agent),
         env,
     )
 
@@ -215,5 +241,7 @@ def make_step_buffer(B: int, zeros: Any = np.zeros) -> Any:
 def part_of(tree: Any, where: Any) -> Any:
     """``tree[where]``, leaf by leaf: a view."""
     return (
-        type(tree)(*(part_of(x, where) for x in tree)) if hasattr(tree, "_fields") else tree[where]
+        type(tree)(*(part_of(x, where) for x in tree))
+        if hasattr(tree, "_fields")
+        else tree[where]
     )

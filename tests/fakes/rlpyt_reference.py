@@ -19,20 +19,31 @@ def expected(
     parts, ended = [], []
     for _ in range(batches):
         rows: Columns = {
-            name: [] for name in ("t", "action", "reward", "done", "over", "calls", "inputs")
+            name: []
+            for name in ("t", "action", "reward", "done", "over", "calls", "inputs")
         }
         done = False
         lengths = []
         for _ in range(T):
             if wait and done:
                 for name, column in rows.items():
-                    column.append(True if name == "done" else (0, 0, 0) if name == "inputs" else 0)
+                    column.append(
+                        True if name == "done" else (0, 0, 0) if name == "inputs" else 0
+                    )
                 continue
             calls += 1
             action = (t + calls + prev_action + prev_reward) % 5
             before, t = t, t + 1
             over, done = t == length, t == length or t % life == 0
-            values = before, action, t, done, over, calls, (before, prev_action, prev_reward)
+            values = (
+                before,
+                action,
+                t,
+                done,
+                over,
+                calls,
+                (before, prev_action, prev_reward),
+            )
             for column, value in zip(rows.values(), values, strict=True):
                 column.append(value)
             prev_action, prev_reward = (0, 0) if done else (action, t)

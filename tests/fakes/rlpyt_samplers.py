@@ -10,7 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.fakes.rlpyt_parts import make_samples, make_step_buffer, part_of, shared_zeros
+from tests.fakes.rlpyt_parts import (
+    make_samples,
+    make_step_buffer,
+    part_of,
+    shared_zeros,
+)
 
 WAIT_S = 30.0
 fork = multiprocessing.get_context("fork")  # as rlpyt does
@@ -42,12 +47,16 @@ class SerialSampler:
             global_B=B,
             env_ranks=list(range(B)),
         )
-        self.agent_inputs, self.traj_infos = self.collector.start_envs(max_decorrelation_steps)
+        self.agent_inputs, self.traj_infos = self.collector.start_envs(
+            max_decorrelation_steps
+        )
         self.collector.start_agent()
 
     def obtain_samples(self, itr: int) -> tuple[Any, list[Any]]:
         """The buffers, whose content the next call replaces, and records of episodes."""
-        collected = self.collector.collect_batch(self.agent_inputs, self.traj_infos, itr)
+        collected = self.collector.collect_batch(
+            self.agent_inputs, self.traj_infos, itr
+        )
         agent_inputs, self.traj_infos, completed = collected
         self.collector.reset_if_needed(agent_inputs)
         self.agent_inputs = agent_inputs
@@ -130,17 +139,27 @@ class ParallelSampler:
         agents = agent if isinstance(agent, list) else [agent]
         share = workers // len(agents)
         self.halves = [
-            (half, range(i * share, (i + 1) * share), slice(i * share * B, (i + 1) * share * B))
+            (
+                half,
+                range(i * share, (i + 1) * share),
+                slice(i * share * B, (i + 1) * share * B),
+            )
             for i, half in enumerate(agents)
         ]
-        self.T, self.eval_max_T, self.eval_max_trajectories = T, eval_max_T, eval_max_trajectories
+        self.T, self.eval_max_T, self.eval_max_trajectories = (
+            T,
+            eval_max_T,
+            eval_max_trajectories,
+        )
         self.mid_batch_reset, self.server, self.workers = (
             CollectorCls.mid_batch_reset,
             server,
             workers,
         )
         self.samples = make_samples(T, total, bootstrap=bootstrap, zeros=shared_zeros)
-        self.step, self.eval_step = (make_step_buffer(total, shared_zeros) for _ in range(2))
+        self.step, self.eval_step = (
+            make_step_buffer(total, shared_zeros) for _ in range(2)
+        )
         self.obs_ready, self.act_ready = (
             [fork.Semaphore(0) for _ in range(workers)] for _ in range(2)
         )
@@ -183,7 +202,9 @@ class ParallelSampler:
                 step_buffer_np=part_of(self.step, mine) if server else None,
                 eval_step_buffer_np=part_of(self.eval_step, mine) if server else None,
             )
-            self.processes.append(fork.Process(target=worker, args=(common, own), daemon=True))
+            self.processes.append(
+                fork.Process(target=worker, args=(common, own), daemon=True)
+            )
         for process in self.processes:
             process.start()
         self.ctrl.barrier_out.wait(WAIT_S)
@@ -210,7 +231,10 @@ class ParallelSampler:
             left = self._serve_evaluation(itr, infos, left)
         while left:
             left = self._take(infos, left)
-            if self.eval_max_trajectories is not None and len(infos) >= self.eval_max_trajectories:
+            if (
+                self.eval_max_trajectories is not None
+                and len(infos) >= self.eval_max_trajectories
+            ):
                 self.stop_eval.value = 1
         self.ctrl.barrier_out.wait(WAIT_S)
         self.ctrl.do_eval.value = 0
@@ -246,7 +270,9 @@ class ParallelSampler:
         for (agent, workers, envs), step in zip(self.halves, steps, strict=True):
             self._acquire(workers)
             if "bootstrap_value" in self.samples.agent:
-                self.samples.agent.bootstrap_value[:, envs] = agent.value(*_inputs(step)).numpy()
+                self.samples.agent.bootstrap_value[:, envs] = agent.value(
+                    *_inputs(step)
+                ).numpy()
             _reset_agent(agent, step)
 
     def _serve_evaluation(self, itr: int, infos: list[Any], left: int) -> int:
@@ -261,7 +287,10 @@ class ParallelSampler:
             while not self.eval_queue.empty():
                 left = self._take(infos, left)
             _act(agent, step)
-            if self.eval_max_trajectories is not None and len(infos) >= self.eval_max_trajectories:
+            if (
+                self.eval_max_trajectories is not None
+                and len(infos) >= self.eval_max_trajectories
+            ):
                 self.stop_eval.value = 1
             self._release(workers)
             if self.stop_eval.value:
@@ -274,7 +303,9 @@ class ParallelSampler:
             assert self.obs_ready[w].acquire(True, WAIT_S), (
                 "a worker has not shown its observations"
             )
-            assert not self.obs_ready[w].acquire(False), "a worker was ahead of the server"
+            assert not self.obs_ready[w].acquire(False), (
+                "a worker was ahead of the server"
+            )
 
     def _release(self, workers: Sequence[int]) -> None:
         for w in workers:
@@ -296,4 +327,6 @@ def _act(agent: Any, step: Any) -> None:
 
 
 def _inputs(step: Any) -> Any:
-    return tuple(torch.from_numpy(x.copy()) for x in (step.observation, step.action, step.reward))
+    return tuple(
+        torch.from_numpy(x.copy()) for x in (step.observation, step.action, step.reward)
+    )

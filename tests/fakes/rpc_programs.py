@@ -83,13 +83,23 @@ def own_agents(port: str) -> None:
         names = sorted(info.name for info in agent.get_worker_infos())
         with RPCCollector([CountingEnv], None, **options) as two:
             two.next()
-            same = rpc._get_current_rpc_agent().get_worker_info() == agent.get_worker_info()
+            same = (
+                rpc._get_current_rpc_agent().get_worker_info()
+                == agent.get_worker_info()
+            )
             members = len(agent.get_worker_infos())
-            node = next(info for info in agent.get_worker_infos() if info.name.endswith("-node-0"))
+            node = next(
+                info
+                for info in agent.get_worker_infos()
+                if info.name.endswith("-node-0")
+            )
             threads = [threads_of_agent(), rpc.rpc_sync(node, threads_of_agent)]
         try:
             RPCCollector(
-                [CountingEnv], None, **OPTIONS, tensorpipe_options={"num_worker_threads": 2}
+                [CountingEnv],
+                None,
+                **OPTIONS,
+                tensorpipe_options={"num_worker_threads": 2},
             )
         except BadOption as error:
             refused = str(error)
@@ -123,13 +133,20 @@ def trusts(host: str) -> None:
     """Agents at an address that other machines can reach; then at loopback, where they cannot be
     any more.
     """
-    options = OPTIONS | {"token": b"0123456789abcdef", "bind": host, "trust_network": True}
+    options = OPTIONS | {
+        "token": b"0123456789abcdef",
+        "bind": host,
+        "trust_network": True,
+    }
     with RPCCollector([CountingEnv] * 2, None, **options) as collector:
         collector.next()
         node_pids = {node_of(worker.pid) for worker in collector.stats().workers}
         own = listening(os.getpid())
         nodes = [address for pid in node_pids for address in listening(pid)]
-    say(own=sorted({address for address, _ in own}), nodes=[address for address, _ in nodes])
+    say(
+        own=sorted({address for address, _ in own}),
+        nodes=[address for address, _ in nodes],
+    )
     try:
         RPCCollector([CountingEnv], None, **OPTIONS)
     except BadOption as error:
@@ -229,7 +246,9 @@ def nodes_there() -> list[str]:
         if thread.name.startswith("muster-node"):
             thread.join(10.0)
     return [
-        thread.name for thread in threading.enumerate() if thread.name.startswith("muster-node")
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith("muster-node")
     ]
 
 
@@ -248,7 +267,11 @@ def of_group_loses_a_worker(pids: dict[int, str]) -> None:
         collector.next()
         before = where(collector)
         os.kill(before[0], signal.SIGKILL)
-        while collector.stats().restarts < 1 or where(collector)[0] in (before[0], 0, 1):
+        while collector.stats().restarts < 1 or where(collector)[0] in (
+            before[0],
+            0,
+            1,
+        ):
             collector.next()
         after = where(collector)
         os.kill(after[0], signal.SIGKILL)
@@ -257,7 +280,11 @@ def of_group_loses_a_worker(pids: dict[int, str]) -> None:
                 collector.next()
         except WorkerDied as error:
             died = str(error)
-    say(before=[pids[place] for place in before], after=[pids[place] for place in after], died=died)
+    say(
+        before=[pids[place] for place in before],
+        after=[pids[place] for place in after],
+        died=died,
+    )
 
 
 def seed(port: str, rank: str, world: str) -> None:
@@ -265,7 +292,9 @@ def seed(port: str, rank: str, world: str) -> None:
     collector still there.
     """
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    distributed.init_process_group(backend="gloo", rank=int(rank), world_size=int(world))
+    distributed.init_process_group(
+        backend="gloo", rank=int(rank), world_size=int(world)
+    )
     rpc.init_rpc(
         f"COLLECTOR_NODE_{rank}",
         rank=int(rank),
@@ -276,7 +305,10 @@ def seed(port: str, rank: str, world: str) -> None:
         collector = RPCCollector(
             [CountingEnv] * 2, None, sync=True, frames_per_batch=20, total_frames=80
         )
-        say(frames=[batch.numel() for batch in collector], engine=collector.stats().engine)
+        say(
+            frames=[batch.numel() for batch in collector],
+            engine=collector.stats().engine,
+        )
     rpc.shutdown()
     distributed.destroy_process_group()
 

@@ -20,7 +20,9 @@ class SeededEnv(gymnasium.Env[Any, Any]):
     def __init__(self) -> None:
         self.seeds: list[int | None] = []
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: Any = None
+    ) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.seeds.append(seed)
         self.shown = -1 if seed is None else seed

@@ -18,7 +18,10 @@ class SlippingEnv(PatternEnv):
     """
 
     def __init__(
-        self, patterns: Patterns, fault: int, does: Literal["raise", "nan", "raise in reset"]
+        self,
+        patterns: Patterns,
+        fault: int,
+        does: Literal["raise", "nan", "raise in reset"],
     ) -> None:
         super().__init__(patterns, fault if does == "raise" else -1)
         self.does, self.at, self.resets = does, fault, 0

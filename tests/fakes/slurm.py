@@ -91,18 +91,27 @@ class Slurm:
     def run(self, *command: str) -> str:
         """What a client of this SLURM prints."""
         done = subprocess.run(
-            command, env=self._env(), capture_output=True, text=True, timeout=END_S, check=True
+            command,
+            env=self._env(),
+            capture_output=True,
+            text=True,
+            timeout=END_S,
+            check=True,
         )
         return done.stdout.strip()
 
     def state(self, job: str) -> str:
-        return self.run("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}")
+        return self.run(
+            "squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}"
+        )
 
     def wait_for(self, job: str, *states: str, within_s: float = 60.0) -> str:
         """Wait until the job has one of these states, and return it."""
         until = time.monotonic() + within_s
         while (state := self.state(job)) not in states:
-            assert time.monotonic() < until, f"job {job} is {state}, not {states}\n{self.log()}"
+            assert time.monotonic() < until, (
+                f"job {job} is {state}, not {states}\n{self.log()}"
+            )
             time.sleep(0.05)  # noqa: TID251 (SLURM tells nobody)
         return state
 
@@ -116,7 +125,8 @@ class Slurm:
     def log(self) -> str:
         """The end of what the daemons have written, for the message of a failed test."""
         return "\n".join(
-            path.read_text(errors="replace")[-2000:] for path in sorted(self.folder.glob("*.log"))
+            path.read_text(errors="replace")[-2000:]
+            for path in sorted(self.folder.glob("*.log"))
         )
 
     def close(self) -> None:
@@ -153,7 +163,9 @@ class Slurm:
             f"--log-file={munge}/log",
             f"--seed-file={munge}/seed",
         )
-        self._spawn("munged", "--foreground", "--force", f"--socket={socket_path}", *files)
+        self._spawn(
+            "munged", "--foreground", "--force", f"--socket={socket_path}", *files
+        )
         self._until(socket_path.exists, "munged has no socket")
         self._spawn("slurmctld", "-D")
         self._spawn("slurmd", "-D", "-N", "node1")
@@ -161,7 +173,9 @@ class Slurm:
 
     def _is_idle(self) -> bool:
         try:
-            return "idle" in self.run("sinfo", "--noheader", "--nodes=node1", "--format=%t")
+            return "idle" in self.run(
+                "sinfo", "--noheader", "--nodes=node1", "--format=%t"
+            )
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
             return False  # slurmctld is not up yet
 
@@ -169,9 +183,15 @@ class Slurm:
         """As a child that ends when this process ends, however that happens."""
         command = ("setpriv", "--pdeathsig=TERM", name, *arguments)
         with (self.folder / f"{name}.log").open("wb") as log:
-            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            streams: dict[str, Any] = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": log,
+                "stderr": log,
+            }
             self._children.append(
-                subprocess.Popen(command, env=self._env(), start_new_session=True, **streams)
+                subprocess.Popen(
+                    command, env=self._env(), start_new_session=True, **streams
+                )
             )
 
     def _until(self, ready: Any, what: str) -> None:

@@ -80,7 +80,9 @@ class TapeGraph:
     def warm_up(self, function: Callable[[], None]) -> None:
         function()
 
-    def record(self, function: Callable[[], None], generators: Iterable[torch.Generator]) -> None:
+    def record(
+        self, function: Callable[[], None], generators: Iterable[torch.Generator]
+    ) -> None:
         assert not self._calls, "it was recorded already"
         registered = [torch.default_generator, *generators]
         states = [generator.get_state() for generator in registered]
@@ -119,7 +121,9 @@ class TapeGraph:
 class _Tape(TorchDispatchMode):
     """Keeps operations, and what they overwrite."""
 
-    def __init__(self, calls: list[Any], generators: list[torch.Generator], *, fails: bool) -> None:
+    def __init__(
+        self, calls: list[Any], generators: list[torch.Generator], *, fails: bool
+    ) -> None:
         super().__init__()
         self._calls = calls
         self._generators = generators
@@ -127,11 +131,15 @@ class _Tape(TorchDispatchMode):
         self._own: set[int] = set()  # memory of results
         self._overwritten: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in SYNCHRONIZING:
             raise NotRecordable(f"{func}: {SYNCHRONIZING[func]}")
-        with self:  # in inference mode, also operations that consist of others come here
+        with (
+            self
+        ):  # in inference mode, also operations that consist of others come here
             parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
@@ -139,7 +147,9 @@ class _Tape(TorchDispatchMode):
         for value in given:
             if isinstance(value, torch.Generator) and not self._is_registered(value):
                 raise NotRecordable(f"{func}: the generator was not registered")
-        if func in INDEXING and any(i is not None and i.dtype in FLAGS for i in args[1]):
+        if func in INDEXING and any(
+            i is not None and i.dtype in FLAGS for i in args[1]
+        ):
             raise NotRecordable(f"{func}: a size that depends on values")
         if self._fails and len(self._calls) > 20:
             raise NotRecordable("this recording fails")
@@ -148,7 +158,9 @@ class _Tape(TorchDispatchMode):
         out = func(*args, **kwargs)
         results, _ = tree_flatten(out)
         outs = [each for each in results if isinstance(each, torch.Tensor)]
-        inputs = {each.untyped_storage().data_ptr() for each in given if torch.is_tensor(each)}
+        inputs = {
+            each.untyped_storage().data_ptr() for each in given if torch.is_tensor(each)
+        }
         for each in outs:
             if each.untyped_storage().data_ptr() not in inputs:
                 self._own.add(each.untyped_storage().data_ptr())
@@ -188,4 +200,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 def _is_view(func: Any) -> bool:
     """Whether the results are views of arguments that nothing is written into."""
     returned = [result.alias_info for result in func._schema.returns]
-    return bool(returned) and all(info is not None and not info.is_write for info in returned)
+    return bool(returned) and all(
+        info is not None and not info.is_write for info in returned
+    )

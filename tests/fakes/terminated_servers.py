@@ -47,7 +47,9 @@ class Server(worker_main.WorkerMain):
             profile=lambda *_: None,
             observe=dict,
             run=lambda request, lane: RolloutResult(request.number, request.group),
-            group=lambda _: SimpleNamespace(options=SimpleNamespace(reset_when_done=True)),
+            group=lambda _: SimpleNamespace(
+                options=SimpleNamespace(reset_when_done=True)
+            ),
             laid_out={},
         )
         lane = SimpleNamespace(done_steps=0)
@@ -77,7 +79,9 @@ class Terminator:
         if event == "opcode" and self.served.ready:
             self.passed += 1
             if self.passed == self.at:
-                self.served.channel.send(("sent", f"{frame.f_code.co_name}, line {frame.f_lineno}"))
+                self.served.channel.send(
+                    ("sent", f"{frame.f_code.co_name}, line {frame.f_lineno}")
+                )
                 os.kill(os.getpid(), signal.SIGTERM)
         return self.follow
 

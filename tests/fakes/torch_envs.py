@@ -48,12 +48,17 @@ class Walk:
         if seed is not None:
             self.generator.manual_seed(seed)
         everywhere = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
-        self.state = self.fresh((options or {}).get("reset_mask", everywhere), self.state)
+        self.state = self.fresh(
+            (options or {}).get("reset_mask", everywhere), self.state
+        )
         return self.state.clone(), {}
 
     def fresh(self, where: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """Return the state with new episodes somewhere."""
-        drawn = torch.rand(self.num_envs, generator=self.generator, device=self.device) - 0.5
+        drawn = (
+            torch.rand(self.num_envs, generator=self.generator, device=self.device)
+            - 0.5
+        )
         begun = torch.stack([drawn, torch.zeros_like(drawn)], 1)
         return torch.where(where[:, None], begun, state)
 
@@ -117,8 +122,12 @@ class Nested(Walk):
         self.rows[1] = self.rows[0] * 0.5
         self.past.append(state[:, 0].clone())
         self.part = self.Part(self.part.speed + self.past[0])
-        extra = self.pair[1] + self.named["inner"]["near"] + self.rows[1] + self.part.speed
-        return state + 1e-3 * torch.stack([extra + self.count(), torch.zeros_like(extra)], 1)
+        extra = (
+            self.pair[1] + self.named["inner"]["near"] + self.rows[1] + self.part.speed
+        )
+        return state + 1e-3 * torch.stack(
+            [extra + self.count(), torch.zeros_like(extra)], 1
+        )
 
 
 def _counter(count: torch.Tensor) -> Any:

@@ -97,7 +97,14 @@ class Twins:
         for x, y in zip(here, there, strict=True):
             assert x.tobytes() == y.tobytes(), where
         stats = self.do(Collector.stats)
-        for name in ("frames", "executed", "discarded", "episodes", "return_mean", "policy_lag"):
+        for name in (
+            "frames",
+            "executed",
+            "discarded",
+            "episodes",
+            "return_mean",
+            "policy_lag",
+        ):
             assert getattr(stats[0], name) == getattr(stats[1], name), (name, where)
         self.do(assert_accounted)
         for one, other in zip(*self.kept, strict=True):
@@ -105,7 +112,9 @@ class Twins:
             assert states[0].keys() == states[1].keys()
             for name, value in states[0].items():
                 assert torch.equal(value, states[1][name]), (name, where)
-        for one, other in zip(*(collector._engine.groups for collector in self.both), strict=True):
+        for one, other in zip(
+            *(collector._engine.groups for collector in self.both), strict=True
+        ):
             states = [group.rng.state_dict() for group in (one, other)]
             for name in ("torch", "cuda"):
                 if states[0][name] is not None:

@@ -91,7 +91,9 @@ def afterwards(collector: Any) -> dict[str, Any]:
         batches += collector.next() is not None
     collector.shutdown()
     stats = collector.stats()
-    exact = stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    exact = (
+        stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    )
     return {"batches": batches, "exact": exact}
 
 
@@ -99,7 +101,9 @@ def lose_first(collector: Any) -> None:
     pid = collector.stats().workers[0].pid
     keeper = parent(pid)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not (Path(f"/proc/{pid}").exists() or Path(f"/proc/{keeper}").exists()))
+    wait_until(
+        lambda: not (Path(f"/proc/{pid}").exists() or Path(f"/proc/{keeper}").exists())
+    )
 
 
 def processes(on_failure: Any) -> dict[str, Any]:
@@ -133,7 +137,12 @@ def nodes(on_failure: Any) -> dict[str, Any]:
     """The threads of their sessions cannot be started."""
     from tests.fakes.node_runs import node_pids
 
-    options = {"frames_per_batch": 20, "on_failure": on_failure, "launcher": "mp", "sync": True}
+    options = {
+        "frames_per_batch": 20,
+        "on_failure": on_failure,
+        "launcher": "mp",
+        "sync": True,
+    }
     collector = DistributedCollector([CountingEnv] * 2, None, **options)
     collector.next()
     pid = node_pids()[0]

@@ -131,7 +131,9 @@ class Drawing(gymnasium.Env[Any, Any]):
     action_space = gymnasium.spaces.Discrete(9)
 
     def __init__(self, length: int = 4, *, from_torch: bool = False) -> None:
-        self.observation_space = gymnasium.spaces.Box(-99, 99, (2 + from_torch,), np.float64)
+        self.observation_space = gymnasium.spaces.Box(
+            -99, 99, (2 + from_torch,), np.float64
+        )
         self.length, self.t, self.torch = length, 0, None
         if from_torch:
             import torch

@@ -75,10 +75,13 @@ class Waits(TorchDispatchMode):
     def calls(self) -> int:
         return len(self.operations)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = func.overloadpacket.__name__
         by_mask = name in ("index", "index_put", "index_put_") and any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+            index is not None and index.dtype in (torch.bool, torch.uint8)
+            for index in args[1]
         )
         to_host = name == "copy_" and args[0].data_ptr() in self._on_host
         if name in WAITS or by_mask or to_host:

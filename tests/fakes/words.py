@@ -18,8 +18,13 @@ class Words(gymnasium.Env[Any, Any]):
             "word": spaces.Text(9),
         }
         if ragged:
-            parts["rows"] = spaces.Sequence(spaces.Box(0, 99, (2,), np.float32), stack=True)
-        self.observation_space, self.action_space = spaces.Dict(parts), spaces.Discrete(2)
+            parts["rows"] = spaces.Sequence(
+                spaces.Box(0, 99, (2,), np.float32), stack=True
+            )
+        self.observation_space, self.action_space = (
+            spaces.Dict(parts),
+            spaces.Discrete(2),
+        )
         self.length, self.ragged, self.t = length, ragged, 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
@@ -32,5 +37,9 @@ class Words(gymnasium.Env[Any, Any]):
         return self._observe(), float(self.t), self.t == self.length, False, {}
 
     def _observe(self) -> Any:
-        rows = {"rows": np.full((self.t + 1, 2), self.t, np.float32)} if self.ragged else {}
+        rows = (
+            {"rows": np.full((self.t + 1, 2), self.t, np.float32)}
+            if self.ragged
+            else {}
+        )
         return {"t": np.array([self.t], np.float32), "word": f"at {self.t}", **rows}

@@ -36,7 +36,13 @@ def descriptors():
 
 def asked(channel):
     """Evaluate expressions, such as ``os.getcwd()``."""
-    names = {"os": os, "sys": sys, "signal": signal, "random": random, "descriptors": descriptors}
+    names = {
+        "os": os,
+        "sys": sys,
+        "signal": signal,
+        "random": random,
+        "descriptors": descriptors,
+    }
     try:
         while True:
             channel.send(eval(channel.receive()[0], names))
@@ -148,7 +154,9 @@ def with_polite_daemon(channel):
     """Which leaves a file when it is asked to end."""
     path = channel.receive()[0]
     shell = f"trap 'echo asked > {path}; exit' TERM; echo ready; while :; do sleep 0.1; done"
-    daemon = subprocess.Popen(["sh", "-c", shell], start_new_session=True, stdout=subprocess.PIPE)
+    daemon = subprocess.Popen(
+        ["sh", "-c", shell], start_new_session=True, stdout=subprocess.PIPE
+    )
     daemon.stdout.readline()
     channel.send([os.getpid(), daemon.pid])
     how = channel.receive()[0]

@@ -21,7 +21,14 @@ from muster.errors import BadEnvOutput, EnvError, MusterError
 from muster.testing import ChainEnv, CountingEnv, FaultyEnv, SpaceEnv
 from tests.fakes.faults import TwoArguments, Unpicklable
 from tests.fakes.without_torch import WideCounting
-from tests.tools import assert_accounted, assert_chain, collect, column, counting, recorded
+from tests.tools import (
+    assert_accounted,
+    assert_chain,
+    collect,
+    column,
+    counting,
+    recorded,
+)
 
 T = 6  # rows per batch
 OBS = np.zeros(2, np.float32)
@@ -58,9 +65,18 @@ OUTPUTS: dict[str, tuple[dict[str, Any], str]] = {
         {"obs": np.array([0.0, 1e39])},
         r"observation is an array of dtype float64.*dtype float32",
     ),
-    "obs_complex": ({"obs": np.zeros(2, complex)}, "observation is an array of dtype complex128"),
-    "obs_dates": ({"obs": np.zeros(2, "M8[s]")}, "observation is an array of dtype datetime64"),
-    "obs_objects": ({"obs": np.zeros(2, object)}, "observation is an array of dtype object"),
+    "obs_complex": (
+        {"obs": np.zeros(2, complex)},
+        "observation is an array of dtype complex128",
+    ),
+    "obs_dates": (
+        {"obs": np.zeros(2, "M8[s]")},
+        "observation is an array of dtype datetime64",
+    ),
+    "obs_objects": (
+        {"obs": np.zeros(2, object)},
+        "observation is an array of dtype object",
+    ),
     "obs_list": ({"obs": [0.0, 0.0]}, "observation is list"),
     "obs_none": ({"obs": None}, "observation is NoneType None"),
     "obs_string": ({"obs": "ab"}, "observation is str 'ab'"),
@@ -69,11 +85,20 @@ OUTPUTS: dict[str, tuple[dict[str, Any], str]] = {
     "reward_none": ({"reward": None}, "reward is NoneType None, expected a number"),
     "reward_string": ({"reward": "1.0"}, "reward is str '1.0'"),
     "reward_array": ({"reward": np.zeros(2)}, r"reward is an array of shape \(2,\)"),
-    "reward_one_of_one": ({"reward": np.ones((1, 1))}, r"reward is an array of shape \(1, 1\)"),
-    "reward_one_string": ({"reward": np.array(["1"])}, r"reward is an array of shape \(1,\)"),
+    "reward_one_of_one": (
+        {"reward": np.ones((1, 1))},
+        r"reward is an array of shape \(1, 1\)",
+    ),
+    "reward_one_string": (
+        {"reward": np.array(["1"])},
+        r"reward is an array of shape \(1,\)",
+    ),
     "reward_complex": ({"reward": 1j}, "reward is complex"),
     "reward_list": ({"reward": [1.0]}, "reward is list"),
-    "terminated_word": ({"terminated": "no"}, "terminated is str 'no', expected a bool"),
+    "terminated_word": (
+        {"terminated": "no"},
+        "terminated is str 'no', expected a bool",
+    ),
     "terminated_none": ({"terminated": None}, "terminated is NoneType"),
     "terminated_nan": ({"terminated": float("nan")}, "terminated is float nan"),
     "terminated_two": ({"terminated": 2}, "terminated is int 2"),
@@ -94,7 +119,9 @@ OUTPUTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def faulty(kind: str, which: int | None, **fault: Any) -> tuple[Any, dict[str, Any], str]:
+def faulty(
+    kind: str, which: int | None, **fault: Any
+) -> tuple[Any, dict[str, Any], str]:
     """Environments of which one goes wrong: what to collect from, with which options, and the name
     to expect.
     """
@@ -118,7 +145,9 @@ STEPS = [
 EVERYWHERE = [(kind, which, at) for kind, which in PLACES for at in STEPS]
 
 
-def check_goes_on(collector: Collector, at: int, executed_in_row: int, reason: str) -> None:
+def check_goes_on(
+    collector: Collector, at: int, executed_in_row: int, reason: str
+) -> None:
     """After a fault at step ``at``: the rows before it are delivered, cut as truncated, and new
     episodes follow.
     """
@@ -130,7 +159,10 @@ def check_goes_on(collector: Collector, at: int, executed_in_row: int, reason: s
     batch = collector.rollout()
     batch = batch if batch.ndim == 2 else batch.unsqueeze(0)
     before = [(at - row + t) % 3 + 1 for t in range(row)]
-    assert column(batch, "next", "reward") == [before + [t % 3 + 1 for t in range(T - row)]] * B
+    assert (
+        column(batch, "next", "reward")
+        == [before + [t % 3 + 1 for t in range(T - row)]] * B
+    )
     assert column(batch, "observation") == [
         [[3, r - 1] for r in column(batch, "next", "reward")[b]] for b in range(B)
     ]
@@ -170,7 +202,10 @@ def test_errors_in_step_at_every_place(kind, which, at):
     env, options, name = faulty(kind, which, at=at, error=ERRORS["plain"])
     with Collector(env, None, **options) as collector:
         error = run_into(collector, at, EnvError)
-        assert f"{name}.step (row {at % T} of the batch) raised ValueError: boom" in str(error)
+        assert (
+            f"{name}.step (row {at % T} of the batch) raised ValueError: boom"
+            in str(error)
+        )
         assert isinstance(error.__cause__, ValueError)
         check_goes_on(collector, at, which or 0, "env_error")
 
@@ -188,7 +223,9 @@ def test_errors_of_every_kind(name):
 
 @pytest.mark.parametrize(("kind", "which", "at"), EVERYWHERE)
 def test_bad_output_at_every_place(kind, which, at):
-    env, options, name = faulty(kind, which, at=at, output={"obs": np.zeros(3, np.float32)})
+    env, options, name = faulty(
+        kind, which, at=at, output={"obs": np.zeros(3, np.float32)}
+    )
     with Collector(env, None, **options) as collector:
         error = run_into(collector, at, BadEnvOutput)
         assert (
@@ -261,7 +298,9 @@ def test_rewards_that_are_not_finite_in_a_batch_of_one_step(value):
     env, options, _ = faulty("stacked", 2, at=1, output={"reward": value})
     with Collector(env, None, **{**options, "frames_per_batch": 3}) as collector:
         assert collector.rollout()["next", "reward"].isfinite().all()
-        with pytest.raises(BadEnvOutput, match=r"FaultyEnv\[2\].*reward is -?(nan|inf)"):
+        with pytest.raises(
+            BadEnvOutput, match=r"FaultyEnv\[2\].*reward is -?(nan|inf)"
+        ):
             collector.rollout()
         assert collector.stats().discarded == {"bad_env_output": 3}
         assert collector.rollout()["next", "reward"].isfinite().all()
@@ -305,7 +344,9 @@ def test_observations_outside_their_space_are_found_by_full_validation_only(mode
 
 
 def test_full_validation_finds_nan_in_observations():
-    env, options, _ = faulty("stacked", 1, at=3, output={"obs": np.array([0, np.nan], np.float32)})
+    env, options, _ = faulty(
+        "stacked", 1, at=3, output={"obs": np.array([0, np.nan], np.float32)}
+    )
     with Collector(env, None, validate="full", **options) as collector:
         with pytest.raises(
             BadEnvOutput,
@@ -320,7 +361,10 @@ AWAY_FROM_ZERO = {
     "Box(())": spaces.Box(3, 12, (), np.float32),
     "Box": spaces.Box(3, 12, (2, 2), np.float32),
     "Dict": spaces.Dict(
-        {"a": spaces.Box(3, 12, (2,), np.float32), "b": spaces.MultiDiscrete([9, 9], start=[3, 3])}
+        {
+            "a": spaces.Box(3, 12, (2,), np.float32),
+            "b": spaces.MultiDiscrete([9, 9], start=[3, 3]),
+        }
     ),
 }
 
@@ -346,7 +390,11 @@ class AwayFromZero(CountingEnv):
 def _full(space: Any, value: int) -> Any:
     if isinstance(space, spaces.Dict):
         return {name: _full(part, value) for name, part in space.items()}
-    return value if isinstance(space, spaces.Discrete) else np.full(space.shape, value, space.dtype)
+    return (
+        value
+        if isinstance(space, spaces.Discrete)
+        else np.full(space.shape, value, space.dtype)
+    )
 
 
 def lengthening(space: str, bad: tuple[int, int] = (-1, -1)) -> Any:
@@ -360,7 +408,11 @@ ABSENCES: dict[
     "decorrelation": ({"max_decorrelation_steps": 3, "frames_per_batch": 40}, {}),
     "waiting": ({"reset_when_done": False, "frames_per_batch": 40}, {}),
     "waiting after random steps": (
-        {"reset_when_done": False, "max_decorrelation_steps": 3, "frames_per_batch": 40},
+        {
+            "reset_when_done": False,
+            "max_decorrelation_steps": 3,
+            "frames_per_batch": 40,
+        },
         {},
     ),
     "fewer episodes than environments": ({}, {"n_episode": 2}),
@@ -372,12 +424,18 @@ ABSENCES: dict[
 
 @pytest.mark.parametrize("case", ABSENCES)
 @pytest.mark.parametrize("space", AWAY_FROM_ZERO)
-def test_full_validation_leaves_out_rows_of_environments_that_are_not_stepped(space, case):
+def test_full_validation_leaves_out_rows_of_environments_that_are_not_stepped(
+    space, case
+):
     options, amount = ABSENCES[case]
-    with Collector(lengthening(space), None, num_envs=4, validate="full", seed=1, **options) as c:
+    with Collector(
+        lengthening(space), None, num_envs=4, validate="full", seed=1, **options
+    ) as c:
         for _ in range(3):
             batch = c.collect_batch(**amount)[0] if amount else c.rollout()
-            reward = batch["next", "reward"][..., 0]  # t, and 0 in rows of those who wait
+            reward = batch["next", "reward"][
+                ..., 0
+            ]  # t, and 0 in rows of those who wait
             assert batch["next", "done"].any()
             leaves = [
                 batch[key]
@@ -387,18 +445,24 @@ def test_full_validation_leaves_out_rows_of_environments_that_are_not_stepped(sp
             assert len(leaves) == (2 if space == "Dict" else 1)
             for leaf in leaves:
                 assert (
-                    leaf.reshape(*reward.shape, -1)[reward > 0][:, 0] == 3 + reward[reward > 0]
+                    leaf.reshape(*reward.shape, -1)[reward > 0][:, 0]
+                    == 3 + reward[reward > 0]
                 ).all()
             assert_accounted(c)
 
 
 @pytest.mark.parametrize("t", [1, 2])
 @pytest.mark.parametrize("space", AWAY_FROM_ZERO)
-def test_full_validation_finds_what_is_wrong_beside_environments_that_are_not_stepped(space, t):
+def test_full_validation_finds_what_is_wrong_beside_environments_that_are_not_stepped(
+    space, t
+):
     """Environment 0 has ended, 3 waits from the first row on, and environment 1 observes 0."""
-    with Collector(lengthening(space, bad=(1, t)), None, num_envs=4, validate="full", seed=1) as c:
+    with Collector(
+        lengthening(space, bad=(1, t)), None, num_envs=4, validate="full", seed=1
+    ) as c:
         with pytest.raises(
-            BadEnvOutput, match=rf"AwayFromZero\[1\] \(row {t - 1} of the batch\): .* 0.*below"
+            BadEnvOutput,
+            match=rf"AwayFromZero\[1\] \(row {t - 1} of the batch\): .* 0.*below",
         ):
             c.collect(n_episode=2)
         assert_accounted(c)
@@ -411,14 +475,20 @@ def test_full_validation_of_actions_leaves_out_rows_of_environments_that_are_not
     def policy(obs: torch.Tensor) -> torch.Tensor:
         return torch.where(obs > 0, wanted.clamp(5), wanted)
 
-    with Collector(lengthening("Discrete"), policy, num_envs=4, validate="full", seed=1) as c:
+    with Collector(
+        lengthening("Discrete"), policy, num_envs=4, validate="full", seed=1
+    ) as c:
         assert c.collect(n_episode=2).n_collected_episodes == 2
         assert_accounted(c)
 
 
 @pytest.mark.parametrize("mode", ["off", "fast", "full"])
 def test_shapes_and_flags_are_checked_in_every_mode(mode):
-    for output in ({"obs": np.zeros(2, complex)}, {"terminated": "no"}, {"reward": None}):
+    for output in (
+        {"obs": np.zeros(2, complex)},
+        {"terminated": "no"},
+        {"reward": None},
+    ):
         env, options, _ = faulty("single", None, at=1, output=output)
         with (
             Collector(env, None, validate=mode, **options) as collector,
@@ -465,10 +535,16 @@ CASTS: dict[
 }
 
 
-def plain_or_general(path: str, output: Any, at: int, *, always: bool = False) -> Callable[[], Any]:
+def plain_or_general(
+    path: str, output: Any, at: int, *, always: bool = False
+) -> Callable[[], Any]:
     class Other(FaultyEnv):
-        def _answer(self, names: tuple[str, ...], values: tuple[Any, ...], *, faulty: bool) -> Any:
-            return super()._answer(names, values, faulty=faulty or (always and "reward" in names))
+        def _answer(
+            self, names: tuple[str, ...], values: tuple[Any, ...], *, faulty: bool
+        ) -> Any:
+            return super()._answer(
+                names, values, faulty=faulty or (always and "reward" in names)
+            )
 
     class General(Plain):
         def __init__(self) -> None:
@@ -485,26 +561,35 @@ def test_what_keeps_its_values_is_cast_with_one_warning(name, path, num_envs, wh
     """Reward 2 at t = 1, of an observation that is [3, 2]: step 4 of episodes of three."""
     output, warning, _ = CASTS[name]
     factories = iter(
-        [plain_or_general(path, output, 4 if i == which else -1) for i in range(num_envs or 1)]
+        [
+            plain_or_general(path, output, 4 if i == which else -1)
+            for i in range(num_envs or 1)
+        ]
     )
     options = {"num_envs": num_envs, "frames_per_batch": T * (num_envs or 1)}
     with Collector(lambda: next(factories)(), None, **options) as collector:
         with pytest.warns(UserWarning, match=warning) as caught:
             batches = [collector.rollout(), collector.rollout()]
         (said,) = (str(w.message) for w in caught)
-        assert said.endswith("Fix the environment, or correct its space with a gymnasium wrapper.")
+        assert said.endswith(
+            "Fix the environment, or correct its space with a gymnasium wrapper."
+        )
         assert collector._engine.groups[0].env.executed_in_row == 0
         for batch in batches:
             batch = batch if batch.ndim == 2 else batch.unsqueeze(0)
             rewards = [1, 2, 3, 1, 2, 3]
-            assert batch["observation"].dtype == batch["next", "reward"].dtype == torch.float32
+            assert (
+                batch["observation"].dtype
+                == batch["next", "reward"].dtype
+                == torch.float32
+            )
             assert column(batch, "next", "reward") == [rewards] * (num_envs or 1)
-            assert column(batch, "next", "observation") == [[[3, r] for r in rewards]] * (
-                num_envs or 1
-            )
-            assert column(batch, "next", "terminated") == [[r == 3 for r in rewards]] * (
-                num_envs or 1
-            )
+            assert column(batch, "next", "observation") == [
+                [[3, r] for r in rewards]
+            ] * (num_envs or 1)
+            assert column(batch, "next", "terminated") == [
+                [r == 3 for r in rewards]
+            ] * (num_envs or 1)
         assert_accounted(collector)
         assert collector.stats().executed == collector.stats().frames
 
@@ -517,7 +602,10 @@ def test_a_row_that_is_cast_in_the_middle_gives_every_environment_its_own_action
         def step(self, action: Any) -> Any:
             obs, *rest = super().step(action)
             self.steps = getattr(self, "steps", -1) + 1
-            return (obs.astype(np.int32) if self.number == 1 and self.steps == at else obs, *rest)
+            return (
+                obs.astype(np.int32) if self.number == 1 and self.steps == at else obs,
+                *rest,
+            )
 
     numbers = iter(range(3))
 
@@ -527,7 +615,8 @@ def test_a_row_that_is_cast_in_the_middle_gives_every_environment_its_own_action
         return env
 
     with pytest.warns(
-        UserWarning, match="Narrow: observation has dtype int32, but its space says int64"
+        UserWarning,
+        match="Narrow: observation has dtype int32, but its space says int64",
     ):
         batch = collect(make, None, num_envs=3, frames_per_batch=24, seed=0)
     assert_chain(batch)
@@ -563,10 +652,14 @@ def test_a_reset_is_cast_as_a_step_is(path):
         assert len(caught) == 1
         for batch in batches:
             assert column(batch, "observation") == [[[3, t % 3] for t in range(T)]] * 2
-            assert column(batch, "next", "observation") == [[[3, t % 3 + 1] for t in range(T)]] * 2
+            assert (
+                column(batch, "next", "observation")
+                == [[[3, t % 3 + 1] for t in range(T)]] * 2
+            )
     with Collector(make, None, frames_per_batch=T, validate="full") as collector:
         with pytest.raises(
-            BadEnvOutput, match=r"\[0\]\.reset: observation is an array of dtype float64"
+            BadEnvOutput,
+            match=r"\[0\]\.reset: observation is an array of dtype float64",
         ):
             collector.rollout()
         assert_accounted(collector)
@@ -578,18 +671,26 @@ def check_goes_on_after(collector: Collector) -> None:
 
 
 @pytest.mark.parametrize("path", ["plain", "general"])
-@pytest.mark.parametrize("output", [{"obs": np.array([0.0, 1e39])}, {"reward": np.array(["1"])}])
+@pytest.mark.parametrize(
+    "output", [{"obs": np.array([0.0, 1e39])}, {"reward": np.array(["1"])}]
+)
 def test_what_loses_its_value_is_refused_after_casts_too(path, output):
     """All steps before the bad one have been cast."""
 
     class Wide(FaultyEnv):
-        def _answer(self, names: tuple[str, ...], values: tuple[Any, ...], *, faulty: bool) -> Any:
+        def _answer(
+            self, names: tuple[str, ...], values: tuple[Any, ...], *, faulty: bool
+        ) -> Any:
             obs, *rest = super()._answer(names, values, faulty=faulty)
             return (obs.astype(np.float64), *rest)
 
         def step(self, action: int) -> Any:
             obs, reward, *rest = super().step(action)
-            return (obs, np.array([reward]) if isinstance(reward, float) else reward, *rest)
+            return (
+                obs,
+                np.array([reward]) if isinstance(reward, float) else reward,
+                *rest,
+            )
 
     class General(Plain):
         def __init__(self) -> None:
@@ -622,7 +723,11 @@ def test_what_loses_its_value_is_refused_after_casts_too(path, output):
         (np.array([-1, 2]), spaces.Box(0, 9, (2,), np.uint64), BadEnvOutput),
         (2.5, spaces.Discrete(3), BadEnvOutput),
         (np.array([1e39, 0.0]), spaces.Box(-np.inf, np.inf, (2,)), BadEnvOutput),
-        (np.array([65_520, 0.0]), spaces.Box(-np.inf, np.inf, (2,), np.float16), BadEnvOutput),
+        (
+            np.array([65_520, 0.0]),
+            spaces.Box(-np.inf, np.inf, (2,), np.float16),
+            BadEnvOutput,
+        ),
         (np.array(["1", "2"]), spaces.Box(-np.inf, np.inf, (2,)), BadEnvOutput),
     ],
     ids=str,
@@ -632,7 +737,9 @@ def test_which_values_can_be_cast(value, space, stored):
         def _observe(self) -> Any:
             return value
 
-    with Collector(lambda: Odd(space, spaces.Discrete(2)), None, frames_per_batch=T) as collector:
+    with Collector(
+        lambda: Odd(space, spaces.Discrete(2)), None, frames_per_batch=T
+    ) as collector:
         if stored is BadEnvOutput:
             with pytest.raises(BadEnvOutput, match=r"Odd\[0\].reset: observation is"):
                 collector.rollout()
@@ -650,11 +757,18 @@ def test_which_values_can_be_cast(value, space, stored):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no worker processes")
-@pytest.mark.parametrize("options", [{"backend": "threads"}, {}, {"inference": "server"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"backend": "threads"}, {}, {"inference": "server"}], ids=str
+)
 def test_all_workers_together_give_one_warning_in_the_user_s_process(options):
     policy = Greedy() if options.get("inference") else None
     with MultiSyncCollector(
-        [WideCounting] * 2, policy, num_workers=2, num_envs=2, frames_per_batch=4 * T, **options
+        [WideCounting] * 2,
+        policy,
+        num_workers=2,
+        num_envs=2,
+        frames_per_batch=4 * T,
+        **options,
     ) as collector:
         with pytest.warns(
             UserWarning, match="WideCounting: observation has dtype float64"
@@ -662,13 +776,18 @@ def test_all_workers_together_give_one_warning_in_the_user_s_process(options):
             batches = [collector.rollout() for _ in range(3)]
         assert len(caught) == 1
         for batch in batches:
-            assert column(batch, "observation") == [[[[3, t % 3] for t in range(T)]] * 2] * 2
+            assert (
+                column(batch, "observation")
+                == [[[[3, t % 3] for t in range(T)]] * 2] * 2
+            )
         assert_accounted(collector)
 
 
 def test_every_collector_warns():
     for _ in range(2):
-        with pytest.warns(UserWarning, match="WideCounting: observation has dtype float64"):
+        with pytest.warns(
+            UserWarning, match="WideCounting: observation has dtype float64"
+        ):
             collect(WideCounting, None, frames_per_batch=T)
 
 
@@ -687,7 +806,10 @@ class Greedy(torch.nn.Module):
     ids=["here", "sync", "async"],
 )
 def test_a_warning_that_is_an_error_loses_nothing(make):
-    with warnings.catch_warnings(), make([WideCounting], None, frames_per_batch=T) as collector:
+    with (
+        warnings.catch_warnings(),
+        make([WideCounting], None, frames_per_batch=T) as collector,
+    ):
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="observation has dtype float64"):
             collector.rollout()
@@ -717,7 +839,10 @@ def test_a_cause_is_noted_once():
 # --- nested observations --------------------------------------------------------------------------
 
 NESTED = spaces.Dict(
-    {"a": spaces.Box(-1, 1, (2,)), "b": spaces.Tuple((spaces.Discrete(3), spaces.Box(-1, 1, (2,))))}
+    {
+        "a": spaces.Box(-1, 1, (2,)),
+        "b": spaces.Tuple((spaces.Discrete(3), spaces.Box(-1, 1, (2,)))),
+    }
 )
 GOOD = {"a": OBS, "b": (1, OBS)}
 
@@ -725,7 +850,10 @@ GOOD = {"a": OBS, "b": (1, OBS)}
 @pytest.mark.parametrize(
     ("obs", "message"),
     [
-        ({"a": OBS}, r"observation: expected the keys \['a', 'b'\], missing \['b'\], unknown \[\]"),
+        (
+            {"a": OBS},
+            r"observation: expected the keys \['a', 'b'\], missing \['b'\], unknown \[\]",
+        ),
         ({**GOOD, "c": 1}, r"missing \[\], unknown \['c'\]"),
         ({**GOOD, 3: 1}, r"unknown \['3'\]"),
         ({"a": OBS, "b": (1,)}, "b: expected a tuple of 2, got tuple of 1"),
@@ -755,7 +883,9 @@ def test_nested_observations_name_the_leaf(obs, message, on_reset):
     ) as collector:
         with pytest.raises(BadEnvOutput, match=message) as caught:
             collector.rollout()
-        assert f"Nested[0].{'reset' if on_reset else 'step (row 1'}" in str(caught.value)
+        assert f"Nested[0].{'reset' if on_reset else 'step (row 1'}" in str(
+            caught.value
+        )
         assert collector.rollout()["b", "0"].tolist() == [1] * T
         assert_accounted(collector)
 
@@ -812,13 +942,21 @@ def test_faults_in_reset(name, kind, which, number):
         assert f"{who}.reset" in str(failure)
         joined = torch.cat([batch.clone() for batch in rewards], -1)
         B = joined.shape[0]
-        assert column(joined, "next", "reward") == [[t % 3 + 1 for t in range(4 * T)]] * B
-        assert column(joined, "next", "terminated") == [[t % 3 == 2 for t in range(4 * T)]] * B
+        assert (
+            column(joined, "next", "reward") == [[t % 3 + 1 for t in range(4 * T)]] * B
+        )
+        assert (
+            column(joined, "next", "terminated")
+            == [[t % 3 == 2 for t in range(4 * T)]] * B
+        )
         assert not joined["next", "truncated"].any()
         ids = joined["collector", "traj_ids"]
         assert torch.equal(ids[:, 1:] != ids[:, :-1], joined["next", "done"][:, :-1, 0])
         assert collector.stats().episodes == 8 * B
-        assert collector.stats().discarded == {} or sum(collector.stats().discarded.values()) == 0
+        assert (
+            collector.stats().discarded == {}
+            or sum(collector.stats().discarded.values()) == 0
+        )
 
 
 def test_errors_in_a_constructor_are_the_cause():
@@ -842,7 +980,12 @@ def test_an_environment_that_never_works_fails_every_time_and_counts_nothing():
             with pytest.raises(EnvError, match="never"):
                 collector.rollout()
         stats = collector.stats()
-        assert (stats.executed, stats.frames, stats.in_flight, stats.episodes) == (0, 0, 0, 0)
+        assert (stats.executed, stats.frames, stats.in_flight, stats.episodes) == (
+            0,
+            0,
+            0,
+            0,
+        )
 
 
 def test_several_faults_in_one_batch():
@@ -853,14 +996,23 @@ def test_several_faults_in_one_batch():
                 raise ValueError("again")
             return super().step(action)
 
-    with Collector(lambda: Often(9), None, frames_per_batch=T, max_frames_per_traj=2) as collector:
+    with Collector(
+        lambda: Often(9), None, frames_per_batch=T, max_frames_per_traj=2
+    ) as collector:
         for _ in range(3):
             with pytest.raises(EnvError):
                 collector.rollout()
         batch = collector.rollout()
         assert column(batch, "next", "reward") == [1, 2, 1, 1, 2, 1]
         assert column(batch, "next", "step_count") == [1, 2, 1, 1, 2, 1]
-        assert column(batch, "next", "truncated") == [False, True, True, False, True, False]
+        assert column(batch, "next", "truncated") == [
+            False,
+            True,
+            True,
+            False,
+            True,
+            False,
+        ]
         assert column(batch, "collector", "traj_ids") == [0, 0, 1, 2, 2, 3]
         assert_accounted(collector)
 
@@ -887,7 +1039,10 @@ def test_the_next_loop_goes_on_after_an_error():
             batches.extend(collector)
         while collector.stats().frames < 9:
             batches.extend(collector)
-        assert [column(batch, "next", "reward") for batch in batches][-2:] == [[1, 1, 2], [3, 1, 2]]
+        assert [column(batch, "next", "reward") for batch in batches][-2:] == [
+            [1, 1, 2],
+            [3, 1, 2],
+        ]
         assert collector.stats().frames == 9
 
 
@@ -909,7 +1064,9 @@ def test_a_fault_in_one_group_keeps_what_the_others_did():
 
 
 def test_a_fault_in_a_vector_environment_does_not_poison_the_next_batch():
-    make = lambda: SyncVectorEnv([counting(), lambda: FaultyEnv(4, error=ERRORS["plain"])])  # noqa: E731
+    make = lambda: SyncVectorEnv(  # noqa: E731
+        [counting(), lambda: FaultyEnv(4, error=ERRORS["plain"])]
+    )
     with Collector(make, None, frames_per_batch=2 * T) as collector:
         with pytest.raises(EnvError):
             collector.rollout()
@@ -935,7 +1092,9 @@ def test_a_step_whose_info_says_nothing_about_lives_was_executed():
             collector.rollout()
         collector.rollout()
         assert collector.stats().discarded == {"bad_env_output": 2}
-        assert collector.stats().executed == sum(env.unwrapped.executed for env in collector.env)
+        assert collector.stats().executed == sum(
+            env.unwrapped.executed for env in collector.env
+        )
         assert_accounted(collector)
 
 
@@ -948,7 +1107,9 @@ def test_a_step_of_a_vector_environment_without_last_observations_was_executed()
             self.steps += self.num_envs
             *rest, info = super().step(actions)
             return *rest, {
-                key: value for key, value in info.items() if self.steps > 10 or key != "final_obs"
+                key: value
+                for key, value in info.items()
+                if self.steps > 10 or key != "final_obs"
             }
 
     make = lambda: Hides([counting()] * 2, autoreset_mode=AutoresetMode.SAME_STEP)  # noqa: E731

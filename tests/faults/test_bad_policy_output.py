@@ -25,7 +25,10 @@ class Flaky:
     """Acts well, except at the calls ``at``, where it does what ``fault`` does."""
 
     def __init__(
-        self, fault: Callable[[], Any], at: tuple[int, ...], good: Callable[[], Any] | None = None
+        self,
+        fault: Callable[[], Any],
+        at: tuple[int, ...],
+        good: Callable[[], Any] | None = None,
     ) -> None:
         self.fault, self.at, self.calls = fault, at, 0
         self.good = good or (lambda: torch.zeros(2, dtype=torch.int64))
@@ -52,7 +55,11 @@ FAULTS: dict[str, tuple[Callable[[], Any], type[MusterError], str]] = {
         PolicyError,
         r"raised TwoArguments .*why \(3\)",
     ),
-    "stop_iteration": (lambda: throw(StopIteration()), PolicyError, "raised StopIteration"),
+    "stop_iteration": (
+        lambda: throw(StopIteration()),
+        PolicyError,
+        "raised StopIteration",
+    ),
     "shape": (
         lambda: torch.zeros(3, dtype=torch.int64),
         BadPolicyOutput,
@@ -130,7 +137,9 @@ def test_nothing_is_stepped_and_the_next_call_repeats(name, at):
         assert collector.stats().discarded == {}
     assert rewards == [t % 4 + 1 for t in range(3 * T)]
     assert [env.executed for env in made] == [3 * T] * 2
-    assert policy.seen[at] == policy.seen[at + 1], "the call was repeated on the same observation"
+    assert policy.seen[at] == policy.seen[at + 1], (
+        "the call was repeated on the same observation"
+    )
     assert policy.calls == 3 * T + 1
 
 
@@ -138,7 +147,9 @@ def test_nothing_is_stepped_and_the_next_call_repeats(name, at):
 def test_faults_at_the_very_first_call(name):
     fault, kind, message = FAULTS[name]
     factory, made = recorded(counting(4))
-    with Collector(factory, Flaky(fault, (0, 1)), num_envs=2, frames_per_batch=2 * T) as collector:
+    with Collector(
+        factory, Flaky(fault, (0, 1)), num_envs=2, frames_per_batch=2 * T
+    ) as collector:
         for _ in range(2):
             with pytest.raises(kind, match=message.format(row=0)):
                 collector.rollout()
@@ -152,7 +163,9 @@ def test_faults_at_the_very_first_call(name):
 
 def test_the_original_error_is_the_cause():
     with pytest.raises(PolicyError) as caught:
-        collect(CountingEnv, lambda obs: throw(TwoArguments(3, "why")), frames_per_batch=T)
+        collect(
+            CountingEnv, lambda obs: throw(TwoArguments(3, "why")), frames_per_batch=T
+        )
     assert isinstance(caught.value.__cause__, TwoArguments)
 
 
@@ -164,7 +177,9 @@ def test_errors_of_muster_itself_pass_through_unwrapped():
 
 def test_a_failing_module_names_itself():
     net = torch.nn.Sequential(torch.nn.Linear(7, 2))
-    with pytest.raises(PolicyError, match="policy Sequential raised RuntimeError.*shapes"):
+    with pytest.raises(
+        PolicyError, match="policy Sequential raised RuntimeError.*shapes"
+    ):
         collect(CountingEnv, net, frames_per_batch=T)
 
 
@@ -180,7 +195,10 @@ def extras(**values: Any) -> Callable[[], Any]:
     [
         (extras(), r"the extras \[\], at its first call they were \['value'\]"),
         (lambda: torch.zeros(2, dtype=torch.int64), r"the extras \[\], at its first"),
-        (extras(value=torch.zeros(2), more=torch.zeros(2)), r"the extras \['more', 'value'\]"),
+        (
+            extras(value=torch.zeros(2), more=torch.zeros(2)),
+            r"the extras \['more', 'value'\]",
+        ),
         (extras(valeu=torch.zeros(2)), r"the extras \['valeu'\]"),
         (extras(value=torch.zeros(2, 1)), r"value with shape \(2, 1\).* \(2,\)"),
         (extras(value=torch.zeros(())), r"value with shape \(\)"),
@@ -193,7 +211,9 @@ def extras(**values: Any) -> Callable[[], Any]:
 @pytest.mark.parametrize("at", [1, 4])
 def test_extras_must_stay_as_they_were(later, message, at):
     policy = Flaky(later, (at,), extras(value=torch.ones(2)))
-    with Collector(counting(4), policy, num_envs=2, frames_per_batch=2 * T) as collector:
+    with Collector(
+        counting(4), policy, num_envs=2, frames_per_batch=2 * T
+    ) as collector:
         with pytest.raises(BadPolicyOutput, match=message):
             collector.rollout()
         batch = collector.rollout()
@@ -202,17 +222,27 @@ def test_extras_must_stay_as_they_were(later, message, at):
 
 
 def test_floats_are_not_cut_to_integers():
-    policy = Flaky(extras(value=torch.tensor([0.5, 0.5])), (2,), extras(value=torch.tensor([1, 2])))
+    policy = Flaky(
+        extras(value=torch.tensor([0.5, 0.5])), (2,), extras(value=torch.tensor([1, 2]))
+    )
     with pytest.raises(
-        BadPolicyOutput, match="dtype torch.float32, at its first call it was .* torch.int64"
+        BadPolicyOutput,
+        match="dtype torch.float32, at its first call it was .* torch.int64",
     ):
         collect(counting(4), policy, num_envs=2, frames_per_batch=2 * T)
 
 
-@pytest.mark.parametrize("value", [torch.zeros(()), torch.zeros(3), torch.zeros(3, 2)], ids=stable)
+@pytest.mark.parametrize(
+    "value", [torch.zeros(()), torch.zeros(3), torch.zeros(3, 2)], ids=stable
+)
 def test_extras_have_one_entry_per_environment_from_the_first_call(value):
     with pytest.raises(BadPolicyOutput, match=r"value with shape .* begin with \(2,\)"):
-        collect(counting(), Flaky(extras(value=value), (0,)), num_envs=2, frames_per_batch=2 * T)
+        collect(
+            counting(),
+            Flaky(extras(value=value), (0,)),
+            num_envs=2,
+            frames_per_batch=2 * T,
+        )
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -223,7 +253,9 @@ def test_extras_have_one_entry_per_environment_from_the_first_call(value):
 def test_discrete_actions_out_of_range(action, at):
     """Found at the end of the rollout: the row and all after it are taken back and counted."""
     policy = Flaky(lambda: torch.tensor([0, action]), (at,))
-    with Collector(counting(9), policy, num_envs=2, frames_per_batch=2 * T) as collector:
+    with Collector(
+        counting(9), policy, num_envs=2, frames_per_batch=2 * T
+    ) as collector:
         with pytest.raises(
             BadPolicyOutput,
             match=rf"action for env 1 \(row {at} of the batch\): {action} is (above|below) the space's",
@@ -234,21 +266,29 @@ def test_discrete_actions_out_of_range(action, at):
         assert collector.stats().in_flight == 2 * at
         assert_accounted(collector)
         batch = collector.rollout()
-        assert column(batch, "next", "reward") == [[*range(1, at + 1), *range(1, T - at + 1)]] * 2
-        assert column(batch, "next", "truncated") == [[t == at - 1 for t in range(T)]] * 2
+        assert (
+            column(batch, "next", "reward")
+            == [[*range(1, at + 1), *range(1, T - at + 1)]] * 2
+        )
+        assert (
+            column(batch, "next", "truncated") == [[t == at - 1 for t in range(T)]] * 2
+        )
         assert_accounted(collector)
 
 
 @pytest.mark.parametrize("action", [2, -1, 2**40])
 def test_discrete_actions_out_of_range_in_a_batch_of_one_step(action):
-    policy = Flaky(lambda: torch.tensor([0, action]), (2,), lambda: torch.tensor([0, 1]))
+    policy = Flaky(
+        lambda: torch.tensor([0, action]), (2,), lambda: torch.tensor([0, 1])
+    )
     with Collector(counting(9), policy, num_envs=2, frames_per_batch=2) as collector:
         assert [column(collector.rollout(), "next", "reward") for _ in range(2)] == [
             [[1], [1]],
             [[2], [2]],
         ]
         with pytest.raises(
-            BadPolicyOutput, match=f"action for env 1 .*: {action} is (above|below) the space's"
+            BadPolicyOutput,
+            match=f"action for env 1 .*: {action} is (above|below) the space's",
         ):
             collector.rollout()
         assert collector.stats().discarded == {"bad_policy_output": 2}
@@ -271,7 +311,9 @@ def test_continuous_actions_that_are_not_finite(value, mode):
         action[1, 2] = value if len(calls) == 3 else 0.5
         return action
 
-    with Collector(box_env, policy, num_envs=2, frames_per_batch=2 * T, validate=mode) as collector:
+    with Collector(
+        box_env, policy, num_envs=2, frames_per_batch=2 * T, validate=mode
+    ) as collector:
         with pytest.raises(BadPolicyOutput, match="action for env 1.*not finite"):
             collector.rollout()
         assert collector.stats().in_flight == 4
@@ -295,19 +337,29 @@ def test_continuous_actions_outside_their_space_are_found_by_full_validation_onl
 
 def test_validate_off_still_checks_shapes():
     with pytest.raises(BadPolicyOutput, match="shape"):
-        collect(counting(), lambda obs: torch.zeros(3).long(), frames_per_batch=T, validate="off")
+        collect(
+            counting(),
+            lambda obs: torch.zeros(3).long(),
+            frames_per_batch=T,
+            validate="off",
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
 def test_integers_where_floats_are_expected(dtype):
-    with pytest.raises(BadPolicyOutput, match=re.escape(f"dtype {dtype}, expected float32")):
+    with pytest.raises(
+        BadPolicyOutput, match=re.escape(f"dtype {dtype}, expected float32")
+    ):
         collect(box_env, lambda obs: torch.zeros(3, dtype=dtype), frames_per_batch=T)
 
 
 # --- composite actions ----------------------------------------------------------------------------
 
 PARTS = spaces.Dict(
-    {"a": spaces.Discrete(2), "b": spaces.Tuple((spaces.Discrete(2), spaces.Box(-1, 1, (2,))))}
+    {
+        "a": spaces.Discrete(2),
+        "b": spaces.Tuple((spaces.Discrete(2), spaces.Box(-1, 1, (2,)))),
+    }
 )
 
 
@@ -320,8 +372,14 @@ PARTS = spaces.Dict(
         ),
         ({"a": 0, "b": (0,)}, "expected action.b.1 in it"),
         (torch.tensor(0), "expected action.a in it"),
-        ({"a": 0, "b": (0, torch.zeros(3))}, r"action.b.1 with shape \(3,\), expected \(2,\)"),
-        ({"a": 0.5, "b": (0, torch.zeros(2))}, "action.a with dtype torch.float32, expected int64"),
+        (
+            {"a": 0, "b": (0, torch.zeros(3))},
+            r"action.b.1 with shape \(3,\), expected \(2,\)",
+        ),
+        (
+            {"a": 0.5, "b": (0, torch.zeros(2))},
+            "action.a with dtype torch.float32, expected int64",
+        ),
         ({"a": None, "b": (0, torch.zeros(2))}, "action.a as NoneType"),
     ],
     ids=stable,
@@ -378,7 +436,9 @@ def test_environments_are_closed_after_policy_errors():
     env = CountingEnv()
     with (
         pytest.raises(PolicyError),
-        Collector(env, lambda obs: throw(ValueError()), frames_per_batch=T) as collector,
+        Collector(
+            env, lambda obs: throw(ValueError()), frames_per_batch=T
+        ) as collector,
     ):
         collector.rollout()
     assert env.closed == 1

@@ -44,7 +44,9 @@ def assert_true_values(made: Any, wanted: Any) -> None:
     batch, stats = made
     after = batch["next", "observation"][..., 2]
     worth = (after + 1) * (after + 2) / 2
-    over, cut = (batch["next", flag].squeeze(-1) for flag in ("terminated", "truncated"))
+    over, cut = (
+        batch["next", flag].squeeze(-1) for flag in ("terminated", "truncated")
+    )
     assert cut[..., :-1].any()
     cut = cut & ~over & (wanted == "truncations")
     cut[..., -1] |= ~over[..., -1]
@@ -54,14 +56,17 @@ def assert_true_values(made: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize("bootstrap", [True, "truncations"])
 @pytest.mark.parametrize(
-    ("does", "error"), [("raise", EnvError), ("nan", BadEnvOutput), ("raise in reset", EnvError)]
+    ("does", "error"),
+    [("raise", EnvError), ("nan", BadEnvOutput), ("raise in reset", EnvError)],
 )
 @pytest.mark.parametrize("at", range(1, ROWS))
 def test_an_error_does_not_touch_the_values_of_episodes_that_were_truncated_before_it(
     at, does, error, bootstrap
 ):
     faulty, sound = (
-        Collector(partial(SlippingEnv, LENGTHS, fault, does), counts_time, num_envs=2, seed=0)
+        Collector(
+            partial(SlippingEnv, LENGTHS, fault, does), counts_time, num_envs=2, seed=0
+        )
         for fault in (at, -1)
     )
     with faulty, sound:
@@ -77,7 +82,9 @@ def test_an_error_does_not_touch_the_values_of_episodes_that_were_truncated_befo
             )  # the episode that the error cut is none of them
             assert torch.equal(*(part["next", "observation"] for part in same))
             assert torch.equal(*(part["next", "state_value"] for part in same))
-        assert_true_values(collected(faulty, 2 * ROWS, bootstrap=bootstrap)[0], bootstrap)
+        assert_true_values(
+            collected(faulty, 2 * ROWS, bootstrap=bootstrap)[0], bootstrap
+        )
         assert_accounted(faulty)
 
 
@@ -85,7 +92,9 @@ def test_an_error_does_not_touch_the_values_of_episodes_that_were_truncated_befo
 @pytest.mark.parametrize("does", ["raise", "nan"])
 def test_workers_remember_what_was_truncated_before_an_error(kind: Kind, does):
     factories = [partial(SlippingEnv, LENGTHS, fault, does) for fault in (10, 7, 9)]
-    with kind.cls(factories[: kind.groups], counts_time, num_envs=2, seed=0, **kind.options) as c:
+    with kind.cls(
+        factories[: kind.groups], counts_time, num_envs=2, seed=0, **kind.options
+    ) as c:
         made, raised = collected(c, kind.groups * 2 * ROWS, bootstrap="truncations")
         assert raised
         assert_true_values(made, "truncations")
@@ -114,7 +123,10 @@ def test_a_policy_that_fails_when_it_is_asked_for_values_is_asked_again_and_noth
 ):
     factories = partial(SlippingEnv, LENGTHS, -1, "raise")
     made = partial(
-        kind.cls, factories if kind.cls is Collector else [factories], num_envs=2, seed=0
+        kind.cls,
+        factories if kind.cls is Collector else [factories],
+        num_envs=2,
+        seed=0,
     )
     with made(Stuttering(at)) as c, made(counts_time) as sound:
         for errors in ([PolicyError], [], [], []):
@@ -130,7 +142,9 @@ def test_a_policy_that_fails_when_it_is_asked_for_values_is_asked_again_and_noth
 
 
 SERVED = [
-    kind for kind in KINDS if kind.name in ("sync-server", "async-server", "nodes-sync-server")
+    kind
+    for kind in KINDS
+    if kind.name in ("sync-server", "async-server", "nodes-sync-server")
 ]
 
 
@@ -138,9 +152,15 @@ SERVED = [
     "at", range(ROWS, ROWS + 3)
 )  # the last rows of the first batch, and its values
 @pytest.mark.parametrize("kind", SERVED, ids=lambda kind: kind.name)
-def test_a_batch_waits_for_the_values_of_a_server_whose_policy_has_failed(kind: Kind, at):
+def test_a_batch_waits_for_the_values_of_a_server_whose_policy_has_failed(
+    kind: Kind, at
+):
     made = partial(
-        kind.cls, [partial(SlippingEnv, LENGTHS, -1, "raise")], num_envs=2, seed=0, **kind.options
+        kind.cls,
+        [partial(SlippingEnv, LENGTHS, -1, "raise")],
+        num_envs=2,
+        seed=0,
+        **kind.options,
     )
     n, errors = 2 * ROWS - 2, []
     with made(Stuttering(at)) as c, made(counts_time) as sound:
@@ -173,7 +193,11 @@ class Deadly(Stuttering):
 def test_a_batch_whose_values_are_lost_with_a_node_is_accounted_for(tmp_path, at):
     (kind,) = [kind for kind in SERVED if kind.name == "nodes-sync-server"]
     made = partial(
-        kind.cls, [partial(SlippingEnv, LENGTHS, -1, "raise")], num_envs=2, seed=0, **kind.options
+        kind.cls,
+        [partial(SlippingEnv, LENGTHS, -1, "raise")],
+        num_envs=2,
+        seed=0,
+        **kind.options,
     )
     n = 2 * ROWS - 2
     with made(Deadly(at, str(tmp_path / "mark"))) as c:

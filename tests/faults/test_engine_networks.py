@@ -88,7 +88,9 @@ class Machines:
     def starts_ray(self, host: Host, name: str, *command: str) -> None:
         """The same with Ray's command, until Ray runs."""
         process = self.starts(host, name, *command)
-        wait_until(lambda: STARTED in self.said(name) or process.poll() is not None, LONGEST_S)
+        wait_until(
+            lambda: STARTED in self.said(name) or process.poll() is not None, LONGEST_S
+        )
         assert process.poll() is None, self.said(name)
 
     def starts_raylets(self, main_cpus: int = 1) -> str:
@@ -165,7 +167,9 @@ def check(report: dict[str, Any], engine: str) -> None:
 def test_ray_needs_no_port_but_its_own(machines):
     machines.other.cable(**SLOW, opened=RAY_OPENED)
     address = machines.starts_raylets()
-    check(machines.collects("ray", address), "ray")  # each machine has the CPU for one node
+    check(
+        machines.collects("ray", address), "ray"
+    )  # each machine has the CPU for one node
 
 
 SRUN = """#!/usr/bin/env bash
@@ -188,18 +192,32 @@ def test_the_script_for_slurm_runs_ray_on_all_machines(machines):
         (machines.folder / host.address).write_text(host.name)
     for name, does in (
         ("srun", SRUN.replace("{folder}", str(machines.folder))),
-        ("scontrol", f"#!/usr/bin/env bash\necho {main.address}; echo {other.address}\n"),
+        (
+            "scontrol",
+            f"#!/usr/bin/env bash\necho {main.address}; echo {other.address}\n",
+        ),
     ):
         (commands / name).write_text(does)
         (commands / name).chmod(0o700)
-    machines.env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "all", "SLURM_JOB_NUM_NODES": "2"}
-    machines.env |= {"SLURM_CPUS_PER_TASK": "2", "PROGRAM": str(ROOT / "examples/ray_cluster.py")}
+    machines.env |= {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "all",
+        "SLURM_JOB_NUM_NODES": "2",
+    }
+    machines.env |= {
+        "SLURM_CPUS_PER_TASK": "2",
+        "PROGRAM": str(ROOT / "examples/ray_cluster.py"),
+    }
     path = [str(commands), str(Path(sys.executable).parent), os.environ["PATH"]]
     machines.env["PATH"] = os.pathsep.join(path)
     command = ["bash", str(ROOT / "examples/ray_slurm.sh"), "--total-frames", "20480"]
     with open(machines.folder / "job", "w") as file:
         job = main.start(
-            command, env=machines.env, cwd=machines.folder, stdout=file, stderr=subprocess.STDOUT
+            command,
+            env=machines.env,
+            cwd=machines.folder,
+            stdout=file,
+            stderr=subprocess.STDOUT,
         )
     status = job.wait(LONGEST_S)
     said = machines.said("job")
@@ -209,7 +227,9 @@ def test_the_script_for_slurm_runs_ray_on_all_machines(machines):
 
 
 @pytest.mark.parametrize("engine", ["direct", "torch_distributed", "rpc"])
-def test_other_engines_need_the_port_where_nodes_join_and_some_need_free_ones(machines, engine):
+def test_other_engines_need_the_port_where_nodes_join_and_some_need_free_ones(
+    machines, engine
+):
     main, other = machines.main, machines.other
     opened = str(JOIN_PORT)
     if engine != "direct":

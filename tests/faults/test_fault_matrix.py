@@ -16,7 +16,13 @@ import torch
 
 from benchmarks import fault_matrix, fault_matrix_cells
 from benchmarks.fault_matrix_cells import BACKENDS, ENDS, FAULTS, Backend, Case, always
-from muster import Collector, DistributedCollector, MultiSyncCollector, RPCCollector, load
+from muster import (
+    Collector,
+    DistributedCollector,
+    MultiSyncCollector,
+    RPCCollector,
+    load,
+)
 from muster.errors import BadRecording, WorkerDied
 from muster.testing import CountingEnv, OracleEnv
 from tests.fakes import faults
@@ -27,8 +33,16 @@ pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /pr
 
 CELLS = {
     ("error", "in process", "raise"): "EnvError, phase step",
-    ("error", "in process", "drop"): "refused: no worker that could be restarted or dropped",
-    ("construct fails", "in process", "raise"): "the constructor raises EnvError, phase construct",
+    (
+        "error",
+        "in process",
+        "drop",
+    ): "refused: no worker that could be restarted or dropped",
+    (
+        "construct fails",
+        "in process",
+        "raise",
+    ): "the constructor raises EnvError, phase construct",
     ("error", "threads", "raise"): "EnvError, phase step, worker 0, environment 0",
     ("wrong shape", "threads", "restart"): (
         "restarted; 1 row discarded (bad_env_output); 10 rows discarded (env_error)"
@@ -82,12 +96,18 @@ class Leaky(OracleEnv):
     ],
 )
 def test_a_cell_finds_what_is_wrong(temporary, monkeypatch, way, says):
-    monkeypatch.setattr(fault_matrix_cells, "OracleEnv", type(f"{way}Env", (Leaky,), {"way": way}))
+    monkeypatch.setattr(
+        fault_matrix_cells, "OracleEnv", type(f"{way}Env", (Leaky,), {"way": way})
+    )
     fault_matrix_cells._warm.add("threads")
-    monkeypatch.setattr(fault_matrix_cells, "more_than", lambda before, but: _more(before))
+    monkeypatch.setattr(
+        fault_matrix_cells, "more_than", lambda before, but: _more(before)
+    )
     monkeypatch.setitem(FAULTS, "none", Case(always(faults.Does(int))))
     kept = []
-    monkeypatch.setattr(OracleEnv, "close", lambda self: kept.append(getattr(self, "kept", ())))
+    monkeypatch.setattr(
+        OracleEnv, "close", lambda self: kept.append(getattr(self, "kept", ()))
+    )
     try:
         with pytest.raises(AssertionError, match=says):
             fault_matrix_cells.cell("none", "threads", "raise", temporary, None)
@@ -107,24 +127,34 @@ def _more(before):
     [
         (Case(always(faults.Raising(ValueError)), errors=("WorkerDied",)), "EnvError"),
         (
-            Case(always(faults.Raising(ValueError)), errors=("EnvError",), says="nothing like it"),
+            Case(
+                always(faults.Raising(ValueError)),
+                errors=("EnvError",),
+                says="nothing like it",
+            ),
             "ValueError",
         ),
         (
-            Case(always(faults.Raising(ValueError)), errors=("EnvError",), phase="reset"),
+            Case(
+                always(faults.Raising(ValueError)), errors=("EnvError",), phase="reset"
+            ),
             "phase step",
         ),
         (Case(always(faults.Raising(ValueError))), "EnvError"),
         (Case(always(faults.Does(int)), errors=("EnvError",)), r"\[\]"),
     ],
 )
-def test_a_cell_with_another_error_than_expected_is_a_finding(temporary, monkeypatch, case, says):
+def test_a_cell_with_another_error_than_expected_is_a_finding(
+    temporary, monkeypatch, case, says
+):
     monkeypatch.setitem(FAULTS, "this", case)
     with pytest.raises(AssertionError, match=says):
         fault_matrix_cells.cell("this", "in process", "raise", temporary, None)
 
 
-def test_a_cell_that_discards_rows_for_another_reason_is_a_finding(temporary, monkeypatch):
+def test_a_cell_that_discards_rows_for_another_reason_is_a_finding(
+    temporary, monkeypatch
+):
     """The environment fails before its fault is made, and is restarted."""
     monkeypatch.setitem(
         FAULTS, "this", Case(always(faults.Raising(ValueError)), errors=("WorkerDied",))
@@ -177,7 +207,9 @@ def test_the_page_is_that_of_the_results():
 
 
 def test_shutdown_again_writes_what_a_full_disk_has_refused(tmp_path):
-    collector = Collector(CountingEnv, None, frames_per_batch=20, record=tmp_path / "recording")
+    collector = Collector(
+        CountingEnv, None, frames_per_batch=20, record=tmp_path / "recording"
+    )
     collector.next()
     with files_limited_to(10), pytest.raises(BadRecording):
         collector.shutdown()
@@ -196,7 +228,9 @@ def test_a_collector_that_lacks_descriptors_leaves_none(left):
         descriptors_left(left),
         pytest.raises((OSError, ValueError), match="open files|descriptors"),
     ):
-        MultiSyncCollector([CountingEnv] * 2, policy, frames_per_batch=20, inference="server")
+        MultiSyncCollector(
+            [CountingEnv] * 2, policy, frames_per_batch=20, inference="server"
+        )
     wait_until(lambda: fault_matrix_cells.resources()["descriptors"] <= before)
 
 
@@ -205,7 +239,9 @@ def test_nodes_that_lack_descriptors_leave_none(left):
     check_nodes_that_lack_descriptors(DistributedCollector, left)
 
 
-@pytest.mark.skipif(not torch.distributed.rpc.is_available(), reason="this PyTorch has no RPC")
+@pytest.mark.skipif(
+    not torch.distributed.rpc.is_available(), reason="this PyTorch has no RPC"
+)
 @pytest.mark.parametrize("left", [0, 4, 8, 12])
 def test_agents_that_lack_descriptors_do_not_end_the_program(left):
     """As TensorPipe would, whose own threads notice it."""

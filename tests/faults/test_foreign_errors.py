@@ -47,7 +47,9 @@ def collector_of(path: Any, place: str, policy: Any, backend: str) -> Any:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("place", PLACES)
-def test_whatever_is_raised_no_pair_is_wrong_and_every_step_is_counted(tmp_path, place, backend):
+def test_whatever_is_raised_no_pair_is_wrong_and_every_step_is_counted(
+    tmp_path, place, backend
+):
     policy = TroubledPolicy() if place == "policy" or "served" in backend else None
     if policy is not None and place != "policy":
         policy.raised = len(ALL)
@@ -60,7 +62,8 @@ def test_whatever_is_raised_no_pair_is_wrong_and_every_step_is_counted(tmp_path,
                 raised.append(error)
                 stats = collector.stats()
                 assert (
-                    stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+                    stats.executed
+                    == stats.frames + sum(stats.discarded.values()) + stats.in_flight
                 )
                 assert len(raised) <= len(ALL), raised[-1]
             assert len(batches) < 60, f"{len(raised)} of {len(ALL)}"
@@ -80,16 +83,25 @@ def test_whatever_is_raised_no_pair_is_wrong_and_every_step_is_counted(tmp_path,
             assert not isinstance(error, Exception), name
             continue
         expected = (
-            BadPolicyOutput if place == "policy" and name == "BadPolicyOutput" else PLACES[place]
+            BadPolicyOutput
+            if place == "policy" and name == "BadPolicyOutput"
+            else PLACES[place]
         )
         assert isinstance(error, MusterError), name
         assert issubclass(type(error), expected), (name, type(error), error)
         assert error.phase == place, (name, error.phase)
 
 
-def test_an_exit_in_a_reset_that_nobody_waits_for_is_raised_by_the_next_rollout(tmp_path):
+def test_an_exit_in_a_reset_that_nobody_waits_for_is_raised_by_the_next_rollout(
+    tmp_path,
+):
     fault = Fault(faults.Raising(partial(SystemExit, 3)), "reset", at=1)
-    options = {"frames_per_batch": T, "backend": "threads", "reset_when_done": False, "seed": 1}
+    options = {
+        "frames_per_batch": T,
+        "backend": "threads",
+        "reset_when_done": False,
+        "seed": 1,
+    }
     with MultiSyncCollector(
         [partial(OracleEnv, tmp_path / "counts", 0, 1, fault)], None, **options
     ) as collector:

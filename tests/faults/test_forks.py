@@ -20,7 +20,13 @@ import pytest
 from gymnasium import spaces
 
 import muster
-from muster import Collector, Evaluator, MultiAsyncCollector, MultiSyncCollector, Recorder
+from muster import (
+    Collector,
+    Evaluator,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    Recorder,
+)
 from muster.errors import ForkedProcess
 from muster.testing import CountingEnv, OracleEnv, check_stream
 from tests.fakes import faults, forks
@@ -73,7 +79,10 @@ def said(call):
 
 def served(factories, _, **options):
     return MultiSyncCollector(
-        factories, faults.FaultyPolicy("", None, at=1 << 60), inference="server", **options
+        factories,
+        faults.FaultyPolicy("", None, at=1 << 60),
+        inference="server",
+        **options,
     )
 
 
@@ -113,7 +122,11 @@ def test_a_fork_has_no_workers_and_leaves_those_of_its_parent_alone(tmp_path, ki
     factories = [partial(OracleEnv, path, number) for number in range(2)]
     collector = KINDS[kind](factories, None, frames_per_batch=2 * T, seed=1)
     batches = iter(collector)
-    mine = {"collector": collector, "batches": batches, "held": [next(batches) for _ in range(4)]}
+    mine = {
+        "collector": collector,
+        "batches": batches,
+        "held": [next(batches) for _ in range(4)],
+    }
     copies = [batch.clone() for batch in mine["held"]]
     pids = [worker.pid for worker in collector.stats().workers]
     del batches, collector
@@ -131,8 +144,12 @@ def test_a_fork_has_no_workers_and_leaves_those_of_its_parent_alone(tmp_path, ki
         gc.collect()
         return found
 
-    assert in_fork(use) == dict.fromkeys([*USES, "an iterator from before"], "ForkedProcess")
-    assert "workers of it belong to that process" in in_fork(lambda: mine["collector"].next())
+    assert in_fork(use) == dict.fromkeys(
+        [*USES, "an iterator from before"], "ForkedProcess"
+    )
+    assert "workers of it belong to that process" in in_fork(
+        lambda: mine["collector"].next()
+    )
     with mine["collector"] as collector:
         for held, copy in zip(mine["held"], copies, strict=True):
             assert (held == copy).all()
@@ -184,7 +201,9 @@ def test_a_fork_that_goes_on_to_the_end_of_the_program_disturbs_nobody():
 
 
 def test_a_collector_without_workers_is_copied():
-    collector = Collector(partial(CountingEnv, 5), None, num_envs=2, frames_per_batch=16, seed=1)
+    collector = Collector(
+        partial(CountingEnv, 5), None, num_envs=2, frames_per_batch=16, seed=1
+    )
     collector.next()
 
     def rest():
@@ -199,7 +218,9 @@ def test_a_collector_without_workers_is_copied():
 
 def test_a_background_thread_stays_with_its_process():
     taken = forks.Buffer()
-    collector = Collector(partial(CountingEnv, 5), None, frames_per_batch=16, replay_buffer=taken)
+    collector = Collector(
+        partial(CountingEnv, 5), None, frames_per_batch=16, replay_buffer=taken
+    )
     collector.start()
 
     def use():
@@ -219,13 +240,20 @@ def test_a_background_thread_stays_with_its_process():
 
 
 def test_an_evaluator_in_a_fork_says_so():
-    with Evaluator(partial(CountingEnv, 5), None, num_workers=1, episodes=2) as evaluator:
+    with Evaluator(
+        partial(CountingEnv, 5), None, num_workers=1, episodes=2
+    ) as evaluator:
         evaluator.trigger()
 
         def use():
             found = [
                 said(call)
-                for call in (evaluator.poll, evaluator.wait, evaluator.evaluate, evaluator.trigger)
+                for call in (
+                    evaluator.poll,
+                    evaluator.wait,
+                    evaluator.evaluate,
+                    evaluator.trigger,
+                )
             ]
             evaluator.shutdown()
             return found
@@ -262,7 +290,10 @@ class Forking(gymnasium.Env):
     file.
     """
 
-    observation_space, action_space = spaces.Box(-1, 1, (1,), np.float32), spaces.Discrete(2)
+    observation_space, action_space = (
+        spaces.Box(-1, 1, (1,), np.float32),
+        spaces.Discrete(2),
+    )
 
     def __init__(self, path, on, do):
         self.path, self.on, self.do, self.calls = path, on, do, 0
@@ -290,7 +321,9 @@ def test_a_fork_that_an_environment_makes_is_never_the_worker(tmp_path, do, on):
     """
     found = []
     for times in range(2):
-        make = partial(Forking, tmp_path / f"{times}", on, do if times else forks.nothing)
+        make = partial(
+            Forking, tmp_path / f"{times}", on, do if times else forks.nothing
+        )
         with MultiAsyncCollector(
             make, None, num_envs=3, frames_per_batch=63, total_frames=252, seed=1
         ) as collector:
@@ -310,5 +343,7 @@ def test_a_policy_that_forks_in_a_worker_is_asked_by_the_worker_alone(tmp_path):
         partial(OracleEnv, path), policy, frames_per_batch=T, total_frames=4 * T
     ) as collector:
         rows = check_stream(batch.clone() for batch in collector)
-    assert rows[0, 0] == collector.stats().executed == OracleEnv.read(path)[0, 2] == 4 * T
+    assert (
+        rows[0, 0] == collector.stats().executed == OracleEnv.read(path)[0, 2] == 4 * T
+    )
     forks.check(tmp_path / "forks", forks.returns)

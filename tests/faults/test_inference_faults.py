@@ -68,7 +68,9 @@ def undisturbed(tmp_path_factory):
 
 
 def server_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "muster-inference"]
+    return [
+        thread for thread in threading.enumerate() if thread.name == "muster-inference"
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +91,14 @@ def no_server_is_left():
 def test_a_death_in_a_step_loses_the_rollout_at_work_and_nothing_else(
     tmp_path, undisturbed, kind, on_failure
 ):
-    got = run(tmp_path, Fault(DIES, at=AT), kind, on_failure=on_failure, policy=Mod5(), **SERVED)
+    got = run(
+        tmp_path,
+        Fault(DIES, at=AT),
+        kind,
+        on_failure=on_failure,
+        policy=Mod5(),
+        **SERVED,
+    )
     rows = got.check(undisturbed=undisturbed.get(kind))
     assert got.stats.discarded == {"worker_died": AT - T}
     assert rows[0, 0] == T
@@ -111,7 +120,9 @@ class Kills:
 
     def __call__(self, obs):
         now = obs.reshape(-1, 6)
-        if not self.done and bool(((now[:, 0] == self.watched) & (now[:, 4] == AT)).any()):
+        if not self.done and bool(
+            ((now[:, 0] == self.watched) & (now[:, 4] == AT)).any()
+        ):
             self.done = True
             os.kill(pid_of(self.path, 0), signal.SIGKILL)
             assert all_gone([pid_of(self.path, 0)])
@@ -120,7 +131,9 @@ class Kills:
 @pytest.mark.parametrize("on_failure", MODES)
 @pytest.mark.parametrize("watched", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_worker_may_die_while_it_waits_for_the_server(tmp_path, kind, watched, on_failure):
+def test_a_worker_may_die_while_it_waits_for_the_server(
+    tmp_path, kind, watched, on_failure
+):
     """Or while the server acts with its row, which then is nobody's."""
     path = tmp_path / "counts"
     factories = [partial(Known, path, number) for number in range(2)]
@@ -139,10 +152,12 @@ def test_a_worker_may_die_while_it_waits_for_the_server(tmp_path, kind, watched,
     got.counts = OracleEnv.read(path)
     got.check()
     assert set(got.stats.discarded) <= {"worker_died"}
-    if (
-        got.in_lockstep
-    ):  # elsewhere the others may have made all the rest before it would be started again
-        assert got.counts[0, 0] == 1 + got.stats.restarts == (1 if on_failure == "drop" else 2)
+    if got.in_lockstep:  # elsewhere the others may have made all the rest before it would be started again
+        assert (
+            got.counts[0, 0]
+            == 1 + got.stats.restarts
+            == (1 if on_failure == "drop" else 2)
+        )
     assert got.counts[0, 0] <= 1 + got.stats.restarts
     assert got.counts[1, 0] == 1
     for error in got.errors:
@@ -151,7 +166,9 @@ def test_a_worker_may_die_while_it_waits_for_the_server(tmp_path, kind, watched,
     if not watched:  # else it can have been done with its part
         assert len(got.errors) == (on_failure == "raise")
         assert got.stats.discarded == {"worker_died": AT % T}
-        assert all("was killed by SIGKILL during policy" in str(error) for error in got.errors)
+        assert all(
+            "was killed by SIGKILL during policy" in str(error) for error in got.errors
+        )
 
 
 @pytest.mark.parametrize("on", ["construct", "reset"])
@@ -177,7 +194,13 @@ def test_a_death_at_the_same_step_gives_the_same_streams(tmp_path):
             {"on_failure": "restart", "inference": CentralInference(alternating=True)},
         )
         first, second = (
-            run(tmp_path, fault, kind, policy=categorical(Logits()), **(SERVED | options))
+            run(
+                tmp_path,
+                fault,
+                kind,
+                policy=categorical(Logits()),
+                **(SERVED | options),
+            )
             for _ in "ab"
         )
         first.check()
@@ -231,10 +254,18 @@ def test_an_error_of_an_environment_is_raised_or_ends_its_worker(
     for kind in KINDS:
         fault = Fault(faults.Raising(BOOM), at=AT)
         got = run(
-            tmp_path, fault, kind, policy=Mod5(), on_failure=on_failure, backend=backend, **SERVED
+            tmp_path,
+            fault,
+            kind,
+            policy=Mod5(),
+            on_failure=on_failure,
+            backend=backend,
+            **SERVED,
         )
         got.check(undisturbed=undisturbed.get(kind))
-        assert got.stats.discarded == ({} if on_failure == "raise" else {"env_error": AT - T})
+        assert got.stats.discarded == (
+            {} if on_failure == "raise" else {"env_error": AT - T}
+        )
         assert len(got.errors) == (on_failure == "raise")
         for error in got.errors:
             assert type(error) is EnvError
@@ -249,7 +280,12 @@ def test_who_waits_with_others_for_one_that_hangs_is_not_blamed(
 ):
     """The server waits for all, and so for the one."""
     timeouts = {**deadlines(60.0), "step": 0.5}
-    options = {"on_failure": on_failure, "backend": backend, "timeouts": timeouts, "policy": Mod5()}
+    options = {
+        "on_failure": on_failure,
+        "backend": backend,
+        "timeouts": timeouts,
+        "policy": Mod5(),
+    }
     got = run(tmp_path, Fault(faults.waits, at=AT), **(SERVED | options))
     got.check(undisturbed=undisturbed[MultiSyncCollector])
     assert got.stats.discarded == {"worker_hung": AT - T}
@@ -287,7 +323,9 @@ def test_an_environment_that_hangs_keeps_no_shutdown(tmp_path):
 @pytest.mark.parametrize("backend", ["processes", "threads"])
 @pytest.mark.parametrize("at", [0, 1, 2, 30])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_of_the_policy_is_raised_once_and_costs_nothing(tmp_path, kind, at, backend):
+def test_an_error_of_the_policy_is_raised_once_and_costs_nothing(
+    tmp_path, kind, at, backend
+):
     for error in (BOOM, partial(faults.TwoArguments, 3, "why"), partial(SystemExit, 3))[
         : 3 if at else 2
     ]:
@@ -309,9 +347,17 @@ def test_an_error_of_the_policy_is_raised_once_and_costs_nothing(tmp_path, kind,
 @pytest.mark.parametrize("on_failure", ["restart", "drop"])
 def test_an_error_of_the_policy_is_raised_in_every_mode(tmp_path, on_failure):
     for kind in KINDS:
-        policy = faults.FaultyPolicy(str(tmp_path / kind.__name__), faults.Raising(BOOM), 3)
+        policy = faults.FaultyPolicy(
+            str(tmp_path / kind.__name__), faults.Raising(BOOM), 3
+        )
         got = run(
-            tmp_path, None, kind, policy=policy, on_failure=on_failure, backend="threads", **SERVED
+            tmp_path,
+            None,
+            kind,
+            policy=policy,
+            on_failure=on_failure,
+            backend="threads",
+            **SERVED,
         )
         got.check()
         assert type(got.error) is PolicyError
@@ -353,7 +399,11 @@ def test_while_the_policy_fails_nothing_is_stepped_and_the_next_call_tries_again
             except PolicyError as error:
                 errors.append(error)
                 stepped = OracleEnv.read(path)[:, 2].tolist()
-                assert max(stepped) == AT if kind is not MultiAsyncCollector else max(stepped) <= AT
+                assert (
+                    max(stepped) == AT
+                    if kind is not MultiAsyncCollector
+                    else max(stepped) <= AT
+                )
         row = (
             r"\d+" if kind is MultiAsyncCollector else "(10|9)"
         )  # of the first for whom it was called
@@ -427,7 +477,10 @@ def test_a_policy_that_hangs_is_named_with_its_line_and_nobody_is_killed_for_it(
                 kind is MultiSyncCollector
             ):  # elsewhere policies draw from the same generators as the user
                 assert torch.equal(torch.random.get_rng_state(), random_state)
-            assert f"at {faults.line_of(Waits(0))} in __call__; its deadline is 0.5 s" in said
+            assert (
+                f"at {faults.line_of(Waits(0))} in __call__; its deadline is 0.5 s"
+                in said
+            )
         over.set()
         while len(batches) < 6:
             try:
@@ -506,7 +559,11 @@ def test_after_ctrl_c_the_next_call_goes_on(tmp_path, kind, backend):
     # Two signals that come before the main thread has looked at the first one are one: so much is
     # between them.
     with kind(
-        factories, Mod5(Interrupts(30, 300)), frames_per_batch=2 * T, backend=backend, **SERVED
+        factories,
+        Mod5(Interrupts(30, 300)),
+        frames_per_batch=2 * T,
+        backend=backend,
+        **SERVED,
     ) as collector:
         while len(batches) < 5 or len(errors) < 2:  # one call can be for both workers
             try:
@@ -515,7 +572,9 @@ def test_after_ctrl_c_the_next_call_goes_on(tmp_path, kind, backend):
             except KeyboardInterrupt as error:
                 errors.append(error)
     assert len(errors) == 2
-    if kind is MultiSyncCollector:  # it waits for the policy then; elsewhere it can be at anything
+    if (
+        kind is MultiSyncCollector
+    ):  # it waits for the policy then; elsewhere it can be at anything
         check_stream(batches)
         assert collector.stats().frames == len(batches) * 2 * T
     stats = collector.stats()
@@ -557,5 +616,9 @@ def test_shutdown_in_the_middle_of_rollouts_is_quick_and_accounted(tmp_path, bac
     collector.shutdown()
     stats, counts = collector.stats(), OracleEnv.read(path)
     assert stats.in_flight == 0
-    assert stats.executed == stats.frames + sum(stats.discarded.values()) == counts[:, 2].sum()
+    assert (
+        stats.executed
+        == stats.frames + sum(stats.discarded.values())
+        == counts[:, 2].sum()
+    )
     assert counts[:, 3].tolist() == [1, 1, 1]

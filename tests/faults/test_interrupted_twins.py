@@ -49,7 +49,8 @@ PACKAGE = str(Path(muster.__file__).parent)
 # Where a Ctrl-C is in Muster's hands, without ``delayed_interrupt``. Elsewhere the user may have
 # the batch already.
 PROTECTED = tuple(
-    f"{PACKAGE}/{part}" for part in ("workers", "rollout", "policies", "envs", "memory", "weights")
+    f"{PACKAGE}/{part}"
+    for part in ("workers", "rollout", "policies", "envs", "memory", "weights")
 )
 
 
@@ -164,7 +165,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "trajs_per_batch": 1,
     },
     "hook of steps": {"on_step": user_code.call},
-    "step by step": {"replay_buffer": Rows, "extend_buffer": False, "reset_at_each_iter": True},
+    "step by step": {
+        "replay_buffer": Rows,
+        "extend_buffer": False,
+        "reset_at_each_iter": True,
+    },
     "same batch": {"return_same_td": True},
     "compact": {"compact_obs": True},
 }
@@ -186,7 +191,9 @@ class Kind:
     ordered: bool = True
 
     def collector(self, policy: Callable[[], Any], options: dict[str, Any]) -> Any:
-        given = {name: value() if value is Rows else value for name, value in options.items()}
+        given = {
+            name: value() if value is Rows else value for name, value in options.items()
+        }
         envs = [Restless] * self.groups if self.groups > 1 else Restless
         given |= {
             "num_envs": 2,
@@ -200,9 +207,20 @@ HERE = [Kind("in process", Collector), Kind("two groups", Collector, groups=2)]
 ELSEWHERE = [
     Kind("threads", MultiSyncCollector, {"backend": "threads"}, groups=2),
     Kind("processes", MultiSyncCollector, groups=2),
-    Kind("served", MultiSyncCollector, {"inference": "server", "backend": "threads"}, groups=2),
+    Kind(
+        "served",
+        MultiSyncCollector,
+        {"inference": "server", "backend": "threads"},
+        groups=2,
+    ),
     Kind("one worker", AsyncCollector, {"backend": "threads"}, ordered=False),
-    Kind("first ready", MultiAsyncCollector, {"backend": "threads"}, groups=2, ordered=False),
+    Kind(
+        "first ready",
+        MultiAsyncCollector,
+        {"backend": "threads"},
+        groups=2,
+        ordered=False,
+    ),
 ]
 
 
@@ -254,9 +272,16 @@ class Run:
     ``rows`` is what they have delivered.
     """
 
-    def __init__(self, kind: Kind, policy: Callable[[], Any], options: str, folder: Path) -> None:
+    def __init__(
+        self, kind: Kind, policy: Callable[[], Any], options: str, folder: Path
+    ) -> None:
         user_code.left = 0
-        self.kind, self.policy, self.options, self.folder = kind, policy, OPTIONS[options], folder
+        self.kind, self.policy, self.options, self.folder = (
+            kind,
+            policy,
+            OPTIONS[options],
+            folder,
+        )
         self.collector = kind.collector(policy, self.options)
         self.delivered: list[Any] = []
         self.buffers: list[Any] = [self.collector.options.replay_buffer]
@@ -264,7 +289,9 @@ class Run:
 
     def resume(self) -> None:
         """End the program, as far as it is Muster's, and begin it again."""
-        with suppress(HookError):  # of a worker that went on meanwhile; it is raised once
+        with suppress(
+            HookError
+        ):  # of a worker that went on meanwhile; it is raised once
             self.collector.state_dict()
         muster.save_state(self.folder / "state", self.collector.state_dict())
         assert_accounted(self.collector)
@@ -295,13 +322,17 @@ class Run:
         self.delivered.append(None if batch is None else batch.clone())
         self.episodes.append([tuple(record)[:6] for record in collector.episodes])
 
-    def do_all(self, calls: list[Call], troubles: list[Trouble | None], *, delayed: bool) -> None:
+    def do_all(
+        self, calls: list[Call], troubles: list[Trouble | None], *, delayed: bool
+    ) -> None:
         within = (PACKAGE,) if delayed else PROTECTED
         last: Trouble | None = None  # its Ctrl-C may take effect in the next call
         for call, trouble in zip(calls, troubles, strict=True):
             last = trouble or last
             pressing: Any = (
-                nullcontext() if trouble is None or trouble.fails else Pressing(trouble.at, within)
+                nullcontext()
+                if trouble is None or trouble.fails
+                else Pressing(trouble.at, within)
             )
             user_code.left = 0 if trouble is None else trouble.fails
             while True:
@@ -318,8 +349,13 @@ class Run:
 
     def rows(self) -> list[Any]:
         """What was delivered, batch by batch, and then what is in the buffers."""
-        written = [row for buffer in self.buffers if buffer is not None for row in buffer]
-        return [None if batch is None else plain(batch) for batch in (*self.delivered, *written)]
+        written = [
+            row for buffer in self.buffers if buffer is not None for row in buffer
+        ]
+        return [
+            None if batch is None else plain(batch)
+            for batch in (*self.delivered, *written)
+        ]
 
     def by_env(self) -> dict[int, list[Any]]:
         """The delivered rows of each environment, in order."""
@@ -327,7 +363,10 @@ class Run:
         for batch in self.delivered:
             valid = batch.get(("collector", "valid"), None)
             rows = batch.reshape(-1) if valid is None else batch[valid]
-            ids = rows["collector", "traj_ids"].flatten() % self.collector._engine.num_envs
+            ids = (
+                rows["collector", "traj_ids"].flatten()
+                % self.collector._engine.num_envs
+            )
             columns = plain(rows.exclude(("collector", "valid")))
             del columns["shape",]
             for place, env in enumerate(ids.tolist()):
@@ -343,12 +382,17 @@ def plain(batch: Any) -> dict[Any, Any]:
     for key in sorted(batch.keys(True, True), key=str):
         column = batch.get(key)
         values = column.tolist() if hasattr(column, "tolist") else column
-        columns[key] = [str(value) for value in values] if isinstance(values, list) else str(values)
+        columns[key] = (
+            [str(value) for value in values]
+            if isinstance(values, list)
+            else str(values)
+        )
     return columns
 
 
 steps = st.fixed_dictionaries(
-    {"n_step": st.integers(1, 11)}, optional={"bootstrap": st.sampled_from([True, "truncations"])}
+    {"n_step": st.integers(1, 11)},
+    optional={"bootstrap": st.sampled_from([True, "truncations"])},
 )
 episodes = st.fixed_dictionaries(
     {"n_episode": st.integers(1, 4)},
@@ -398,7 +442,11 @@ def check(
     left = suppress(
         KeyboardInterrupt
     )  # one that was noted in the last call is raised at the end of the context
-    with TemporaryDirectory() as folder, left, delayed_interrupt() if delayed else nullcontext():
+    with (
+        TemporaryDirectory() as folder,
+        left,
+        delayed_interrupt() if delayed else nullcontext(),
+    ):
         twin = Run(kind, policy, options, Path(folder))
         run = Run(kind, policy, options, Path(folder))
         try:
@@ -408,7 +456,14 @@ def check(
                 assert run.rows() == twin.rows()
                 assert run.episodes == twin.episodes
                 stats, expected = run.collector.stats(), twin.collector.stats()
-                for name in ("frames", "executed", "discarded", "in_flight", "batches", "episodes"):
+                for name in (
+                    "frames",
+                    "executed",
+                    "discarded",
+                    "in_flight",
+                    "batches",
+                    "episodes",
+                ):
                     assert getattr(stats, name) == getattr(expected, name), name
             else:
                 rows, expected_rows = run.by_env(), twin.by_env()
@@ -432,7 +487,9 @@ sequences = st.lists(st.tuples(calls, troubles), min_size=2, max_size=6)
 )
 @examples(40)
 def test_in_this_thread(kind, delayed, policy, options, sequence):
-    check(kind, policy, options, *map(list, zip(*sequence, strict=True)), delayed=delayed)
+    check(
+        kind, policy, options, *map(list, zip(*sequence, strict=True)), delayed=delayed
+    )
 
 
 @pytest.mark.slow
@@ -447,10 +504,14 @@ def test_in_this_thread(kind, delayed, policy, options, sequence):
 )
 @examples(6)
 def test_in_workers(kind, delayed, policy, options, sequence):
-    check(kind, policy, options, *map(list, zip(*sequence, strict=True)), delayed=delayed)
+    check(
+        kind, policy, options, *map(list, zip(*sequence, strict=True)), delayed=delayed
+    )
 
 
-in_any_order = st.lists(st.tuples(st.one_of(*in_order), troubles), min_size=2, max_size=6)
+in_any_order = st.lists(
+    st.tuples(st.one_of(*in_order), troubles), min_size=2, max_size=6
+)
 ROWS_OF_ANY_LENGTH = [
     "plain",
     "limited",

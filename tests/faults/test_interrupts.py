@@ -91,7 +91,10 @@ def test_contexts_may_be_entered_inside_one_another():
         with postponed():
             press()
         done.append("the inner end is not the end")
-        with allowed(), postponed():  # a collector inside the environment of another one
+        with (
+            allowed(),
+            postponed(),
+        ):  # a collector inside the environment of another one
             pytest.fail("it was to be raised before")
     assert done == ["the inner end is not the end"]
     done = []
@@ -221,7 +224,9 @@ HOOKS = {
 @pytest.mark.parametrize("what", HOOKS)
 def test_hooks_are_interrupted_at_once(what):
     REACHED.clear()
-    with Collector(partial(CountingEnv, 4), None, frames_per_batch=6, **HOOKS[what]) as collector:
+    with Collector(
+        partial(CountingEnv, 4), None, frames_per_batch=6, **HOOKS[what]
+    ) as collector:
         with pytest.raises(KeyboardInterrupt):
             collector.next()
         assert REACHED == []
@@ -229,7 +234,11 @@ def test_hooks_are_interrupted_at_once(what):
 
 
 IN_ROWS = {
-    "step": (lambda at, **how: {"create_env_fn": partial(Presses, "step", at, **how)}, 3, iterated),
+    "step": (
+        lambda at, **how: {"create_env_fn": partial(Presses, "step", at, **how)},
+        3,
+        iterated,
+    ),
     "reset": (
         lambda at, **how: {"create_env_fn": partial(Presses, "reset", at, **how)},
         2,
@@ -293,7 +302,9 @@ def test_a_second_one_does_not_wait_for_the_row(what):
 
 
 @pytest.mark.parametrize("what", ["step", "policy"])
-def test_a_row_that_is_never_completed_delays_it_for_some_seconds_only(what, monkeypatch):
+def test_a_row_that_is_never_completed_delays_it_for_some_seconds_only(
+    what, monkeypatch
+):
     monkeypatch.setattr(interrupts, "GRACE_S", 0.1)
     REACHED.clear()
     never = threading.Event()
@@ -330,7 +341,9 @@ def test_in_a_context_of_the_user_it_waits_for_the_next_call(monkeypatch):
 def test_while_the_last_batch_is_used_it_waits_for_the_end_of_the_loop(monkeypatch):
     monkeypatch.setattr(interrupts, "GRACE_S", 0.0)
     with (
-        Collector(partial(CountingEnv, 4), None, frames_per_batch=6, total_frames=6) as collector,
+        Collector(
+            partial(CountingEnv, 4), None, frames_per_batch=6, total_frames=6
+        ) as collector,
         delayed_interrupt(),
     ):
         batches = []
@@ -474,7 +487,9 @@ KINDS = {
 
 @pytest.mark.parametrize("ask", [iterated, on_demand])
 @pytest.mark.parametrize("kind", KINDS)
-def test_wherever_it_comes_collecting_goes_on_as_if_nothing_had_been(tmp_path, kind, ask):
+def test_wherever_it_comes_collecting_goes_on_as_if_nothing_had_been(
+    tmp_path, kind, ask
+):
     path, batches, pressed = tmp_path / "counts", [], 0
     make, options = KINDS[kind]
     factories = [partial(OracleEnv, path, number) for number in range(2)]
@@ -494,9 +509,9 @@ def test_wherever_it_comes_collecting_goes_on_as_if_nothing_had_been(tmp_path, k
                     break  # at the end of all lines
             batches += [ask(collector).clone() for _ in range(2)]
             at += 3
-        assert sum(collector.stats().slots.values()) <= (6 if make is MultiAsyncCollector else 2), (
-            "none got lost"
-        )
+        assert sum(collector.stats().slots.values()) <= (
+            6 if make is MultiAsyncCollector else 2
+        ), "none got lost"
         batches.append(ask(collector).clone())
     assert pressed > 30
     check_stream(batches)

@@ -48,7 +48,9 @@ from tests.fakes.node_runs import (
 from tests.waits import descriptors_left, free_port, wait_until
 
 pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="kills processes, and looks into /proc"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="kills processes, and looks into /proc"
+    ),
 ]
 
 AT = 30  # row 10 of the second rollout
@@ -85,7 +87,9 @@ def check(got, *, losses=1, undisturbed=None):
 def assert_said(error, node, phase=None, why=""):
     assert type(error) is WorkerDied
     found = re.match(
-        r"Worker (\d) .*is lost with its node, during (\w+): (.*)", str(error), re.DOTALL
+        r"Worker (\d) .*is lost with its node, during (\w+): (.*)",
+        str(error),
+        re.DOTALL,
     )
     assert found, str(error)
     assert error.worker == int(found[1])
@@ -123,7 +127,9 @@ def test_a_node_killed_in_a_reset(tmp_path, undisturbed, kind):
 
 
 @pytest.mark.parametrize("on_failure", MODES)
-def test_a_node_killed_while_environments_are_made_ends_the_construction(tmp_path, on_failure):
+def test_a_node_killed_while_environments_are_made_ends_the_construction(
+    tmp_path, on_failure
+):
     with pytest.raises(WorkerDied) as caught:
         run(tmp_path, Fault(KILLS, "construct"), sync_nodes, on_failure=on_failure)
     assert_said(caught.value, 0)
@@ -138,7 +144,9 @@ def test_a_node_killed_while_environments_are_made_ends_the_construction(tmp_pat
 @pytest.mark.parametrize("kind", SYNC_KINDS)
 def test_a_node_killed_between_batches_costs_nothing(tmp_path, on_failure, kind):
     path = tmp_path / "counts"
-    with kind(factories(path), frames_per_batch=T, on_failure=on_failure, seed=1) as collector:
+    with kind(
+        factories(path), frames_per_batch=T, on_failure=on_failure, seed=1
+    ) as collector:
         batches = [collector.next().clone() for _ in range(2)]
         pids = node_pids()
         os.kill(pids[0], signal.SIGKILL)
@@ -157,14 +165,18 @@ def test_a_node_killed_between_batches_costs_nothing(tmp_path, on_failure, kind)
     rows = check_stream(batches)
     truth = OracleEnv.read(path)[:, 2].sum()
     assert stats.frames == sum(rows.values())
-    assert stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    assert (
+        stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    )
     assert stats.executed <= truth <= stats.executed + stats.unseen
     assert rows[0, 0] == 2 * T
     assert (0, 1) in rows or on_failure == "drop"
 
 
 @pytest.mark.parametrize("kind", ASYNC_KINDS)
-def test_a_node_that_nobody_has_missed_before_the_shutdown_is_accounted_for(tmp_path, kind):
+def test_a_node_that_nobody_has_missed_before_the_shutdown_is_accounted_for(
+    tmp_path, kind
+):
     path = tmp_path / "counts"
     fault = Fault(NodeSignalled(signal.SIGKILL, once=tmp_path / "delivered"), at=AT)
     with kind(factories(path, fault), frames_per_batch=T, seed=1) as collector:
@@ -198,7 +210,8 @@ def test_a_node_killed_when_something_reaches_it(tmp_path, monkeypatch, what, ki
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    subprocess.run(["unshare", "-m", "true"]).returncode != 0, reason="needs a mount namespace"
+    subprocess.run(["unshare", "-m", "true"]).returncode != 0,
+    reason="needs a mount namespace",
 )
 def test_a_worker_that_its_node_had_no_memory_for_says_so(tmp_path, monkeypatch):
     """The numbers are those of the node's machine, and since the collector was made."""
@@ -206,7 +219,9 @@ def test_a_worker_that_its_node_had_no_memory_for_says_so(tmp_path, monkeypatch)
     events.write_text("oom 0\noom_kill 3\n")
     monkeypatch.setenv(MARK, str(events))
     launcher = MpLauncher(f"{FAKES}:short_of_memory")
-    got = run(tmp_path, Fault(KilledForMemory(events), at=AT), sync_nodes, launcher=launcher)
+    got = run(
+        tmp_path, Fault(KilledForMemory(events), at=AT), sync_nodes, launcher=launcher
+    )
     assert "Probably out of memory: the kernel has killed 2 processes" in str(got.error)
     assert got.error.exitcode == -signal.SIGKILL
     got.check()
@@ -224,14 +239,18 @@ def test_a_node_killed_before_it_has_joined_says_so(tmp_path, monkeypatch, kind)
             on_failure="restart",
         )
     assert_said(
-        caught.value, "[01]", why=r"has not joined: its process \d+ ended with exit code -9\. "
+        caught.value,
+        "[01]",
+        why=r"has not joined: its process \d+ ended with exit code -9\. ",
     )
 
 
 @pytest.mark.parametrize("kind", SYNC_KINDS)
 def test_a_node_that_does_not_join_in_time_says_so(tmp_path, kind):
     begin = time.monotonic()
-    with pytest.raises((WorkerDied, CollectorTimeout), match=r"has not joined at \S+ within 3 s"):
+    with pytest.raises(
+        (WorkerDied, CollectorTimeout), match=r"has not joined at \S+ within 3 s"
+    ):
         run(
             tmp_path,
             None,
@@ -261,7 +280,9 @@ def test_a_node_killed_while_it_is_sent_weights(tmp_path, kind):
         until_run(collector, batches, env=0, run=1)
         stats = collector.stats()
     check_stream(batches)
-    assert stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    assert (
+        stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    )
 
 
 class Wide(torch.nn.Module):
@@ -272,7 +293,10 @@ class Wide(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(count))
 
     def forward(self, observation):
-        return torch.ones(observation.shape[:-1], dtype=torch.int64) + 0 * self.weight[0].long()
+        return (
+            torch.ones(observation.shape[:-1], dtype=torch.int64)
+            + 0 * self.weight[0].long()
+        )
 
 
 def until_run(collector, batches, env, run, within_s=30.0):
@@ -317,7 +341,9 @@ def test_a_node_whose_own_thread_hangs_says_so(tmp_path):
             **options,
         )
     assert "in __call__" in str(caught.value)
-    assert float(re.search(r"returned for ([0-9.]+) s", str(caught.value))[1]) >= 2  # rounded
+    assert (
+        float(re.search(r"returned for ([0-9.]+) s", str(caught.value))[1]) >= 2
+    )  # rounded
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
@@ -340,12 +366,14 @@ def test_a_node_that_cannot_be_started_again_says_so_until_it_can(tmp_path, on_f
                     while True:
                         batches.append(collector.next().clone())
                 assert time.monotonic() - begun < 30
-                assert (on_failure == "raise" and not turn) or "cannot be started" in str(
-                    caught.value
-                )
+                assert (
+                    on_failure == "raise" and not turn
+                ) or "cannot be started" in str(caught.value)
         batches += [collector.next().clone() for _ in range(2)]
         stats = collector.stats()
-    assert stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    assert (
+        stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    )
     assert sum(check_stream(batches).values()) == stats.frames
 
 
@@ -368,14 +396,17 @@ def test_streams_after_a_death_are_those_of_local_workers(tmp_path):
     }
     for name in ("leaf", "node"):
         for env in (0, 1):
-            for mine, local in zip(got[name].rows_of(env), got["local"].rows_of(env), strict=True):
+            for mine, local in zip(
+                got[name].rows_of(env), got["local"].rows_of(env), strict=True
+            ):
                 assert torch.equal(mine, local), name
 
 
 def test_all_workers_of_a_node_are_lost_with_it(tmp_path, undisturbed):
     path = tmp_path / "counts"
     four = [
-        EnvFactory(path, 4 * node, Fault(KILLS, at=AT) if node == 0 else None) for node in range(2)
+        EnvFactory(path, 4 * node, Fault(KILLS, at=AT) if node == 0 else None)
+        for node in range(2)
     ]
     options = {
         "num_workers_per_collector": 2,
@@ -407,7 +438,12 @@ def test_workers_of_a_node_that_was_lost_before_their_first_order_come_back_toge
         "collector_kwargs": {"inference": "server"},
     }
     with kind(
-        four, Wide(1), frames_per_batch=2 * T, seed=1, timeouts=deadlines(30.0), **options
+        four,
+        Wide(1),
+        frames_per_batch=2 * T,
+        seed=1,
+        timeouts=deadlines(30.0),
+        **options,
     ) as collector:
         pid = node_pids()[0]
         os.kill(pid, signal.SIGKILL)
@@ -431,7 +467,9 @@ class EnvFactory:
         number = self.first
         while not faults.first_time(f"{self.path}-{number}"):
             number += 1
-        return OracleEnv(self.path, number, 1, self.fault if number == self.first else None)
+        return OracleEnv(
+            self.path, number, 1, self.fault if number == self.first else None
+        )
 
 
 @pytest.mark.slow
@@ -445,7 +483,9 @@ def test_the_other_node_goes_on_while_one_is_away(tmp_path, kind):
     ) as collector:
         batches = [collector.next().clone() for _ in range(4)]
         os.kill(node_pids()[0], signal.SIGKILL)
-        wait_until(lambda: batches.append(collector.next().clone()) or len(births(folder)) == 3)
+        wait_until(
+            lambda: batches.append(collector.next().clone()) or len(births(folder)) == 3
+        )
         batches += [collector.next().clone() for _ in range(20)]
         joining = births(folder)[-1]
         assert alive(joining)
@@ -456,10 +496,16 @@ def test_the_other_node_goes_on_while_one_is_away(tmp_path, kind):
     stats = collector.stats()
     rows = check_stream(batches)
     assert {
-        env for batch in batches[-20:] for env in batch["observation"][..., 0].flatten().tolist()
+        env
+        for batch in batches[-20:]
+        for env in batch["observation"][..., 0].flatten().tolist()
     } == {1}
     assert stats.executed == stats.frames + sum(stats.discarded.values())
-    assert stats.executed <= OracleEnv.read(path)[:, 2].sum() <= stats.executed + stats.unseen
+    assert (
+        stats.executed
+        <= OracleEnv.read(path)[:, 2].sum()
+        <= stats.executed + stats.unseen
+    )
     assert stats.frames == sum(rows.values())
 
 
@@ -478,10 +524,14 @@ def test_a_node_that_dies_again_and_again_is_given_up(tmp_path, kind):
     assert stats.executed <= counts[:, 2].sum() <= stats.executed + stats.unseen
 
 
-def test_a_node_that_dies_before_it_has_made_its_environments_again_is_counted_too(tmp_path):
+def test_a_node_that_dies_before_it_has_made_its_environments_again_is_counted_too(
+    tmp_path,
+):
     doomed = partial(MadeOnce, tmp_path / "counts", 0, 1, Fault(KILLS, at=5))
     envs = [doomed, partial(OracleEnv, tmp_path / "counts", 1)]
-    with sync_nodes(envs, frames_per_batch=T, on_failure=Restart(max_restarts=10)) as collector:
+    with sync_nodes(
+        envs, frames_per_batch=T, on_failure=Restart(max_restarts=10)
+    ) as collector:
         assert_said(drain(collector, match="restart 3"), 0, "construct")
 
 
@@ -499,7 +549,10 @@ def test_when_all_nodes_are_dropped_the_end_is_said(tmp_path, kind):
     path = tmp_path / "counts"
     fault = Fault(KILLS, at=AT, runs=None)
     both = [factories(path, fault)[0], factories(path, fault)[0]]
-    with warnings.catch_warnings(), kind(both, frames_per_batch=T, on_failure="drop") as collector:
+    with (
+        warnings.catch_warnings(),
+        kind(both, frames_per_batch=T, on_failure="drop") as collector,
+    ):
         warnings.filterwarnings("ignore", "a worker is dropped")
         for _ in range(2):
             drain(collector, match="all workers have been dropped")
@@ -519,7 +572,9 @@ def drain(collector, match):
 @pytest.mark.parametrize("kind", NODE_KINDS)
 def test_a_node_that_is_stopped_is_replaced(tmp_path, undisturbed, kind):
     timeouts = {**deadlines(30.0), "heartbeat": HEARTBEAT_S}
-    got = run(tmp_path, Fault(NodeSignalled(signal.SIGSTOP), at=AT), kind, timeouts=timeouts)
+    got = run(
+        tmp_path, Fault(NodeSignalled(signal.SIGSTOP), at=AT), kind, timeouts=timeouts
+    )
     rows = check(got)
     assert rows[0, 0] == T or (
         kind in ASYNC_KINDS and not rows[0, 0]
@@ -551,13 +606,22 @@ def test_a_node_that_wakes_up_is_not_heard_and_joins_again(tmp_path, fault, kind
         ) as collector:
             batches = [collector.next().clone()]
             wait_until(
-                lambda: batches.append(collector.next().clone()) or OracleEnv.read(path)[0, 1] > AT
+                lambda: (
+                    batches.append(collector.next().clone())
+                    or OracleEnv.read(path)[0, 1] > AT
+                )
             )
             worker = collector.stats().workers[0].pid
             os.kill(nodes[0].pid, signal.SIGSTOP)
-            wait_until(lambda: batches.append(collector.next().clone()) or collector.stats().unseen)
+            wait_until(
+                lambda: (
+                    batches.append(collector.next().clone()) or collector.stats().unseen
+                )
+            )
             before = collector.stats()
-            batches += [collector.next().clone() for _ in range(20)]  # of the other: it never stops
+            batches += [
+                collector.next().clone() for _ in range(20)
+            ]  # of the other: it never stops
             os.kill(nodes[0].pid, signal.SIGCONT)
             begin = time.monotonic()
             until_run(collector, batches, env=0, run=1)
@@ -597,7 +661,11 @@ def test_a_short_stop_is_no_loss(tmp_path, kind):
     stats, counts = collector.stats(), OracleEnv.read(path)
     rows = check_stream(batches)
     assert (stats.restarts, stats.unseen, rows[0, 1]) == (0, 0, 0)
-    assert stats.executed == stats.frames + sum(stats.discarded.values()) == counts[:, 2].sum()
+    assert (
+        stats.executed
+        == stats.frames + sum(stats.discarded.values())
+        == counts[:, 2].sum()
+    )
 
 
 # --- at random ------------------------------------------------------------------------------------
@@ -606,7 +674,9 @@ def test_a_short_stop_is_no_loss(tmp_path, kind):
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kind", NODE_KINDS)
-def test_random_kills_of_nodes_and_workers_lose_nothing_and_double_nothing(tmp_path, kind):
+def test_random_kills_of_nodes_and_workers_lose_nothing_and_double_nothing(
+    tmp_path, kind
+):
     check_random_kills(
         tmp_path / "counts",
         kind,
@@ -634,9 +704,15 @@ class DiesInItsSecondRun:
         return honest
 
 
-def test_numbers_of_episodes_go_on_where_a_worker_dies_before_its_node_has_reported_any(tmp_path):
-    factories_ = factories(tmp_path / "counts", Fault(DiesInItsSecondRun(), at=5, runs=2))
-    with sync_nodes(factories_, frames_per_batch=T, on_failure="restart", seed=1) as collector:
+def test_numbers_of_episodes_go_on_where_a_worker_dies_before_its_node_has_reported_any(
+    tmp_path,
+):
+    factories_ = factories(
+        tmp_path / "counts", Fault(DiesInItsSecondRun(), at=5, runs=2)
+    )
+    with sync_nodes(
+        factories_, frames_per_batch=T, on_failure="restart", seed=1
+    ) as collector:
         batches = [collector.next().clone() for _ in range(2)]
         os.kill(node_pids()[0], signal.SIGKILL)
         until_run(collector, batches, env=0, run=2)

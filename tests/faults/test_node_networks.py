@@ -54,7 +54,10 @@ def token(tmp_path):
 @pytest.fixture(params=["direct", "torch_distributed"])
 def serving(request, hosts, token):
     """Open a carrier for one node on the first machine; closed in the end."""
-    engines = {"direct": DirectCarrier, "torch_distributed": partial(TorchCarrier, large=1)}
+    engines = {
+        "direct": DirectCarrier,
+        "torch_distributed": partial(TorchCarrier, large=1),
+    }
     with contextlib.ExitStack() as stack:
 
         def open_(deadline_s: float = 2.0) -> Any:
@@ -72,9 +75,16 @@ class Program:
     """A program on a machine, and what it says, line by line."""
 
     def __init__(self, host: Host, *arguments: str, env: Any = None) -> None:
-        environment = {**(env or os.environ), "PYTHONPATH": os.pathsep.join(["src", *sys.path])}
+        environment = {
+            **(env or os.environ),
+            "PYTHONPATH": os.pathsep.join(["src", *sys.path]),
+        }
         self.process = host.start(
-            [sys.executable, "-m", *arguments], stdin=-1, stdout=-1, stderr=-1, env=environment
+            [sys.executable, "-m", *arguments],
+            stdin=-1,
+            stdout=-1,
+            stderr=-1,
+            env=environment,
         )
         self.said: list[str] = []
         self.errors = ""
@@ -117,7 +127,11 @@ class Program:
 
 
 def node_at(
-    host: Host, address: str, path: Any, what: str = "netns_nodes:beating", env: Any = None
+    host: Host,
+    address: str,
+    path: Any,
+    what: str = "netns_nodes:beating",
+    env: Any = None,
 ) -> Program:
     """A node's process on a machine, which joins there with this token."""
     return Program(host, "tests.fakes.netns_nodes", what, address, str(path), env=env)
@@ -129,7 +143,9 @@ class Session:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.came: list[bytes] = []
-        self.lost: str | None = None  # not the error: its frames would keep the link's connections
+        self.lost: str | None = (
+            None  # not the error: its frames would keep the link's connections
+        )
         self._more = threading.Condition()
         for run in (self._send, self._receive):
             threading.Thread(target=run, daemon=True).start()
@@ -225,7 +241,9 @@ class TestMachines:
         new.link.close()
 
     @pytest.mark.slow
-    def test_node_that_missed_its_own_end_is_not_heard_any_more(self, hosts, serving, token):
+    def test_node_that_missed_its_own_end_is_not_heard_any_more(
+        self, hosts, serving, token
+    ):
         """The network is away for less than the deadline; meanwhile the main process has given the
         session up.
         """
@@ -322,7 +340,11 @@ class MainProgram(Program):
     def came(self, epoch: int) -> list[str]:
         """The messages of a session so far."""
         begin = f"came {epoch} "
-        return [line.removeprefix(begin) for line in list(self.said) if line.startswith(begin)]
+        return [
+            line.removeprefix(begin)
+            for line in list(self.said)
+            if line.startswith(begin)
+        ]
 
     def has(self, epoch: int, times: int) -> None:
         self.says(f"came {epoch} ", times, JOIN_S)
@@ -339,7 +361,9 @@ class Actors:
         return self._lines(word)[times - 1]
 
     def _lines(self, word: str) -> list[str]:
-        logs = sorted(self._folder.rglob("logs/worker-*.out"), key=lambda log: log.stat().st_ctime)
+        logs = sorted(
+            self._folder.rglob("logs/worker-*.out"), key=lambda log: log.stat().st_ctime
+        )
         lines = [line for log in logs for line in log.read_text().splitlines()]
         return [line for line in lines if line.startswith(word)]
 
@@ -360,7 +384,9 @@ class TestMainProcessesOfTheirOwn:
             token = str(machines.folder / "muster-token")
             address = machines.main.address
             if request.param == "ray":
-                address = machines.starts_raylets(main_cpus=0)  # the node is on the other machine
+                address = machines.starts_raylets(
+                    main_cpus=0
+                )  # the node is on the other machine
             main = MainProgram(
                 machines.main,
                 "tests.fakes.netns_mains",
@@ -379,7 +405,9 @@ class TestMainProcessesOfTheirOwn:
 
     @pytest.mark.slow
     @pytest.mark.timeout(600)
-    def test_cut_network_is_noticed_at_both_ends_and_the_node_comes_back(self, start, machines):
+    def test_cut_network_is_noticed_at_both_ends_and_the_node_comes_back(
+        self, start, machines
+    ):
         main, node = start(deadline_s=3.0)
         main.asks("connect", 0)
         main.has(0, 3)
@@ -435,13 +463,17 @@ def test_nothing_is_unpickled_that_comes_from_strangers(hosts, token, tmp_path):
     main, machine, stranger = hosts
     with main.entered():
         rendezvous = Rendezvous(1, bind=main.address, token=token)
-        carrier = DirectCarrier(launcher=Launcher(), rendezvous=rendezvous, deadline_s=5.0)
+        carrier = DirectCarrier(
+            launcher=Launcher(), rendezvous=rendezvous, deadline_s=5.0
+        )
     try:
         marker = tmp_path / "marker"
         coming = Connecting(main, carrier, 0)
         node_at(stranger, carrier.address, marker, "hostile").says("lost", 2, JOIN_S)
         assert not marker.exists()
-        wait_until(lambda: "2 connections were refused" in carrier.rendezvous.refused(), JOIN_S)
+        wait_until(
+            lambda: "2 connections were refused" in carrier.rendezvous.refused(), JOIN_S
+        )
         node_at(machine, carrier.address, token)  # which has the token
         session = Session(coming.within(JOIN_S))
         session.has(3)
@@ -458,7 +490,9 @@ def test_a_firewall_lets_through_only_what_it_is_told(hosts):
         with main.entered():
             listening_socket = socket.create_server((main.address, port))
         with listening_socket, machine.entered():
-            outcome = contextlib.nullcontext() if passes else pytest.raises(TimeoutError)
+            outcome = (
+                contextlib.nullcontext() if passes else pytest.raises(TimeoutError)
+            )
             with outcome:
                 socket.create_connection(
                     (main.address, port), timeout=20 if passes else 0.5

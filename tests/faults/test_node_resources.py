@@ -28,7 +28,11 @@ END_S = 60.0
 
 def resources() -> dict[str, int]:
     gc.collect()
-    shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line]
+    shared = [
+        line
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "memfd:" in line
+    ]
     return {
         "descriptors": len(descriptors()),
         "mappings": len(shared),
@@ -49,7 +53,11 @@ def cycle(cls: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize(
     "cls",
-    [on_nodes.Together, on_nodes.AsReady, pytest.param(on_nodes.RpcTogether, marks=needs_rpc)],
+    [
+        on_nodes.Together,
+        on_nodes.AsReady,
+        pytest.param(on_nodes.RpcTogether, marks=needs_rpc),
+    ],
 )
 def test_nothing_is_left_of_collectors_that_were_shut_down(cls):
     cycle(on_nodes.Together)  # imports, and the fork server
@@ -64,7 +72,9 @@ def test_nothing_is_left_of_collectors_that_were_shut_down(cls):
     for _ in range(int(END_S / 0.05)):
         found = resources()
         left = {
-            what: (before[what], count) for what, count in found.items() if count > before[what]
+            what: (before[what], count)
+            for what, count in found.items()
+            if count > before[what]
         }
         if not left and threads() <= running:
             break
@@ -93,6 +103,10 @@ assert c.next() is not None
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=90, env=environment
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=environment,
     )
     assert (without_delays(done.stderr), done.returncode) == ("", 0)

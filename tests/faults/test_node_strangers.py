@@ -28,7 +28,13 @@ from muster.cluster.admissions import ANSWER_S
 from muster.cluster.joining import Member, run_node
 from muster.cluster.link import LinkLost, WrongToken
 from muster.cluster.rendezvous import Rendezvous
-from muster.cluster.socket_link import LONGEST, MAC_BYTES, MAGIC, NONCE_BYTES, SocketLink
+from muster.cluster.socket_link import (
+    LONGEST,
+    MAC_BYTES,
+    MAGIC,
+    NONCE_BYTES,
+    SocketLink,
+)
 from muster.errors import BadOption
 from tests.fakes.netns_nodes import Bomb
 from tests.waits import wait_until
@@ -38,7 +44,10 @@ TARGET = "tests.fakes.link_nodes:introduced"
 DEADLINE_S = 60.0
 LENGTH = struct.Struct("<Q16x")  # and no block
 HANDSHAKE = 2  # messages that each end receives before it knows the other
-NUMBER_OF_MESSAGES = {"main": 3, "node": 4}  # until a node has accepted an offer that was there
+NUMBER_OF_MESSAGES = {
+    "main": 3,
+    "node": 4,
+}  # until a node has accepted an offer that was there
 SAID_IN_A_STORE = {  # where nodes met before November 2026
     "run": "r",
     "epochs": [0],
@@ -164,7 +173,11 @@ class TestListeningInItsPlace:
         agent = closing(listening())
         agent.settimeout(0.0)
         store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1)
+            "127.0.0.1",
+            0,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=1),
         )
         card = {
             "url": f"uv://{address_of(agent)}",
@@ -190,7 +203,15 @@ class TestListeningInItsPlace:
             LENGTH.pack(40) + b"muster-1" + bytes(NONCE_BYTES),
             LENGTH.pack(0) * 1000,
         ],
-        ids=["nothing", "http", "too long", "gigabytes", "half", "another version", "empty"],
+        ids=[
+            "nothing",
+            "http",
+            "too long",
+            "gigabytes",
+            "half",
+            "another version",
+            "empty",
+        ],
     )
     def test_garbage_is_no_offer(self, says, monkeypatch):
         monkeypatch.setattr(joining, "ANSWER_S", 0.3)
@@ -235,12 +256,20 @@ class TestBetween:
         channel = rendezvous.joined(1, 4, DEADLINE_S)
         assert channel is not None
         closing(channel)
-        assert {who: len(said) for who, said in between.said.items()} == NUMBER_OF_MESSAGES
-        assert not any(TOKEN in frame for said in between.said.values() for frame in said)
+        assert {
+            who: len(said) for who, said in between.said.items()
+        } == NUMBER_OF_MESSAGES
+        assert not any(
+            TOKEN in frame for said in between.said.values() for frame in said
+        )
 
     @pytest.mark.parametrize(
         ("who", "number"),
-        [(who, number) for who, count in NUMBER_OF_MESSAGES.items() for number in range(count)],
+        [
+            (who, number)
+            for who, count in NUMBER_OF_MESSAGES.items()
+            for number in range(count)
+        ],
     )
     @pytest.mark.parametrize("how", ["flip", "drop", "repeat", "longer"])
     def test_cannot_change_what_is_said(
@@ -272,7 +301,9 @@ class TestBetween:
             found = member.join()
         assert changed.wait(DEADLINE_S)
         assert (found.node, found.epoch, found.deadline_s) == (0, 0, ANSWER_S)
-        if (channel := rendezvous.joined(0, 0, 2.0)) is None:  # what it has said last was refused
+        if (
+            channel := rendezvous.joined(0, 0, 2.0)
+        ) is None:  # what it has said last was refused
             found.channel.close()
             found = member.join()
             channel = rendezvous.joined(0, 0, DEADLINE_S)
@@ -284,10 +315,14 @@ class TestBetween:
         rendezvous.admit(0, 7)
         closing(Member(between.address, TOKEN, 0).join().channel)
         recorded = list(between.said["main"])
-        with stranger(lambda connection: connection.sendall(b"".join(recorded))) as address:
+        with stranger(
+            lambda connection: connection.sendall(b"".join(recorded))
+        ) as address:
             assert isinstance(end_of(Member(address, TOKEN, 0)), WrongToken)
 
-    def test_cannot_be_a_node_with_what_a_node_has_said(self, rendezvous, between, closing):
+    def test_cannot_be_a_node_with_what_a_node_has_said(
+        self, rendezvous, between, closing
+    ):
         rendezvous.admit(0, 0)
         closing(Member(between.address, TOKEN, 0).join().channel)
         rendezvous.admit(0, 1)
@@ -297,7 +332,9 @@ class TestBetween:
             with contextlib.suppress(ConnectionResetError):
                 assert len(list(frames(connection))) <= HANDSHAKE
         assert rendezvous.joined(0, 1, 0) is None
-        wait_until(lambda: "does not know the token" in rendezvous.refused(), DEADLINE_S)
+        wait_until(
+            lambda: "does not know the token" in rendezvous.refused(), DEADLINE_S
+        )
 
     def test_cannot_give_one_node_the_offer_of_another(self, rendezvous, closing):
         """Frames of two connections change places."""
@@ -313,8 +350,14 @@ class TestBetween:
         for thread in asking:
             thread.start()
         nodes = [closing(listener.accept()[0]) for _ in range(2)]
-        mains = [closing(socket.create_connection((host, int(port)), DEADLINE_S)) for _ in range(2)]
-        said = [(frames(node), frames(main)) for node, main in zip(nodes, mains, strict=True)]
+        mains = [
+            closing(socket.create_connection((host, int(port)), DEADLINE_S))
+            for _ in range(2)
+        ]
+        said = [
+            (frames(node), frames(main))
+            for node, main in zip(nodes, mains, strict=True)
+        ]
         for _ in range(HANDSHAKE):
             for (node, main), to_node, to_main in zip(said, nodes, mains, strict=True):
                 to_main.sendall(next(node))
@@ -324,7 +367,9 @@ class TestBetween:
         offers = [next(main) for _, main in said]
         for offer, node in zip(reversed(offers), nodes, strict=True):
             node.sendall(offer)
-        assert [list(node) for node, _ in said] == [[], []], "they have accepted nothing"
+        assert [list(node) for node, _ in said] == [[], []], (
+            "they have accepted nothing"
+        )
         listener.close()  # as if the main process had ended
         for thread in asking:
             thread.join(DEADLINE_S)
@@ -366,7 +411,9 @@ class TestStrangersAtTheMainProcess:
         host, _, port = rendezvous.address.rpartition(":")
         with contextlib.ExitStack() as open_:
             for _ in range(2):
-                slow = open_.enter_context(socket.create_connection((host, int(port)), DEADLINE_S))
+                slow = open_.enter_context(
+                    socket.create_connection((host, int(port)), DEADLINE_S)
+                )
                 slow.sendall(b"m")
             rendezvous.admit(2, 0)
             begun = time.monotonic()
@@ -375,7 +422,9 @@ class TestStrangersAtTheMainProcess:
             assert found.node == 2
             assert time.monotonic() - begun < DEADLINE_S
 
-    def test_do_not_stop_it_when_there_are_no_threads(self, rendezvous, closing, monkeypatch):
+    def test_do_not_stop_it_when_there_are_no_threads(
+        self, rendezvous, closing, monkeypatch
+    ):
         """The system refuses the first three threads; the node tries again."""
         refused = []
         start = threading.Thread.start
@@ -398,10 +447,14 @@ class TestStrangersAtTheMainProcess:
         host, _, port = rendezvous.address.rpartition(":")
         with contextlib.ExitStack() as open_:
             silent = [
-                open_.enter_context(socket.create_connection((host, int(port)), DEADLINE_S))
+                open_.enter_context(
+                    socket.create_connection((host, int(port)), DEADLINE_S)
+                )
                 for _ in range(5)
             ]
-            first = [b"" if next(frames(one), b"") == b"" else b"a number" for one in silent]
+            first = [
+                b"" if next(frames(one), b"") == b"" else b"a number" for one in silent
+            ]
         assert first == [b"a number"] * 2 + [b""] * 3
 
     @pytest.mark.parametrize(
@@ -426,13 +479,22 @@ class TestStrangersAtTheMainProcess:
         monkeypatch.setattr(rendezvous_module, "ANSWER_S", 0.2)
         with contextlib.closing(Rendezvous(1, token=TOKEN)) as rendezvous:
             host, _, port = rendezvous.address.rpartition(":")
-            before = {thread for thread in threading.enumerate() if thread.name == "muster-meets"}
+            before = {
+                thread
+                for thread in threading.enumerate()
+                if thread.name == "muster-meets"
+            }
             for _ in range(20):
                 socket.create_connection((host, int(port)), DEADLINE_S).close()
-            wait_until(lambda: "20 connections were refused" in rendezvous.refused(), DEADLINE_S)
+            wait_until(
+                lambda: "20 connections were refused" in rendezvous.refused(),
+                DEADLINE_S,
+            )
             wait_until(lambda: not rendezvous._connections, DEADLINE_S)
             for thread in {
-                thread for thread in threading.enumerate() if thread.name == "muster-meets"
+                thread
+                for thread in threading.enumerate()
+                if thread.name == "muster-meets"
             } - before:
                 thread.join(DEADLINE_S)
                 assert not thread.is_alive()
@@ -444,7 +506,11 @@ class TestTorchrunStore:
     @pytest.fixture
     def store(self, monkeypatch, tmp_path):
         made = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5)
+            "127.0.0.1",
+            0,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=5),
         )
         place = {
             "RANK": "1",
@@ -480,8 +546,11 @@ class TestTorchrunStore:
             json.dumps(["127.0.0.1:1", None]),
             torchrun._signed(OTHER, "muster/rendezvous/r//0", "127.0.0.1:1"),
             torchrun._signed(TOKEN, "muster/rendezvous/r//1", "127.0.0.1:1"),
-            torchrun._signed(TOKEN, "muster/rendezvous/r//0", "127.0.0.1:1").replace(":1", ":2"),
-            torchrun._signed(TOKEN, "muster/rendezvous/r//0", "127.0.0.1:1") + " " * 2000,
+            torchrun._signed(TOKEN, "muster/rendezvous/r//0", "127.0.0.1:1").replace(
+                ":1", ":2"
+            ),
+            torchrun._signed(TOKEN, "muster/rendezvous/r//0", "127.0.0.1:1")
+            + " " * 2000,
         ],
         ids=[
             "nothing",
@@ -499,7 +568,9 @@ class TestTorchrunStore:
     )
     def test_only_what_is_signed_is_followed(self, store, written):
         store.set(self.key(0), written)
-        with pytest.raises(LinkLost, match="within 0.3 s. Something else has written an address"):
+        with pytest.raises(
+            LinkLost, match="within 0.3 s. Something else has written an address"
+        ):
             torchrun.find_rendezvous(TOKEN, 0.3)
 
     def test_the_right_address_may_come_later(self, store):
@@ -513,14 +584,19 @@ class TestTorchrunStore:
         node.join(DEADLINE_S)
         assert found == [("127.0.0.1:5", 0, TOKEN)]
 
-    def test_token_of_one_machine_is_left_for_this_user_alone(self, store, monkeypatch, tmp_path):
+    def test_token_of_one_machine_is_left_for_this_user_alone(
+        self, store, monkeypatch, tmp_path
+    ):
         monkeypatch.setenv("RANK", "0")
         launcher = torchrun.TorchrunLauncher()
         with contextlib.closing(Rendezvous(1)) as rendezvous:
             launcher.start(0, 0, rendezvous)
             (folder,) = tmp_path.iterdir()
             (file,) = folder.iterdir()
-            assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+            assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (
+                0o700,
+                0o600,
+            )
             assert rendezvous.token not in store.get(self.key(0))
             monkeypatch.setenv("RANK", "1")
             monkeypatch.setattr(torchrun, "_collectors", iter(range(100)))

@@ -31,7 +31,9 @@ AMOUNTS = {
 
 
 def adds_up(stats):
-    return stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    return (
+        stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    )
 
 
 @pytest.mark.parametrize("amount", AMOUNTS)
@@ -52,10 +54,14 @@ def test_amounts_stay_exact_when_a_worker_is_killed(tmp_path, cls, on_failure, a
                 raised.append((error.phase, error.exitcode))
             else:
                 dropped = (
-                    on_failure == "drop" and cls is MultiSyncCollector and stats.n_discarded_steps
+                    on_failure == "drop"
+                    and cls is MultiSyncCollector
+                    and stats.n_discarded_steps
                 )
                 if "n_step" in asked:
-                    assert stats.n_collected_steps == asked["n_step"] // (2 if dropped else 1)
+                    assert stats.n_collected_steps == asked["n_step"] // (
+                        2 if dropped else 1
+                    )
                 else:
                     assert stats.n_collected_episodes == asked["n_episode"]
                     assert stats.n_collected_steps == len(c.buffer) == stats.lens.sum()
@@ -91,16 +97,21 @@ def test_another_call_after_one_that_failed_has_rows_of_all_its_environments(
         collector.env[1].fault = None
         batch = CALLS[then](collector)
         obs, action, after = (
-            batch[key].numpy() for key in ("observation", "action", ("next", "observation"))
+            batch[key].numpy()
+            for key in ("observation", "action", ("next", "observation"))
         )
         assert (np.stack(follow(np.moveaxis(obs, -1, 0), action)[0], -1) == after).all()
-        assert then == "episodes" or set(batch["observation"][..., 0].unique().tolist()) == {0, 1}
+        assert then == "episodes" or set(
+            batch["observation"][..., 0].unique().tolist()
+        ) == {0, 1}
         assert adds_up(collector.stats())
 
 
 def test_a_call_that_failed_goes_on_where_it_stopped_when_it_is_repeated(tmp_path):
     factories = [partial(CountingEnv, 4), partial(Mortal, 20, tmp_path / "died", at=50)]
-    with MultiSyncCollector(factories, None, num_envs=1, frames_per_batch=32) as collector:
+    with MultiSyncCollector(
+        factories, None, num_envs=1, frames_per_batch=32
+    ) as collector:
         with pytest.raises(WorkerDied):
             collector.collect(n_episode=12, rule="fair")
         before = collector.stats()

@@ -53,7 +53,14 @@ class Program:
         self.mark, self.folder = f"MUSTER_TEST={uuid.uuid4().hex}", folder
         key, value = self.mark.split("=")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fakes.fault_parents", name, str(folder), *arguments],
+            [
+                sys.executable,
+                "-m",
+                "tests.fakes.fault_parents",
+                name,
+                str(folder),
+                *arguments,
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -62,7 +69,9 @@ class Program:
             start_new_session=True,
         )
         assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "ready\n", self.process.communicate()[1]
+        assert self.process.stdout.readline() == "ready\n", self.process.communicate()[
+            1
+        ]
 
     def family(self) -> list[int]:
         """All processes that it has started, and those that these have started."""
@@ -107,7 +116,12 @@ def start(tmp_path):
 
 @pytest.mark.parametrize(
     "place",
-    [*PLACES, *NODES, SERVED[0], *(pytest.param(place, marks=SLOW) for place in SERVED[1:])],
+    [
+        *PLACES,
+        *NODES,
+        SERVED[0],
+        *(pytest.param(place, marks=SLOW) for place in SERVED[1:]),
+    ],
 )
 def test_nothing_outlives_a_killed_program(start, place):
     program = start(place)
@@ -151,7 +165,9 @@ WHILE_MADE = [
         *(("Evaluator", WHILE_MADE[n]) for n in (1, 5)),
     ],
 )
-def test_nothing_outlives_a_program_that_is_killed_while_its_collector_is_made(start, kind, place):
+def test_nothing_outlives_a_program_that_is_killed_while_its_collector_is_made(
+    start, kind, place
+):
     program = start("constructing", kind, place)
     said, code = program.end()
     assert code == -signal.SIGKILL, said
@@ -159,13 +175,17 @@ def test_nothing_outlives_a_program_that_is_killed_while_its_collector_is_made(s
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_program_whose_fork_server_is_in_a_long_call_of_c(start, tmp_path):
+def test_nothing_outlives_a_program_whose_fork_server_is_in_a_long_call_of_c(
+    start, tmp_path
+):
     """Loading torch is one; no handler of a signal runs meanwhile."""
     program = start("making_nodes", "importing")
     program.killed_once(lambda: (tmp_path / "importing").exists() and program.family())
 
 
-NODES_OF_MP = 7  # the fork server; two nodes, each with a fork server of its own, and one worker
+NODES_OF_MP = (
+    7  # the fork server; two nodes, each with a fork server of its own, and one worker
+)
 
 
 @pytest.mark.slow
@@ -173,7 +193,10 @@ NODES_OF_MP = 7  # the fork server; two nodes, each with a fork server of its ow
     ("launcher", "count"),
     [
         *(("mp", count) for count in range(1, NODES_OF_MP + 1)),
-        *(pytest.param("submitit", count, marks=needs_submitit) for count in (1, 2, 4, None)),
+        *(
+            pytest.param("submitit", count, marks=needs_submitit)
+            for count in (1, 2, 4, None)
+        ),
     ],
 )
 def test_nothing_outlives_a_program_that_is_killed_when_so_many_processes_have_been_born(
@@ -201,7 +224,10 @@ def test_nothing_outlives_a_program_that_is_asked_to_end(start, place):
     ("place", "send"),
     [
         ("served", os.kill),
-        *(pytest.param(place, os.kill, marks=SLOW) for place in ("idle", "stepping", "waiting")),
+        *(
+            pytest.param(place, os.kill, marks=SLOW)
+            for place in ("idle", "stepping", "waiting")
+        ),
         *(
             pytest.param(place, os.killpg, marks=SLOW)
             for place in ("stepping", "threads", "served_as_ready")
@@ -223,7 +249,8 @@ def test_ctrl_c_is_one_traceback_and_a_clean_end(start, place, send):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("place", "send"), [("nodes", os.kill), ("nodes", os.killpg), ("nodes_joining", os.kill)]
+    ("place", "send"),
+    [("nodes", os.kill), ("nodes", os.killpg), ("nodes_joining", os.kill)],
 )
 def test_ctrl_c_ends_nodes_too(start, place, send):
     program = start(place)
@@ -251,7 +278,9 @@ def test_ctrl_c_ends_a_shutdown_that_takes_too_long(start):
 @pytest.mark.parametrize(
     "place", ["never_shut_down", "thrown_away_with_a_hang", "served_and_forgotten"]
 )
-def test_a_program_that_forgets_to_shut_down_ends_at_once_and_leaves_nothing(start, place):
+def test_a_program_that_forgets_to_shut_down_ends_at_once_and_leaves_nothing(
+    start, place
+):
     assert start(place).end() == ("", 0)
 
 
@@ -269,7 +298,9 @@ def test_a_program_that_fails_in_its_own_loop_says_only_that(start, place):
 @pytest.mark.parametrize("iterating", [False, True])
 def test_the_workers_of_a_collector_that_is_thrown_away_end(tmp_path, kind, iterating):
     collector = kind(
-        [partial(OracleEnv, tmp_path / "counts", n) for n in range(2)], None, frames_per_batch=40
+        [partial(OracleEnv, tmp_path / "counts", n) for n in range(2)],
+        None,
+        frames_per_batch=40,
     )
     batches = iter(collector)
     batch = next(batches)

@@ -24,11 +24,14 @@ LAST_LINE = {
     "exit": "",
     "interrupt": "KeyboardInterrupt",
 }
-LONGEST_S = (
-    40.0  # on a busy machine; threads get 5 s, and the end of an interpreter with torch takes one
-)
+LONGEST_S = 40.0  # on a busy machine; threads get 5 s, and the end of an interpreter with torch takes one
 
-PROGRAMS = ["in_process/", "in_process/error", "in_process/exit", "in_process/interrupt"]
+PROGRAMS = [
+    "in_process/",
+    "in_process/error",
+    "in_process/exit",
+    "in_process/interrupt",
+]
 PROGRAMS += [
     "completes_its_batch/exit",
     "threads/error",
@@ -56,14 +59,23 @@ OTHERS = [
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     "programs",
-    [PROGRAMS, *(pytest.param(more, marks=pytest.mark.slow) for more in (ALONE, OTHERS))],
+    [
+        PROGRAMS,
+        *(pytest.param(more, marks=pytest.mark.slow) for more in (ALONE, OTHERS)),
+    ],
     ids=["usual", "alone", "with others"],
 )
 def test_a_program_that_does_not_shut_down_ends_with_its_own_status(tmp_path, programs):
     """All are forks of one program, which has imported torch for them."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     subprocess.run(
-        [sys.executable, "-m", "tests.fakes.ending_programs", str(tmp_path / "report"), *programs],
+        [
+            sys.executable,
+            "-m",
+            "tests.fakes.ending_programs",
+            str(tmp_path / "report"),
+            *programs,
+        ],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
         stdout=subprocess.DEVNULL,
@@ -75,9 +87,17 @@ def test_a_program_that_does_not_shut_down_ends_with_its_own_status(tmp_path, pr
     for program, (status, said, seconds) in reports.items():
         how = program.partition("/")[2]
         lines = [
-            line for line in without_delays(said).splitlines() if not line.startswith("watch  ")
+            line
+            for line in without_delays(said).splitlines()
+            if not line.startswith("watch  ")
         ]
         assert status == STATUS[how], (program, status, said)
         assert seconds < LONGEST_S, (program, seconds)
-        assert lines[-1:] == ([LAST_LINE[how]] if LAST_LINE[how] else []), (program, said)
-        assert said.count("Traceback") == (how in ("error", "interrupt")), (program, said)
+        assert lines[-1:] == ([LAST_LINE[how]] if LAST_LINE[how] else []), (
+            program,
+            said,
+        )
+        assert said.count("Traceback") == (how in ("error", "interrupt")), (
+            program,
+            said,
+        )

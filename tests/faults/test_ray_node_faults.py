@@ -34,7 +34,9 @@ pytestmark = [
     needs_ray,
     pytest.mark.slow,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(sys.platform != "linux", reason="kills processes, and looks into /proc"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="kills processes, and looks into /proc"
+    ),
     pytest.mark.usefixtures("ray_cluster"),
 ]
 
@@ -56,7 +58,10 @@ def on_ray(
 
 
 KINDS = [
-    pytest.param(partial(on_ray, transport, sync), id=f"{transport}-{'sync' if sync else 'async'}")
+    pytest.param(
+        partial(on_ray, transport, sync),
+        id=f"{transport}-{'sync' if sync else 'async'}",
+    )
     for transport, sync in product(("ray", "direct"), (True, False))
 ]
 
@@ -73,7 +78,9 @@ def check(got, *, losses=1):
 
 def assert_says(error, why=""):
     assert type(error) is WorkerDied
-    found = re.match(r"Worker 0 .*is lost with its node, during \w+: (.*)", str(error), re.DOTALL)
+    found = re.match(
+        r"Worker 0 .*is lost with its node, during \w+: (.*)", str(error), re.DOTALL
+    )
     assert found, str(error)
     assert re.search(why, found[1]), str(error)
 
@@ -82,7 +89,9 @@ def nodes_of(collector) -> dict[int, int]:
     """The processes of the actors, by number of the worker."""
     found = {}
     for worker in collector.stats().workers:
-        with suppress(OSError, ValueError, IndexError):  # it has ended, or has not been started
+        with suppress(
+            OSError, ValueError, IndexError
+        ):  # it has ended, or has not been started
             found[worker.index] = node_of(worker.pid)
     return found
 
@@ -108,7 +117,9 @@ def test_an_actor_killed_in_a_reset(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_actor_killed_while_environments_are_made_ends_the_construction(tmp_path, kind):
+def test_an_actor_killed_while_environments_are_made_ends_the_construction(
+    tmp_path, kind
+):
     with pytest.raises(WorkerDied) as caught:
         run(tmp_path, Fault(KILLS, "construct"), kind)
     assert_says(caught.value)
@@ -117,12 +128,18 @@ def test_an_actor_killed_while_environments_are_made_ends_the_construction(tmp_p
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_actor_killed_between_batches_is_another_actor_afterwards(tmp_path, kind):
     path = tmp_path / "counts"
-    with kind(factories(path), frames_per_batch=T, on_failure="restart", seed=1) as collector:
+    with kind(
+        factories(path), frames_per_batch=T, on_failure="restart", seed=1
+    ) as collector:
         batches = [collector.next().clone() for _ in range(2)]
         first = nodes_of(collector)
         os.kill(first[0], signal.SIGKILL)
         assert all_gone([first[0]])
-        wait_until(lambda: batches.append(collector.next().clone()) or collector.stats().restarts)
+        wait_until(
+            lambda: (
+                batches.append(collector.next().clone()) or collector.stats().restarts
+            )
+        )
         batches += [collector.next().clone() for _ in range(4)]
         wait_until(
             lambda: (
@@ -135,13 +152,17 @@ def test_an_actor_killed_between_batches_is_another_actor_afterwards(tmp_path, k
         stats = collector.stats()
     rows = check_stream(batches)
     assert stats.frames == sum(rows.values())
-    assert stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    assert (
+        stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_actor_that_is_stopped_is_replaced_and_not_heard_any_more(tmp_path, kind):
     timeouts = {**deadlines(30.0), "heartbeat": 2.0}
-    got = run(tmp_path, Fault(NodeSignalled(signal.SIGSTOP), at=AT), kind, timeouts=timeouts)
+    got = run(
+        tmp_path, Fault(NodeSignalled(signal.SIGSTOP), at=AT), kind, timeouts=timeouts
+    )
     check(got)
     assert_says(got.error, "2 s")
 
@@ -192,7 +213,9 @@ def test_an_actor_killed_while_it_is_sent_weights_gets_the_newest(tmp_path, kind
                 os.kill(nodes_of(collector)[version // 10 - 1], signal.SIGKILL)
             collector.update_policy_weights_(policy)
             batch = collector.next()
-            assert torch.equal(batch["weight"], batch["collector", "policy_version"].float())
+            assert torch.equal(
+                batch["weight"], batch["collector", "policy_version"].float()
+            )
             batches.append(batch["weight"].clone())
         wait_until(lambda: collector.stats().restarts == 2 or collector.next() is None)
         assert_accounted(collector)
@@ -200,7 +223,9 @@ def test_an_actor_killed_while_it_is_sent_weights_gets_the_newest(tmp_path, kind
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_kills_of_actors_and_workers_lose_nothing_and_double_nothing(tmp_path, kind):
+def test_random_kills_of_actors_and_workers_lose_nothing_and_double_nothing(
+    tmp_path, kind
+):
     check_random_kills(
         tmp_path / "counts",
         kind,

@@ -98,7 +98,9 @@ print(codes)
 
 @pytest.mark.parametrize("kind", ["here", "workers"])
 @pytest.mark.timeout(900)
-def test_the_data_and_weights_of_interrupted_programs_are_those_of_one_run(kind, tmp_path):
+def test_the_data_and_weights_of_interrupted_programs_are_those_of_one_run(
+    kind, tmp_path
+):
     code = next(block.code for block in blocks(PAGE) if "def train" in block.code)
     (tmp_path / "program.py").write_text(code)
     command = [
@@ -110,5 +112,7 @@ def test_the_data_and_weights_of_interrupted_programs_are_those_of_one_run(kind,
         kind,
         "20",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=800, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]

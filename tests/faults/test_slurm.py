@@ -47,12 +47,16 @@ def slurm():
 @pytest.fixture(autouse=True)
 def _here(slurm, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", slurm.conf)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    )
 
 
 @pytest.fixture
 def launcher_of(tmp_path):
-    return lambda target=ECHO, **kwargs: SubmititLauncher(kwargs, tmp_path, target=target)
+    return lambda target=ECHO, **kwargs: SubmititLauncher(
+        kwargs, tmp_path, target=target
+    )
 
 
 @pytest.fixture
@@ -62,7 +66,9 @@ def carrier_of(launcher_of):
         def make(target=ECHO, **kwargs):
             launcher = launcher_of(target, **kwargs)
             # The nodes of these tests send no beats, and only the end of a job is to end a link.
-            carrier = DirectCarrier(launcher=launcher, rendezvous=Rendezvous(1), deadline_s=100)
+            carrier = DirectCarrier(
+                launcher=launcher, rendezvous=Rendezvous(1), deadline_s=100
+            )
             stack.callback(carrier.close)
             return carrier, launcher
 
@@ -78,9 +84,9 @@ def rendezvous():
 
 def job_of(launcher, number=0):
     """The id of a launcher's job, in the order in which they were submitted."""
-    return sorted(int(path.name.split("_")[0]) for path in launcher.folder.glob("*_submitted.pkl"))[
-        number
-    ]
+    return sorted(
+        int(path.name.split("_")[0]) for path in launcher.folder.glob("*_submitted.pkl")
+    )[number]
 
 
 def reason(job, within_s=JOIN_S):
@@ -101,7 +107,9 @@ def test_a_cancelled_job_is_replaced_by_a_new_one(slurm, carrier_of):
         link.receive()
     link.close()
     slurm.wait_for(first, "CANCELLED")
-    assert time.monotonic() - begin < 15  # it does not wait for the SIGKILL of SLURM after 30 s
+    assert (
+        time.monotonic() - begin < 15
+    )  # it does not wait for the SIGKILL of SLURM after 30 s
     assert not os.path.exists(f"/proc/{pid}")
 
     link = connect(carrier, epoch=1)
@@ -114,11 +122,21 @@ def test_a_cancelled_job_is_replaced_by_a_new_one(slurm, carrier_of):
     assert not list(launcher.folder.glob("token-*"))
 
 
-def test_a_collector_goes_on_while_the_job_of_a_node_is_replaced(slurm, tmp_path, monkeypatch):
+def test_a_collector_goes_on_while_the_job_of_a_node_is_replaced(
+    slurm, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)  # jobs' files go to "muster-jobs" in it
-    options = {"num_envs": 2, "frames_per_batch": 32, "total_frames": -1, "on_failure": "restart"}
+    options = {
+        "num_envs": 2,
+        "frames_per_batch": 32,
+        "total_frames": -1,
+        "on_failure": "restart",
+    }
     with DistributedCollector(
-        [counting(5)] * 2, launcher="submitit", slurm_kwargs={"timeout_min": 5}, **options
+        [counting(5)] * 2,
+        launcher="submitit",
+        slurm_kwargs={"timeout_min": 5},
+        **options,
     ) as c:
         batches = iter(c)
         for _ in range(10):
@@ -172,8 +190,12 @@ def test_a_preempted_job_is_not_requeued(slurm, launcher_of, rendezvous, tmp_pat
     job = launcher.start(0, 0, rendezvous)
     slurm.wait_for(job.job_id, "RUNNING")
     script = tmp_path / "urgent.sh"
-    script.write_text(f"#!/bin/bash\n#SBATCH --output={tmp_path}/urgent.log\nsleep 60\n")
-    urgent = slurm.run("sbatch", "--parsable", "--partition=urgent", "--exclusive", str(script))
+    script.write_text(
+        f"#!/bin/bash\n#SBATCH --output={tmp_path}/urgent.log\nsleep 60\n"
+    )
+    urgent = slurm.run(
+        "sbatch", "--parsable", "--partition=urgent", "--exclusive", str(script)
+    )
     try:
         assert f"{job.job_id} has ended: PREEMPTED" in reason(job)
         again = launcher.start(0, 1, rendezvous)
@@ -188,7 +210,9 @@ def test_a_job_that_waits_has_not_ended(slurm, launcher_of, rendezvous):
     launcher = launcher_of(slurm_additional_parameters={"hold": True})
     job = launcher.start(0, 0, rendezvous)
     slurm.wait_for(job.job_id, "PENDING")
-    wait_until(lambda: job.state != "PENDING", 30)  # as it was submitted; SLURM has not been asked
+    wait_until(
+        lambda: job.state != "PENDING", 30
+    )  # as it was submitted; SLURM has not been asked
     assert job.state == "PENDING (JobHeldUser)"
     assert job.ended() is None
     job.end()
@@ -206,10 +230,16 @@ def test_what_sbatch_refuses_is_said(launcher_of, rendezvous):
 
 
 def test_parameters_are_those_of_submitit(slurm, launcher_of, rendezvous):
-    launcher = launcher_of(timeout_min=7, slurm_cpus_per_task=3, slurm_partition="train")
+    launcher = launcher_of(
+        timeout_min=7, slurm_cpus_per_task=3, slurm_partition="train"
+    )
     job = launcher.start(0, 0, rendezvous)
     asked = slurm.run(
-        "squeue", "--noheader", "--states=all", "--format=%j %l %C %P", f"--jobs={job.job_id}"
+        "squeue",
+        "--noheader",
+        "--states=all",
+        "--format=%j %l %C %P",
+        f"--jobs={job.job_id}",
     )
     assert asked == "muster-node-0 7:00 3 train"
     job.end()
@@ -220,15 +250,21 @@ def test_loopback_is_refused_where_jobs_may_run_elsewhere(launcher_of):
     launcher_of(slurm_partition="wide", slurm_nodelist="node1").check("127.0.0.1")
     wide = launcher_of(slurm_partition="wide")
     with pytest.raises(
-        BadOption, match=r"other hosts too \(elsewhere\), which cannot reach 127.0.0.1: pass bind="
+        BadOption,
+        match=r"other hosts too \(elsewhere\), which cannot reach 127.0.0.1: pass bind=",
     ):
         wide.check("127.0.0.1")
-    with contextlib.closing(Rendezvous(1)) as here, pytest.raises(BadOption, match="elsewhere"):
+    with (
+        contextlib.closing(Rendezvous(1)) as here,
+        pytest.raises(BadOption, match="elsewhere"),
+    ):
         wide.start(0, 0, here)
     wide.check("10.1.2.3")
 
 
-def test_a_squeue_that_fails_changes_nothing(launcher_of, rendezvous, monkeypatch, tmp_path):
+def test_a_squeue_that_fails_changes_nothing(
+    launcher_of, rendezvous, monkeypatch, tmp_path
+):
     (tmp_path / "no.conf").write_text("nonsense\n")
     job = launcher_of().start(0, 0, rendezvous)
     with monkeypatch.context() as broken:
@@ -241,7 +277,9 @@ def test_a_squeue_that_fails_changes_nothing(launcher_of, rendezvous, monkeypatc
     assert "CANCELLED" in reason(job)
 
 
-def test_a_slurm_that_does_not_answer_keeps_nobody_waiting(slurm, launcher_of, rendezvous):
+def test_a_slurm_that_does_not_answer_keeps_nobody_waiting(
+    slurm, launcher_of, rendezvous
+):
     job = launcher_of().start(0, 0, rendezvous)
     slurm.wait_for(job.job_id, "RUNNING")
     slurm.stop_answering()
@@ -272,7 +310,9 @@ def test_the_main_job_and_its_nodes(slurm, tmp_path):
 
 
 def test_a_failed_node_of_a_main_job_gets_another_job(slurm, tmp_path):
-    first, second = submitit_delayed_launcher(1, folder=tmp_path)(main_that_kills_its_node)()
+    first, second = submitit_delayed_launcher(1, folder=tmp_path)(
+        main_that_kills_its_node
+    )()
     assert first != second
     _no_jobs(slurm)
 

@@ -28,7 +28,13 @@ import torch
 from torch import nn
 
 from muster import MultiAsyncCollector, MultiSyncCollector, Restart
-from muster.errors import EnvError, MusterError, WorkerDied, WorkerHung, WorkerNotStarted
+from muster.errors import (
+    EnvError,
+    MusterError,
+    WorkerDied,
+    WorkerHung,
+    WorkerNotStarted,
+)
 from muster.policies import categorical
 from muster.testing import Fault, OracleEnv, check_stream
 from muster.workers import launch
@@ -39,7 +45,9 @@ from tests.fakes.stages import at_stage, fork_server, parent
 from tests.waits import descriptors_left, open_files, wait_until, without_gc
 
 pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="kills processes, and looks into /proc")
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="kills processes, and looks into /proc"
+    )
 ]
 
 T = 10
@@ -66,7 +74,11 @@ class Ones(nn.Module):
 
 
 def make(
-    kind: Any, path: Any, on_failure: Any = "restart", fault: Fault | None = None, **options: Any
+    kind: Any,
+    path: Any,
+    on_failure: Any = "restart",
+    fault: Fault | None = None,
+    **options: Any,
 ) -> Any:
     factories = [partial(OracleEnv, path, 0, 1, fault), partial(OracleEnv, path, 1)]
     frames = 2 * T if kind is MultiSyncCollector else T
@@ -108,7 +120,9 @@ def check_accounts(collector: Any, batches: list[Any], path: Any) -> None:
     assert stats.in_flight == 0
     assert stats.executed == stats.frames + sum(stats.discarded.values())
     assert (
-        stats.executed <= truth <= stats.executed + len(OracleEnv.read(path)) * MOST_ERRORS
+        stats.executed
+        <= truth
+        <= stats.executed + len(OracleEnv.read(path)) * MOST_ERRORS
     )  # as in a kill
 
 
@@ -127,7 +141,10 @@ def kill(pid: int | None) -> None:
 def test_without_descriptors_every_call_says_so_and_with_them_it_goes_on(
     tmp_path, kind, on_failure, backend
 ):
-    collector, batches = make(kind, tmp_path / "counts", on_failure, **BACKENDS[backend]), []
+    collector, batches = (
+        make(kind, tmp_path / "counts", on_failure, **BACKENDS[backend]),
+        [],
+    )
     collect(collector, batches, 2)
     before = open_files()
     pids = [worker.pid for worker in collector.stats().workers]
@@ -172,21 +189,28 @@ def refusals(
 def test_a_thread_that_lacks_descriptors_says_so(tmp_path, kind):
     fails = Fault(faults.Raising(ValueError), at=T + 3)
     before = set(threading.enumerate())
-    collector, batches = make(kind, tmp_path / "counts", "restart", fails, backend="threads"), []
+    collector, batches = (
+        make(kind, tmp_path / "counts", "restart", fails, backend="threads"),
+        [],
+    )
     collect(collector, batches, 1)
     with descriptors_left(0), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "No crash report")
         errors = refusals(collector, batches, 3)
-    for (
-        error
-    ) in errors:  # the second one: it has started, and its environment lacks descriptors, too
+    for error in (
+        errors
+    ):  # the second one: it has started, and its environment lacks descriptors, too
         assert type(error) in (WorkerNotStarted, EnvError)
         assert "open files" in str(error)
     assert collect(collector, batches, 6) == []
     workers = [
-        thread for thread in threading.enumerate() if thread.name.startswith("muster-worker-")
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("muster-worker-")
     ]
-    assert len(set(workers) - before) == 2, "those that could not be told what they are have ended"
+    assert len(set(workers) - before) == 2, (
+        "those that could not be told what they are have ended"
+    )
     check_accounts(collector, batches, tmp_path / "counts")
 
 
@@ -204,7 +228,9 @@ def test_other_workers_are_asked_while_one_cannot_be_started(tmp_path, on_failur
                 collector.getattr_env("number")
         with (
             at_once(),
-            pytest.raises(WorkerNotStarted, match="Worker 1, environment 1 could not be started"),
+            pytest.raises(
+                WorkerNotStarted, match="Worker 1, environment 1 could not be started"
+            ),
         ):
             collector.getattr_env("number")
     assert collector.getattr_env("number") == [0, 1]
@@ -218,7 +244,9 @@ def test_other_workers_are_asked_while_one_cannot_be_started(tmp_path, on_failur
 def test_restarts_that_cannot_start_end_at_the_deadline_of_a_construction(tmp_path):
     """Also without a budget of restarts."""
     options = {"timeouts": {"construct": 3.0}}
-    collector = make(MultiSyncCollector, tmp_path / "counts", Restart(max_restarts=None), **options)
+    collector = make(
+        MultiSyncCollector, tmp_path / "counts", Restart(max_restarts=None), **options
+    )
     batches = []
     collect(collector, batches, 1)
     pid = collector.stats().workers[0].pid
@@ -268,8 +296,12 @@ def victim(collector: Any, name: str) -> int | None:
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 @pytest.mark.parametrize("name", ["fork server", "keeper", "worker"])
 @pytest.mark.parametrize("stage", LIFE)
-def test_whatever_is_killed_while_a_worker_is_started_again(tmp_path, stage, name, on_failure):
-    collector = make(MultiSyncCollector, tmp_path / "counts", on_failure, **BACKENDS["served"])
+def test_whatever_is_killed_while_a_worker_is_started_again(
+    tmp_path, stage, name, on_failure
+):
+    collector = make(
+        MultiSyncCollector, tmp_path / "counts", on_failure, **BACKENDS["served"]
+    )
     batches: list[Any] = []
     collect(collector, batches, 1)
     pid = collector.stats().workers[0].pid
@@ -285,9 +317,12 @@ def test_whatever_is_killed_while_a_worker_is_started_again(tmp_path, stage, nam
 
 @pytest.mark.parametrize("name", ["fork server", "keeper", "worker"])
 @pytest.mark.parametrize(
-    "stage", ["launch.py:fork:call:2", "launch.py:fork:return", "proxy.py:_send_config:return"]
+    "stage",
+    ["launch.py:fork:call:2", "launch.py:fork:return", "proxy.py:_send_config:return"],
 )
-def test_whatever_is_killed_while_a_collector_is_made(tmp_path, stage, name, monkeypatch):
+def test_whatever_is_killed_while_a_collector_is_made(
+    tmp_path, stage, name, monkeypatch
+):
     """It is made, or says why not; then nothing is left of it."""
     born: list[int] = []
     original = launch.Child.__init__
@@ -305,13 +340,20 @@ def test_whatever_is_killed_while_a_collector_is_made(tmp_path, stage, name, mon
             kill(born[-1] if name == "worker" else parent(born[-1]))
 
     with at_stage(stage, strike), at_once(), suppress(WorkerDied):
-        make(MultiSyncCollector, tmp_path / "counts", "restart", **BACKENDS["served"]).shutdown()
+        make(
+            MultiSyncCollector, tmp_path / "counts", "restart", **BACKENDS["served"]
+        ).shutdown()
     assert born
     assert all_gone(born)
 
 
-def test_a_fork_server_that_dies_every_time_is_the_error_until_it_does_not(tmp_path, monkeypatch):
-    collector, batches = make(MultiSyncCollector, tmp_path / "counts", **BACKENDS["served"]), []
+def test_a_fork_server_that_dies_every_time_is_the_error_until_it_does_not(
+    tmp_path, monkeypatch
+):
+    collector, batches = (
+        make(MultiSyncCollector, tmp_path / "counts", **BACKENDS["served"]),
+        [],
+    )
     collect(collector, batches, 1)
     launch.shutdown_forkserver()
     with monkeypatch.context() as broken:
@@ -319,13 +361,20 @@ def test_a_fork_server_that_dies_every_time_is_the_error_until_it_does_not(tmp_p
         errors = refusals(collector, batches, 3)
     for error in errors:
         assert type(error) is WorkerNotStarted
-        assert "The fork server ended before it had started muster-worker-" in str(error)
+        assert "The fork server ended before it had started muster-worker-" in str(
+            error
+        )
     assert collect(collector, batches, 2) == []
     check_accounts(collector, batches, tmp_path / "counts")
 
 
-def test_a_start_that_fails_for_a_moment_is_no_error_with_restarts(tmp_path, monkeypatch):
-    collector, batches = make(MultiSyncCollector, tmp_path / "counts", **BACKENDS["served"]), []
+def test_a_start_that_fails_for_a_moment_is_no_error_with_restarts(
+    tmp_path, monkeypatch
+):
+    collector, batches = (
+        make(MultiSyncCollector, tmp_path / "counts", **BACKENDS["served"]),
+        [],
+    )
     collect(collector, batches, 1)
     launch.shutdown_forkserver()
     interpreter = sys.executable
@@ -338,9 +387,14 @@ def test_a_start_that_fails_for_a_moment_is_no_error_with_restarts(tmp_path, mon
     check_accounts(collector, batches, tmp_path / "counts")
 
 
-def test_a_fork_server_that_does_not_answer_is_replaced_at_its_deadline(tmp_path, monkeypatch):
+def test_a_fork_server_that_does_not_answer_is_replaced_at_its_deadline(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(launch, "START_S", 4.0)
-    collector, batches = make(MultiSyncCollector, tmp_path / "counts", **BACKENDS["served"]), []
+    collector, batches = (
+        make(MultiSyncCollector, tmp_path / "counts", **BACKENDS["served"]),
+        [],
+    )
     collect(collector, batches, 1)
     server = fork_server(light=True)
     assert server is not None
@@ -353,7 +407,10 @@ def test_a_fork_server_that_does_not_answer_is_replaced_at_its_deadline(tmp_path
 
 
 def test_ctrl_c_is_raised_while_a_fork_server_does_not_answer(tmp_path):
-    collector, batches = make(MultiSyncCollector, tmp_path / "counts", **BACKENDS["served"]), []
+    collector, batches = (
+        make(MultiSyncCollector, tmp_path / "counts", **BACKENDS["served"]),
+        [],
+    )
     collect(collector, batches, 1)
     server = fork_server(light=True)
     assert server is not None
@@ -383,7 +440,10 @@ def test_what_is_killed_at_birth_says_so(tmp_path, monkeypatch, born):
     monkeypatch.setattr(launch, "LIGHT", (*launch.LIGHT, "tests.fakes.births"))
     import tests.fakes.births  # noqa: F401  (the fork server imports it, too)
 
-    collector, batches = make(MultiSyncCollector, tmp_path / "counts", **BACKENDS["served"]), []
+    collector, batches = (
+        make(MultiSyncCollector, tmp_path / "counts", **BACKENDS["served"]),
+        [],
+    )
     try:
         collect(collector, batches, 1)
         plan.write_text(born)
@@ -392,7 +452,9 @@ def test_what_is_killed_at_birth_says_so(tmp_path, monkeypatch, born):
         assert not plan.exists()
         plan.write_text(born)
         with at_once(), suppress(WorkerDied):
-            make(MultiSyncCollector, tmp_path / "others", **BACKENDS["served"]).shutdown()
+            make(
+                MultiSyncCollector, tmp_path / "others", **BACKENDS["served"]
+            ).shutdown()
         assert not plan.exists()
         check_accounts(collector, batches, tmp_path / "counts")
     finally:
@@ -416,13 +478,17 @@ POINTS = 200  # to which a restart and a batch come, most often
 @pytest.mark.filterwarnings(
     "ignore:Exception ignored in. <socket"
 )  # made just before, and garbage now
-def test_wherever_a_restart_is_interrupted_the_next_call_goes_on(tmp_path, backend, step):
+def test_wherever_a_restart_is_interrupted_the_next_call_goes_on(
+    tmp_path, backend, step
+):
     """As by a second Ctrl-C, which takes effect at once.
 
     What was not sent any more is a hang, at its deadline.
     """
     options = {"timeouts": deadlines(1.5), **BACKENDS[backend]}
-    collector = make(MultiSyncCollector, tmp_path / "counts", Restart(max_restarts=None), **options)
+    collector = make(
+        MultiSyncCollector, tmp_path / "counts", Restart(max_restarts=None), **options
+    )
     batches: list[Any] = []
     reached = 0
     with collector:
@@ -435,7 +501,9 @@ def test_wherever_a_restart_is_interrupted_the_next_call_goes_on(tmp_path, backe
             try:
                 collect(collector, batches, 1)
             except BaseException as error:
-                raise AssertionError(f"after an interruption at {interruption.where}") from error
+                raise AssertionError(
+                    f"after an interruption at {interruption.where}"
+                ) from error
     assert reached > POINTS // step // 2, "some come to the end before"
 
 
@@ -475,7 +543,9 @@ class Interruption:
 
     def __call__(self, frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        if event not in ("call", "c_return") or not code.co_filename.endswith(self.files):
+        if event not in ("call", "c_return") or not code.co_filename.endswith(
+            self.files
+        ):
             return
         if (
             code.co_flags & inspect.CO_GENERATOR
@@ -520,8 +590,13 @@ def test_a_worker_that_reads_nothing_hangs(tmp_path, monkeypatch, on_failure):
     check_accounts(collector, batches, tmp_path / "counts")
 
 
-def test_the_end_of_the_servers_thread_is_an_error_at_once_every_time(tmp_path, monkeypatch):
-    collector, batches = make(MultiAsyncCollector, tmp_path / "counts", **BACKENDS["served"]), []
+def test_the_end_of_the_servers_thread_is_an_error_at_once_every_time(
+    tmp_path, monkeypatch
+):
+    collector, batches = (
+        make(MultiAsyncCollector, tmp_path / "counts", **BACKENDS["served"]),
+        [],
+    )
     collect(collector, batches, 1)
     server = collector._engine.source.pool.server
 
@@ -538,7 +613,8 @@ def test_the_end_of_the_servers_thread_is_an_error_at_once_every_time(tmp_path, 
         with (
             at_once(),
             pytest.raises(
-                MusterError, match=r"server of this collector has ended because of SystemExit"
+                MusterError,
+                match=r"server of this collector has ended because of SystemExit",
             ),
         ):
             while True:
@@ -556,11 +632,18 @@ def test_the_end_of_the_servers_thread_is_an_error_at_once_every_time(tmp_path, 
         "processes/restart",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("processes/raise", "threads/restart", "nodes/raise", "nodes/restart")
+            for name in (
+                "processes/raise",
+                "threads/restart",
+                "nodes/raise",
+                "nodes/restart",
+            )
         ),
     ],
 )
-def test_without_processes_and_threads_every_call_says_so_and_with_them_it_goes_on(program):
+def test_without_processes_and_threads_every_call_says_so_and_with_them_it_goes_on(
+    program,
+):
     got = as_nobody("tests.fakes.used_up", program)
     said = json.loads(got)
     assert said["longest"] < AT_ONCE_S
@@ -588,7 +671,11 @@ def as_nobody(module: str, *arguments: str) -> str:
         if shutil.which("setpriv") is None:
             pytest.skip("needs setpriv (util-linux)")
         keeps = "+dac_read_search"  # the interpreter and this file may lie in a folder of root
-        rights = [f"--inh-caps={keeps}", f"--ambient-caps={keeps}", f"--bounding-set=-all,{keeps}"]
+        rights = [
+            f"--inh-caps={keeps}",
+            f"--ambient-caps={keeps}",
+            f"--bounding-set=-all,{keeps}",
+        ]
         command = [
             "setpriv",
             f"--reuid={NOBODY}",
@@ -598,13 +685,21 @@ def as_nobody(module: str, *arguments: str) -> str:
             *command,
         ]
     done = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200, check=False
+        command,
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.mark.parametrize("on_failure", ["raise", pytest.param("restart", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "on_failure", ["raise", pytest.param("restart", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("what", [resource.RLIMIT_AS, resource.RLIMIT_NOFILE])
 def test_a_fork_server_without_memory_or_descriptors_starts_nothing_until_it_has_them(
     tmp_path, what, on_failure
@@ -629,7 +724,10 @@ def test_a_fork_server_without_memory_or_descriptors_starts_nothing_until_it_has
     assert all_gone([pid])
     # It may end by that, too. Its successor has no such limit.
     errors = refusals(
-        collector, batches, 3, over=lambda: fork_server(light=True) not in (None, server)
+        collector,
+        batches,
+        3,
+        over=lambda: fork_server(light=True) not in (None, server),
     )
     assert {type(error) for error in errors} <= {WorkerDied, WorkerNotStarted}
     if fork_server(light=True) == server:

@@ -21,10 +21,22 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 import muster
-from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector, Restart
+from muster import (
+    AsyncCollector,
+    Collector,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    Restart,
+)
 from muster.errors import EnvError, WorkerDied
 from muster.testing.oracle import EXECUTED, follow
 from tests.fakes.adding import Adds
@@ -48,14 +60,22 @@ KINDS: dict[str, Callable[..., Any]] = {
 
 
 class AnyOrder(RuleBasedStateMachine):
-    @initialize(kind=st.sampled_from([*KINDS]), on_failure=st.sampled_from(["raise", "restart"]))
+    @initialize(
+        kind=st.sampled_from([*KINDS]), on_failure=st.sampled_from(["raise", "restart"])
+    )
     def made(self, kind: str, on_failure: str) -> None:
         self.folder = tempfile.TemporaryDirectory()
         path = Path(self.folder.name)
         (path / "orders").write_bytes(bytes(8 * WORKERS * ENVS))
         self.orders = orders(path / "orders")
-        factories = [partial(ObedientEnv, path, ENVS * worker, ENVS) for worker in range(WORKERS)]
-        given: dict[str, Any] = {"num_envs": ENVS, "frames_per_batch": T * ENVS, "seed": 1}
+        factories = [
+            partial(ObedientEnv, path, ENVS * worker, ENVS) for worker in range(WORKERS)
+        ]
+        given: dict[str, Any] = {
+            "num_envs": ENVS,
+            "frames_per_batch": T * ENVS,
+            "seed": 1,
+        }
         if kind in ("in process", "one worker"):
             factories, self.envs = factories[:1], ENVS
         else:
@@ -63,7 +83,9 @@ class AnyOrder(RuleBasedStateMachine):
         if "async" not in kind:
             given["frames_per_batch"] = T * self.envs
         if kind != "in process":
-            given["on_failure"] = "raise" if on_failure == "raise" else Restart(max_restarts=None)
+            given["on_failure"] = (
+                "raise" if on_failure == "raise" else Restart(max_restarts=None)
+            )
         self.is_raised = kind == "in process" or on_failure == "raise"
         self.in_processes = kind not in ("in process", "threads")
         self.here = kind == "in process"
@@ -72,9 +94,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.collector = self.make(self.policy)
         self.kind, self.path = kind, path
         self.troubles = self.kills = self.errors = self.frames = 0
-        self.is_exact = (
-            True  # the environments' own counts include nothing that a restored state has repeated
-        )
+        self.is_exact = True  # the environments' own counts include nothing that a restored state has repeated
         self.random = False  # some actions were random
         self.seen: set[tuple[int, ...]] = set()  # environment, run and step of each row
         self.ids: dict[int, tuple[int, ...]] = {}  # episodes by id
@@ -99,12 +119,16 @@ class AnyOrder(RuleBasedStateMachine):
     def n_step(self, steps: int, random: bool) -> None:
         self.random |= random
         self.attempt(
-            lambda: self.check(self.collector.collect_batch(n_step=steps, random=random).batch)
+            lambda: self.check(
+                self.collector.collect_batch(n_step=steps, random=random).batch
+            )
         )
 
     @rule(episodes=st.integers(1, 5))
     def n_episode(self, episodes: int) -> None:
-        self.attempt(lambda: self.check(self.collector.collect_batch(n_episode=episodes).batch))
+        self.attempt(
+            lambda: self.check(self.collector.collect_batch(n_episode=episodes).batch)
+        )
 
     @rule()
     def rollout(self) -> None:
@@ -131,7 +155,9 @@ class AnyOrder(RuleBasedStateMachine):
                 self.seen,
                 set(),
             )  # an environment that fails while its actions are repeated counts anew
-            if self.collector.load_state_dict(self.collector.state_dict(), trust=True).exact:
+            if self.collector.load_state_dict(
+                self.collector.state_dict(), trust=True
+            ).exact:
                 self.seen = seen
 
         self.attempt(load)
@@ -155,9 +181,13 @@ class AnyOrder(RuleBasedStateMachine):
         self.is_exact = False
         try:
             if report.exact:
-                self.orders[:] = 0  # or one of the two collectors would have the trouble
+                self.orders[:] = (
+                    0  # or one of the two collectors would have the trouble
+                )
                 followed: list[Any] = []
-                self.attempt(lambda: followed.extend(old.next().clone() for _ in range(ahead)))
+                self.attempt(
+                    lambda: followed.extend(old.next().clone() for _ in range(ahead))
+                )
                 following = [
                     other.next() for _ in followed
                 ]  # all, but for a worker that was killed and died only now
@@ -175,7 +205,10 @@ class AnyOrder(RuleBasedStateMachine):
 
     # --- what happens to it ----------------------------------------------------------------------
 
-    @rule(env=st.integers(0, WORKERS * ENVS - 1), order=st.sampled_from([RAISE, EXIT, INTERRUPT]))
+    @rule(
+        env=st.integers(0, WORKERS * ENVS - 1),
+        order=st.sampled_from([RAISE, EXIT, INTERRUPT]),
+    )
     def fail_in_the_next_step(self, env: int, order: int) -> None:
         possible = {RAISE: True, EXIT: self.in_processes, INTERRUPT: self.here}[order]
         if env < self.envs and possible:
@@ -208,7 +241,9 @@ class AnyOrder(RuleBasedStateMachine):
         except (EnvError, WorkerDied, KeyboardInterrupt) as raised:
             error = raised
         self.errors += 1
-        assert self.errors <= self.troubles, f"nothing has happened that explains this: {error!r}"
+        assert self.errors <= self.troubles, (
+            f"nothing has happened that explains this: {error!r}"
+        )
         assert self.is_raised or isinstance(error, KeyboardInterrupt), error
 
     def compare(self, followed: list[Any], following: list[Any]) -> None:
@@ -222,7 +257,9 @@ class AnyOrder(RuleBasedStateMachine):
         for of_one, batches in zip(by_env, (followed, following), strict=True):
             for batch in batches:
                 rows = batch.reshape(-1)
-                columns = zip(rows["observation"].tolist(), rows["action"].tolist(), strict=True)
+                columns = zip(
+                    rows["observation"].tolist(), rows["action"].tolist(), strict=True
+                )
                 ids = rows["collector", "traj_ids"].flatten().tolist()
                 for number, (obs, action) in zip(ids, columns, strict=True):
                     of_one.setdefault(obs[0], []).append((number, obs, action))
@@ -242,13 +279,17 @@ class AnyOrder(RuleBasedStateMachine):
             rows["action"].numpy(),
             rows["next", "observation"].numpy(),
         )
-        expected, reward, terminated, truncated = follow(np.moveaxis(obs, -1, 0), action)
+        expected, reward, terminated, truncated = follow(
+            np.moveaxis(obs, -1, 0), action
+        )
         assert (after == np.stack(expected, -1)).all()
         assert (rows["next", "reward"].flatten().numpy() == reward).all()
         assert (rows["next", "terminated"].flatten().numpy() == terminated).all()
         assert (rows["next", "truncated"].flatten().numpy() >= truncated).all()
         ids = rows["collector", "traj_ids"].flatten().tolist()
-        for (env, run, episode, _, total, _), number in zip(obs.tolist(), ids, strict=True):
+        for (env, run, episode, _, total, _), number in zip(
+            obs.tolist(), ids, strict=True
+        ):
             assert (env, run, total) not in self.seen, (
                 f"environment {env}, run {run}: step {total} comes again"
             )

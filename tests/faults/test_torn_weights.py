@@ -43,7 +43,11 @@ def while_reading(
     """Write versions 1, 2, ... until all children have ended; gives their number, and what the
     children say.
     """
-    version, running, until = 0, [pid for pid, _ in children], time.monotonic() + PATIENCE_S
+    version, running, until = (
+        0,
+        [pid for pid, _ in children],
+        time.monotonic() + PATIENCE_S,
+    )
     while running:
         version += 1
         write(version)
@@ -59,7 +63,9 @@ def while_reading(
     return version, results
 
 
-def reader(ticket: Any, numel: int, reads: int, number: int = 0) -> Callable[[], dict[str, int]]:
+def reader(
+    ticket: Any, numel: int, reads: int, number: int = 0
+) -> Callable[[], dict[str, int]]:
     """Reads; ``number`` is that of the worker, who gets every second version."""
 
     def read() -> dict[str, int]:
@@ -69,13 +75,20 @@ def reader(ticket: Any, numel: int, reads: int, number: int = 0) -> Callable[[],
         for _ in range(reads):
             subscriber._taken = 0  # read it again, also if it is no newer
             version = subscriber.take(into)
-            values = {float(f(t)) for t in into.values() for f in (torch.min, torch.max)}
+            values = {
+                float(f(t)) for t in into.values() for f in (torch.min, torch.max)
+            }
             torn += len(values) > 1
             wrong += values != {float(version)}
             foreign += version > 0 and version % 2 != number
             backwards += version < last
             last = version
-        return {"torn": torn, "wrong": wrong, "foreign": foreign, "backwards": backwards}
+        return {
+            "torn": torn,
+            "wrong": wrong,
+            "foreign": foreign,
+            "backwards": backwards,
+        }
 
     return read
 
@@ -100,7 +113,8 @@ def test_no_read_is_torn_and_every_version_is_right(scheme, numel, reads, at_lea
         publisher.publish(weights, version, workers=[version % 2])
 
     children = [
-        in_child(reader(ticket, numel, reads, number)) for number, ticket in enumerate(tickets)
+        in_child(reader(ticket, numel, reads, number))
+        for number, ticket in enumerate(tickets)
     ]
     updates, results = while_reading(children, write)
     for thing in (*tickets, publisher):
@@ -113,7 +127,9 @@ def test_the_same_readers_find_torn_weights_in_a_single_buffer():
     numel = 1_000_000
     arena = Arena.create("naive")
     offset = arena.allocate(8 * numel)
-    shared = torch.from_numpy(arena.view(offset, 8 * numel).view(np.float32)).view(2, numel)
+    shared = torch.from_numpy(arena.view(offset, 8 * numel).view(np.float32)).view(
+        2, numel
+    )
 
     class Naive:
         """Takes what is there."""

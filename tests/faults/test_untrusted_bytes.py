@@ -38,7 +38,10 @@ from muster.testing import ChainEnv, CountingEnv
 from muster.utils import tensor_files
 from tests.fakes.linked import linked
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="limits memory")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="limits memory"),
+]
 GIVEN = int(os.environ.get("MUSTER_EXAMPLES", "0"))
 SEED = random.randrange(1 << 30) if GIVEN else 0
 ROOM = 2 << 30  # bytes of address space beyond what the process has
@@ -56,7 +59,9 @@ class Code:
 def no_code_and_bounded_memory():
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ROOM, before[1]))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (pages * resource.getpagesize() + ROOM, before[1])
+    )
     yield
     resource.setrlimit(resource.RLIMIT_AS, before)
     assert not MARK.exists()
@@ -96,7 +101,23 @@ def changed_bytes(rng: random.Random, content: bytes) -> bytes:
 
 
 STRANGE = (
-    *(None, True, False, 0, 1, -1, 7, 2**31, 2**63 - 1, -(2**63), 2**64, 10**30, 0.5, 1e308, -0.0),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        7,
+        2**31,
+        2**63 - 1,
+        -(2**63),
+        2**64,
+        10**30,
+        0.5,
+        1e308,
+        -0.0,
+    ),
     *(
         "",
         "x",
@@ -144,7 +165,9 @@ def changed_json(rng: random.Random, about: Any) -> Any:
         elif kind == 1:
             other, place = rng.choice(places)
             node[key] = (
-                copy.deepcopy(other[place]) if place in other or isinstance(other, list) else None
+                copy.deepcopy(other[place])
+                if place in other or isinstance(other, list)
+                else None
             )
         elif kind == 2 and isinstance(node, list):
             node.insert(key, copy.deepcopy(rng.choice(STRANGE)))
@@ -168,7 +191,10 @@ def changed_file(rng: random.Random, content: bytes, path: Path) -> bytes:
         return changed_bytes(rng, content)
     path.write_bytes(content)
     with open(path, "rb") as file, tensor_files.opened(file, path) as found:
-        about, tensors = found.about, {name: found.tensor(name).clone() for name in found.names}
+        about, tensors = (
+            found.about,
+            {name: found.tensor(name).clone() for name in found.names},
+        )
     if tensors and rng.random() < 0.3:
         name = rng.choice(sorted(tensors))
         kind = rng.randrange(5)
@@ -183,7 +209,9 @@ def changed_file(rng: random.Random, content: bytes, path: Path) -> bytes:
                 rng.choice([torch.float64, torch.bool, torch.uint8, torch.int16])
             )
         else:
-            tensors[name] = torch.frombuffer(bytearray(pickle.dumps(Code())), dtype=torch.uint8)
+            tensors[name] = torch.frombuffer(
+                bytearray(pickle.dumps(Code())), dtype=torch.uint8
+            )
     else:
         about = changed_json(rng, about)
     with suppress(ValueError, UnicodeEncodeError):
@@ -200,7 +228,9 @@ def test_recordings(tmp_path):
         ChainEnv, None, frames_per_batch=20, total_frames=60, record=source, seed=1
     ) as collector:
         list(collector)
-    files = {path.name: path.read_bytes() for path in source.iterdir() if path.is_file()}
+    files = {
+        path.name: path.read_bytes() for path in source.iterdir() if path.is_file()
+    }
     target, read = tmp_path / "target", 0
     target.mkdir()
     for rng in inputs(400):
@@ -224,7 +254,9 @@ def test_recordings(tmp_path):
 
 
 def state_file(path):
-    with Collector(CountingEnv, None, num_envs=2, frames_per_batch=8, seed=1) as collector:
+    with Collector(
+        CountingEnv, None, num_envs=2, frames_per_batch=8, seed=1
+    ) as collector:
         collector.next()
         muster.save_state(path, collector.state_dict())
     return path.read_bytes()
@@ -234,13 +266,17 @@ def test_states_of_collectors(tmp_path):
     content = state_file(tmp_path / "state")
     loaded = 0
     for rng in inputs(400):
-        (tmp_path / "changed").write_bytes(changed_file(rng, content, tmp_path / "scratch"))
+        (tmp_path / "changed").write_bytes(
+            changed_file(rng, content, tmp_path / "scratch")
+        )
         collector = Collector(CountingEnv, None, num_envs=2, frames_per_batch=8, seed=1)
         with suppress(MusterError):
             collector.load_state_dict(tmp_path / "changed")
             loaded += 1
             collector.next()
-        collector.shutdown(raise_on_error=False)  # the attributes of an environment may be any
+        collector.shutdown(
+            raise_on_error=False
+        )  # the attributes of an environment may be any
     assert loaded
 
 
@@ -250,7 +286,9 @@ def test_crash_reports(tmp_path):
     report.save(tmp_path / "report")
     content = (tmp_path / "report").read_bytes()
     for rng in inputs(400):
-        (tmp_path / "changed").write_bytes(changed_file(rng, content, tmp_path / "scratch"))
+        (tmp_path / "changed").write_bytes(
+            changed_file(rng, content, tmp_path / "scratch")
+        )
         with suppress(MusterError):
             CrashReport.load(tmp_path / "changed")
 
@@ -266,7 +304,10 @@ def test_a_rendezvous_goes_on_after_any_strangers():
     with closing(Rendezvous(1)) as rendezvous:
         host, port = rendezvous.address.split(":")
         for rng in inputs(300):
-            with socket.create_connection((host, int(port)), 60) as stranger, suppress(OSError):
+            with (
+                socket.create_connection((host, int(port)), 60) as stranger,
+                suppress(OSError),
+            ):
                 stranger.sendall(changed_bytes(rng, GREETING + PROOF))
         rendezvous.admit(0, 0)
         assert Member(rendezvous.address, rendezvous.token, 0).join().node == 0
@@ -281,7 +322,9 @@ def test_a_changed_message_is_never_delivered():
         with linked() as ends:
             for tag, (message, size) in enumerate(sent, 1):
                 ends.main.send(
-                    message, Block(np.full(size, 7, np.uint8)) if size else None, tag if size else 0
+                    message,
+                    Block(np.full(size, 7, np.uint8)) if size else None,
+                    tag if size else 0,
                 )
             ends.main.close()
             data = b"".join(iter(lambda end=ends.to_main: end.recv(1 << 16), b""))
@@ -292,7 +335,10 @@ def test_a_changed_message_is_never_delivered():
                 while True:
                     received = ends.node.receive()
                     got.append(
-                        (received.message, 0 if received.block is None else received.block.size)
+                        (
+                            received.message,
+                            0 if received.block is None else received.block.size,
+                        )
                     )
             assert got == sent[: len(got)]
 
@@ -324,7 +370,9 @@ def watched(tmp_path):
 
 def test_requests_of_the_live_page(watched):
     page = PageAddress("127.0.0.1:0")
-    requests = [(request % page.socket.getsockname()[1]).encode() for request in REQUESTS]
+    requests = [
+        (request % page.socket.getsockname()[1]).encode() for request in REQUESTS
+    ]
     with PageServer(watched, page.socket, TOKEN) as server:
         server.ending.set()  # streams end after the first message
         secret = [b"event: entries", *(content for content, _ in server.files.values())]

@@ -16,7 +16,14 @@ import pytest
 from gymnasium.vector import AutoresetMode
 
 from muster.compat.gymnasium import VectorEnv
-from muster.errors import BadOption, EnvError, MusterError, WorkerDied, WorkerHung, WorkerNotStarted
+from muster.errors import (
+    BadOption,
+    EnvError,
+    MusterError,
+    WorkerDied,
+    WorkerHung,
+    WorkerNotStarted,
+)
 from muster.testing import CountingEnv
 from tests.fakes import faults
 from tests.fakes.fault_runs import all_gone
@@ -85,7 +92,9 @@ def test_a_worker_that_is_killed_between_steps_raises(tmp_path: Any) -> None:
     envs = made(tmp_path, faults.nothing)
     envs.reset(seed=0)
     os.kill(envs._workers._slices.handles[0].process.child.pid, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match="Worker 0 .* was killed by SIGKILL during idle"):
+    with pytest.raises(
+        WorkerDied, match="Worker 0 .* was killed by SIGKILL during idle"
+    ):
         steps(envs, 1)
     assert_goes_on(envs)
 
@@ -94,7 +103,8 @@ def test_a_hanging_environment_raises_with_its_stack(tmp_path: Any) -> None:
     envs = made(tmp_path, faults.waits, timeouts={"step": 1.0})
     envs.reset(seed=0)
     with pytest.raises(
-        WorkerHung, match=r"in step for .* at .*faults.py:\d+ in waits; its deadline is 1 s"
+        WorkerHung,
+        match=r"in step for .* at .*faults.py:\d+ in waits; its deadline is 1 s",
     ) as caught:
         steps(envs, AT)
     assert (caught.value.worker, caught.value.env_id) == (1, 2)
@@ -103,7 +113,12 @@ def test_a_hanging_environment_raises_with_its_stack(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [ValueError, faults.Unpicklable, partial(faults.TwoArguments, 1, "two"), faults.OwnBase],
+    [
+        ValueError,
+        faults.Unpicklable,
+        partial(faults.TwoArguments, 1, "two"),
+        faults.OwnBase,
+    ],
 )
 @pytest.mark.parametrize("on_reset", [False, True])
 def test_an_environment_that_raises(tmp_path: Any, error: Any, on_reset: bool) -> None:
@@ -114,9 +129,14 @@ def test_an_environment_that_raises(tmp_path: Any, error: Any, on_reset: bool) -
     name = getattr(error, "func", error).__name__
     assert name in str(caught.value)
     assert "HERE" in str(caught.value)
-    assert (caught.value.worker, caught.value.phase) == (1, "reset" if on_reset else "step")
+    assert (caught.value.worker, caught.value.phase) == (
+        1,
+        "reset" if on_reset else "step",
+    )
     if error is not faults.OwnBase:
-        assert f"environment 2 (FailsOnce): {caught.value.phase} raised" in str(caught.value)
+        assert f"environment 2 (FailsOnce): {caught.value.phase} raised" in str(
+            caught.value
+        )
         assert caught.value.env_id == 2
     assert_goes_on(envs)
 
@@ -145,7 +165,9 @@ def test_close_does_not_wait_for_a_hanging_environment(tmp_path: Any) -> None:
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("do", [KILL, faults.waits, faults.Raising(faults.Unpicklable)])
 def test_a_restart_is_a_truncation(tmp_path: Any, do: Any, mode: Any) -> None:
-    envs = made(tmp_path, do, on_failure="restart", timeouts={"step": 1.0}, autoreset_mode=mode)
+    envs = made(
+        tmp_path, do, on_failure="restart", timeouts={"step": 1.0}, autoreset_mode=mode
+    )
     whole = made(tmp_path, faults.nothing, autoreset_mode=mode)
     lost = (
         [2] if isinstance(do, faults.Raising) else [2, 3]
@@ -155,14 +177,23 @@ def test_a_restart_is_a_truncation(tmp_path: Any, do: Any, mode: Any) -> None:
     whole.reset(seed=0)
     before, expected = steps(envs, AT - 1)[-1], steps(whole, AT - 1)[-1]
     np.testing.assert_array_equal(before[0], expected[0])
-    (obs, rewards, terminated, truncated, infos), expected = steps(envs, 1)[0], steps(whole, 1)[0]
+    (obs, rewards, terminated, truncated, infos), expected = (
+        steps(envs, 1)[0],
+        steps(whole, 1)[0],
+    )
     np.testing.assert_array_equal(obs[kept], expected[0][kept])
-    assert np.flatnonzero(truncated).tolist() == np.flatnonzero(infos["_muster"]).tolist() == lost
+    assert (
+        np.flatnonzero(truncated).tolist()
+        == np.flatnonzero(infos["_muster"]).tolist()
+        == lost
+    )
     assert not terminated.any()
     assert rewards.tolist() == [0 if i in lost else AT for i in range(4)]
     assert all("environment" in infos["muster"]["error"][i] for i in lost)
     if mode is AutoresetMode.SAME_STEP:
-        assert [infos["final_obs"][i].tolist() for i in lost] == before[0][lost].tolist()
+        assert [infos["final_obs"][i].tolist() for i in lost] == before[0][
+            lost
+        ].tolist()
         begin = obs
     else:
         np.testing.assert_array_equal(obs[lost], before[0][lost])
@@ -182,7 +213,9 @@ def test_a_restart_is_a_truncation(tmp_path: Any, do: Any, mode: Any) -> None:
 def test_a_restart_keeps_attributes_and_draws_other_numbers(tmp_path: Any) -> None:
     draws = []
     for run in range(2):
-        envs = made(tmp_path / str(run), KILL, on_failure="restart", autoreset_mode="SameStep")
+        envs = made(
+            tmp_path / str(run), KILL, on_failure="restart", autoreset_mode="SameStep"
+        )
         (tmp_path / str(run)).mkdir()
         first = envs.reset(seed=7)[0][2, 2]
         envs.set_attr("length", [5, 6, 7, 8])
@@ -213,7 +246,10 @@ def test_a_worker_that_is_killed_between_steps_is_restarted(tmp_path: Any) -> No
 @pytest.mark.parametrize("make", [AlwaysFails, AlwaysDies])
 def test_restarts_have_a_budget(make: Any) -> None:
     envs = VectorEnv(
-        [CountingEnv, make], num_workers=2, on_failure="restart", autoreset_mode="SameStep"
+        [CountingEnv, make],
+        num_workers=2,
+        on_failure="restart",
+        autoreset_mode="SameStep",
     )
     envs.reset()
     with pytest.raises((EnvError, WorkerDied), match="broken|exit code 5"):
@@ -236,7 +272,9 @@ def test_workers_that_cannot_be_started_say_so_until_they_can(
         with pytest.raises(WorkerDied):
             steps(envs, 1)
         for _ in range(3):
-            with pytest.raises(WorkerNotStarted, match=r"could not be started: .*`ulimit -n 4096`"):
+            with pytest.raises(
+                WorkerNotStarted, match=r"could not be started: .*`ulimit -n 4096`"
+            ):
                 envs.reset(seed=0)
             with pytest.raises(MusterError, match="call reset"):
                 steps(envs, 1)

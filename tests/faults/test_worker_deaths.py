@@ -53,11 +53,17 @@ def test_the_main_process_listens_to_the_successor_instead():
         collector.next()
         (killed, *_) = (worker.pid for worker in collector.stats().workers)
         os.kill(killed, signal.SIGKILL)
-        wait_until(lambda: collector.next() is not None and collector.stats().workers[0].restarts)
+        wait_until(
+            lambda: (
+                collector.next() is not None and collector.stats().workers[0].restarts
+            )
+        )
         watcher = collector._engine.source.pool
         _, of = watcher._listen()
         assert {fd: handle.index for fd, handle in of.items()} == {
-            fd: handle.index for handle in watcher.handles for fd in handle.process.fds()
+            fd: handle.index
+            for handle in watcher.handles
+            for fd in handle.process.fds()
         }
 
 
@@ -111,7 +117,9 @@ def test_a_death_while_another_worker_is_asked_keeps_the_rollouts_in_order(
     dies = Fault(
         faults.KilledAndNoted(path), at=3
     )  # in its first rollout, before its second one is requested
-    waits = Fault(faults.WaitsForTheEnd(path), "reset")  # while it is asked for its layout
+    waits = Fault(
+        faults.WaitsForTheEnd(path), "reset"
+    )  # while it is asked for its layout
     factories = [
         partial(OracleEnv, tmp_path / "counts", 0, 1, dies),
         partial(OracleEnv, tmp_path / "counts", 1, 1, waits),
@@ -120,12 +128,16 @@ def test_a_death_while_another_worker_is_asked_keeps_the_rollouts_in_order(
     rows = check_stream(got.batches)
     assert sum(rows.values()) == FRAMES
     assert len(got.errors) == (on_failure == "raise")
-    assert (rows[0, 1] >= 2 * T) == (on_failure != "drop")  # in order, as ``check_stream`` has seen
+    assert (rows[0, 1] >= 2 * T) == (
+        on_failure != "drop"
+    )  # in order, as ``check_stream`` has seen
 
 
 @pytest.mark.parametrize("on_failure", MODES)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_death_while_environments_are_made_ends_the_construction(tmp_path, way, on_failure):
+def test_a_death_while_environments_are_made_ends_the_construction(
+    tmp_path, way, on_failure
+):
     do, how, exitcode = WAYS[way]
     with pytest.raises(
         WorkerDied, match=rf"^Worker 0 \(pid \d+\) {how} during construct\."
@@ -164,7 +176,10 @@ def test_a_death_in_the_middle_of_a_row_counts_those_that_were_stepped(tmp_path,
         batches = [collector.next().clone()]
         with pytest.raises(WorkerDied, match=rf"{WAYS[way][1]} during step"):
             collector.next()
-        assert collector.stats().discarded == {"worker_died": 3 * (AT - T) + 2} or way == "SIGTERM"
+        assert (
+            collector.stats().discarded == {"worker_died": 3 * (AT - T) + 2}
+            or way == "SIGTERM"
+        )
         batches += [collector.next().clone() for _ in range(2)]
         stats = collector.stats()
         assert sum(check_stream(batches).values()) == stats.frames == 9 * T
@@ -183,7 +198,9 @@ def test_a_death_in_the_middle_of_a_row_counts_those_that_were_stepped(tmp_path,
 @pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize("on_failure", MODES)
 def test_a_death_in_the_policy_says_so(tmp_path, on_failure, at):
-    policy = faults.FaultyPolicy(str(tmp_path / "mark"), faults.Signalled(signal.SIGKILL), at)
+    policy = faults.FaultyPolicy(
+        str(tmp_path / "mark"), faults.Signalled(signal.SIGKILL), at
+    )
     got = run(
         tmp_path, None, policy=policy, on_failure=on_failure
     )  # its first call shows what columns there are
@@ -192,7 +209,8 @@ def test_a_death_in_the_policy_says_so(tmp_path, on_failure, at):
         assert_said(error, "was killed by SIGKILL during policy")
     got.check()
     assert all(
-        batch["action"][batch["observation"][..., 5] > 0].eq(1).all() for batch in got.batches
+        batch["action"][batch["observation"][..., 5] > 0].eq(1).all()
+        for batch in got.batches
     )
 
 
@@ -204,14 +222,18 @@ def test_a_death_while_weights_are_taken_says_so(tmp_path, kind):
     scheme = faults.FaultyScheme(
         SharedMemory(), str(tmp_path / "mark"), faults.Signalled(signal.SIGKILL), at=4
     )
-    got = run(tmp_path, None, kind, policy=policy, weight_sync_schemes={"policy": scheme})
+    got = run(
+        tmp_path, None, kind, policy=policy, weight_sync_schemes={"policy": scheme}
+    )
     got.check()
     assert_said(got.error, "was killed by SIGKILL during weights")
 
 
 def assert_said(error, how, row=None):
     assert type(error) is WorkerDied
-    place = r"(?:, row \d+)?(?:, seed \d+)?" if row is None else rf", row {row}, seed \d+"
+    place = (
+        r"(?:, row \d+)?(?:, seed \d+)?" if row is None else rf", row {row}, seed \d+"
+    )
     found = re.match(
         rf"Worker (\d) \(pid \d+(?:, node 0 \(\S+\))?\), environment (\d){place} {how}\. [A-Z]",
         str(error),
@@ -226,7 +248,12 @@ def assert_said(error, how, row=None):
 def test_a_death_at_the_same_step_gives_the_same_streams(tmp_path):
     for kind in ALL_KINDS:
         first, second = (
-            run(tmp_path, Fault(WAYS["SIGKILL"][0], at=AT, runs=3), kind, on_failure="restart")
+            run(
+                tmp_path,
+                Fault(WAYS["SIGKILL"][0], at=AT, runs=3),
+                kind,
+                on_failure="restart",
+            )
             for _ in range(2)
         )
         first.check()
@@ -243,7 +270,9 @@ def test_a_successor_does_not_live_through_the_same_episodes_again(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_a_worker_that_dies_at_once_every_time_is_given_up_with_its_last_cause(tmp_path, kind):
+def test_a_worker_that_dies_at_once_every_time_is_given_up_with_its_last_cause(
+    tmp_path, kind
+):
     path = tmp_path / "counts"
     factories = [
         partial(OracleEnv, path, 0, 1, Fault(WAYS["SIGSEGV"][0], runs=None)),
@@ -252,7 +281,9 @@ def test_a_worker_that_dies_at_once_every_time_is_given_up_with_its_last_cause(t
     with kind(
         factories, None, frames_per_batch=2 * T, on_failure=Restart(max_restarts=10)
     ) as collector:
-        with pytest.raises(WorkerDied, match=r"restart 3\b.*killed by SIGSEGV during step"):
+        with pytest.raises(
+            WorkerDied, match=r"restart 3\b.*killed by SIGSEGV during step"
+        ):
             drain(collector)
         assert OracleEnv.read(path)[0, 0] == 4  # three restarts without a batch
 
@@ -267,7 +298,9 @@ def test_a_worker_that_dies_too_often_within_a_minute_is_given_up(tmp_path):
         factories, None, frames_per_batch=2 * T, on_failure=Restart(max_restarts=2)
     ) as collector:
         batches = []
-        with pytest.raises(WorkerDied, match=r"restart 2\), .*killed by SIGKILL during step"):
+        with pytest.raises(
+            WorkerDied, match=r"restart 2\), .*killed by SIGKILL during step"
+        ):
             batches.extend(batch.clone() for batch in collector)
         assert check_stream(batches)[0, 2] == T
         assert OracleEnv.read(path)[0, 0] == 3
@@ -318,20 +351,29 @@ def test_an_environment_that_cannot_be_made_again_is_the_error(tmp_path):
         return env
 
     with MultiSyncCollector(
-        [make, partial(OracleEnv, path, 1)], None, frames_per_batch=2 * T, on_failure="restart"
+        [make, partial(OracleEnv, path, 1)],
+        None,
+        frames_per_batch=2 * T,
+        on_failure="restart",
     ) as c:
         with pytest.raises(EnvError, match="no display") as caught:
             drain(c)
         assert isinstance(caught.value.__cause__, OSError)
         stats = c.stats()
-    assert stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    assert (
+        stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    )
 
 
 def test_when_all_workers_are_dropped_the_end_is_said(tmp_path):
     path = tmp_path / "counts"
-    factory = partial(OracleEnv, path, fault=Fault(WAYS["SIGKILL"][0], at=AT, runs=None))
+    factory = partial(
+        OracleEnv, path, fault=Fault(WAYS["SIGKILL"][0], at=AT, runs=None)
+    )
     for kind in KINDS:
-        with kind([factory] * 2, None, frames_per_batch=2 * T, on_failure="drop") as collector:
+        with kind(
+            [factory] * 2, None, frames_per_batch=2 * T, on_failure="drop"
+        ) as collector:
             with (
                 pytest.raises(WorkerDied, match="all workers have been dropped"),
                 pytest.warns(match="is dropped, and"),
@@ -350,7 +392,10 @@ def test_what_a_worker_has_started_dies_with_it(tmp_path):
     path, pids = tmp_path / "counts", tmp_path / "pids"
     fault = Fault(faults.HasChild(str(pids)), "construct", runs=None)
     with MultiSyncCollector(
-        partial(OracleEnv, path, fault=fault), None, frames_per_batch=T, on_failure="restart"
+        partial(OracleEnv, path, fault=fault),
+        None,
+        frames_per_batch=T,
+        on_failure="restart",
     ) as c:
         c.next()
         (first,) = children(pids)
@@ -373,8 +418,12 @@ class AloneWithSimulator(OracleEnv):
         faults.HasChild(str(folder / "pids"), detached=True)(None)
 
 
-@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_the_simulator_of_a_dead_worker_is_gone_when_its_successor_makes_another(tmp_path, method):
+@pytest.mark.parametrize(
+    "method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+)
+def test_the_simulator_of_a_dead_worker_is_gone_when_its_successor_makes_another(
+    tmp_path, method
+):
     factory = partial(AloneWithSimulator, tmp_path / "counts", tmp_path)
     options = {"frames_per_batch": T, "on_failure": "restart", "start_method": method}
     with MultiSyncCollector(factory, None, **options) as c:
@@ -416,7 +465,9 @@ class Faulty(OracleEnv):
 
 
 @pytest.mark.parametrize("ends", ["collects on", "shuts down"])
-def test_a_death_after_a_rollout_that_was_repeated_and_that_nobody_has_taken(tmp_path, ends):
+def test_a_death_after_a_rollout_that_was_repeated_and_that_nobody_has_taken(
+    tmp_path, ends
+):
     path, go = tmp_path / "counts", tmp_path / "go"
     factories = [partial(Faulty, path, go), partial(OracleEnv, path, 1)]
     with MultiAsyncCollector(factories, None, frames_per_batch=T, seed=1) as collector:
@@ -440,7 +491,11 @@ def test_a_death_after_a_rollout_that_was_repeated_and_that_nobody_has_taken(tmp
     assert stats.discarded["worker_died"] == (3 if ends == "collects on" else 0)
     assert stats.frames == sum(check_stream(batches).values())
     assert stats.in_flight == 0
-    assert stats.executed == stats.frames + sum(stats.discarded.values()) == counts[:, 2].sum()
+    assert (
+        stats.executed
+        == stats.frames + sum(stats.discarded.values())
+        == counts[:, 2].sum()
+    )
 
 
 # --- at random ------------------------------------------------------------------------------------
@@ -480,7 +535,9 @@ def kills_a_worker(collector, rng):
     if not worker.pid:  # its node has not started it yet
         return False
     try:
-        os.kill(worker.pid, rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
+        os.kill(
+            worker.pid, rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
+        )
     except ProcessLookupError:  # not started again yet
         return False
     return True

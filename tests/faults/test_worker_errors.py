@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
-from muster.errors import BadEnvOutput, BadOption, EnvError, PolicyError, RemoteError, WorkerError
+from muster.errors import (
+    BadEnvOutput,
+    BadOption,
+    EnvError,
+    PolicyError,
+    RemoteError,
+    WorkerError,
+)
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, run
@@ -42,7 +49,11 @@ ERRORS = {  # what is raised: its cause in the parent, and the text
 }
 OUTPUTS = {  # executed steps that are discarded, and the message
     "NaN": (faults.nan_reward, T - AT % T, "reward is nan"),
-    "shape": (faults.wrong_shape, 1, r"observation is an array of shape \(3,\).*shape \(6,\)"),
+    "shape": (
+        faults.wrong_shape,
+        1,
+        r"observation is an array of shape \(3,\).*shape \(6,\)",
+    ),
     "None": (faults.nothing, 1, "returned NoneType"),
 }
 
@@ -68,10 +79,15 @@ def test_an_error_in_a_step_is_raised_with_all_that_is_known_and_costs_nothing(
         assert type(said) is EnvError
         assert isinstance(said.__cause__, cause)
         assert_names(said, text, "step", row=AT - T)
-        assert faults.line_of(faults.Raising(None)).replace(":", '", line ') in str(said), (
-            "the user's own line"
+        assert faults.line_of(faults.Raising(None)).replace(":", '", line ') in str(
+            said
+        ), "the user's own line"
+        assert (said.worker, said.env_id, said.env_index, said.phase) == (
+            0,
+            0,
+            0,
+            "step",
         )
-        assert (said.worker, said.env_id, said.env_index, said.phase) == (0, 0, 0, "step")
 
 
 @pytest.mark.parametrize("on_failure", ["restart", "drop"])
@@ -92,11 +108,17 @@ def test_an_error_in_a_step_ends_the_worker_where_errors_are_not_to_be_raised(
 @pytest.mark.parametrize("on_failure", MODES)
 @pytest.mark.parametrize("kind", NODE_KINDS)
 def test_an_error_in_a_step_on_a_node_in_all_modes(tmp_path, kind, on_failure):
-    for name in ("plain", "unpicklable", "sys.exit(3)") if on_failure == "raise" else ("plain",):
+    for name in (
+        ("plain", "unpicklable", "sys.exit(3)") if on_failure == "raise" else ("plain",)
+    ):
         error, cause, text = ERRORS[name]
-        got = run(tmp_path, Fault(faults.Raising(error), at=AT), kind, on_failure=on_failure)
+        got = run(
+            tmp_path, Fault(faults.Raising(error), at=AT), kind, on_failure=on_failure
+        )
         rows = got.check()
-        assert got.stats.discarded == ({} if on_failure == "raise" else {"env_error": AT - T})
+        assert got.stats.discarded == (
+            {} if on_failure == "raise" else {"env_error": AT - T}
+        )
         assert got.counts[0, 0] == (2 if on_failure == "restart" else 1)
         assert ((0, 1) in rows) == (on_failure == "restart")
         assert len(got.errors) == (on_failure == "raise")
@@ -128,19 +150,34 @@ def test_an_error_on_a_node_elsewhere_than_in_a_step(tmp_path, on):
         if on == "policy"
         else None
     )
-    fault = None if policy else Fault(faults.Raising(error), on, at=3 if on == "reset" else 0)
+    fault = (
+        None
+        if policy
+        else Fault(faults.Raising(error), on, at=3 if on == "reset" else 0)
+    )
     got = run(tmp_path, fault, sync_nodes, policy=policy)
     got.check()
     assert got.stats.discarded == {}
     assert isinstance(got.error.__cause__, cause)
-    assert (type(got.error), got.error.phase) == (PolicyError if policy else EnvError, on)
+    assert (type(got.error), got.error.phase) == (
+        PolicyError if policy else EnvError,
+        on,
+    )
 
 
 @pytest.mark.parametrize("on_failure", MODES)
-def test_an_error_in_a_step_of_a_process_in_all_modes(tmp_path, undisturbed, on_failure):
-    got = run(tmp_path, Fault(faults.Raising(faults.Unpicklable), at=AT), on_failure=on_failure)
+def test_an_error_in_a_step_of_a_process_in_all_modes(
+    tmp_path, undisturbed, on_failure
+):
+    got = run(
+        tmp_path,
+        Fault(faults.Raising(faults.Unpicklable), at=AT),
+        on_failure=on_failure,
+    )
     got.check(undisturbed=undisturbed[MultiSyncCollector])
-    assert got.stats.discarded == ({} if on_failure == "raise" else {"env_error": AT - T})
+    assert got.stats.discarded == (
+        {} if on_failure == "raise" else {"env_error": AT - T}
+    )
 
 
 @pytest.mark.parametrize("on_failure", MODES)
@@ -149,12 +186,17 @@ def test_bad_output_is_refused(tmp_path, undisturbed, name, on_failure):
     do, discarded, text = OUTPUTS[name]
     for kind in KINDS:
         for backend in BACKENDS if on_failure == "raise" else ["threads"]:
-            got = run(tmp_path, Fault(do, at=AT), kind, backend=backend, on_failure=on_failure)
+            got = run(
+                tmp_path, Fault(do, at=AT), kind, backend=backend, on_failure=on_failure
+            )
             lost = {"bad_env_output": discarded} | (
                 {} if on_failure == "raise" else {"env_error": AT - T}
             )
             assert got.stats.discarded == lost
-            got.check(gaps=discarded if on_failure == "raise" else 0, undisturbed=undisturbed[kind])
+            got.check(
+                gaps=discarded if on_failure == "raise" else 0,
+                undisturbed=undisturbed[kind],
+            )
             assert len(got.errors) == (on_failure == "raise")
             for said in got.errors:
                 assert type(said) is BadEnvOutput
@@ -225,9 +267,18 @@ def test_an_error_in_the_policy_is_raised_in_every_mode(tmp_path, on_failure):
     """It would be the same in a new worker."""
     for kind in KINDS:
         policy = faults.FaultyPolicy(
-            str(tmp_path / kind.__name__), faults.Raising(partial(ValueError, "boom")), 3
+            str(tmp_path / kind.__name__),
+            faults.Raising(partial(ValueError, "boom")),
+            3,
         )
-        got = run(tmp_path, None, kind, policy=policy, on_failure=on_failure, backend="threads")
+        got = run(
+            tmp_path,
+            None,
+            kind,
+            policy=policy,
+            on_failure=on_failure,
+            backend="threads",
+        )
         got.check()
         assert type(got.error) is PolicyError
         assert (got.stats.restarts, got.stats.discarded) == (0, {})
@@ -240,7 +291,9 @@ def test_an_error_while_weights_are_taken_says_so(tmp_path, backend):
     for kind in KINDS:
         policy = faults.FaultyPolicy(str(tmp_path / "never"), None, at=1 << 60)
         do = faults.Raising(partial(ValueError, "no weights today"))
-        scheme = faults.FaultyScheme(SharedMemory(), str(tmp_path / kind.__name__), do, at=4)
+        scheme = faults.FaultyScheme(
+            SharedMemory(), str(tmp_path / kind.__name__), do, at=4
+        )
         got = run(
             tmp_path,
             None,
@@ -270,7 +323,8 @@ def test_errors_are_those_of_a_collector_in_process(tmp_path):
 
 def test_everything_that_is_no_environment_is_refused_before_a_worker_starts(tmp_path):
     with pytest.raises(
-        BadOption, match=r"create_env_fn\[0\] is an environment, which lives in this process"
+        BadOption,
+        match=r"create_env_fn\[0\] is an environment, which lives in this process",
     ):
         MultiSyncCollector([OracleEnv(tmp_path / "counts")], None, frames_per_batch=T)
 
@@ -304,7 +358,9 @@ def test_frames_stay_exact_over_errors_in_every_rollout(tmp_path):
         assert (stats.frames, stats.discarded) == (FRAMES, {})
 
 
-def test_actions_and_ids_of_other_groups_are_those_of_an_undisturbed_run(tmp_path, undisturbed):
+def test_actions_and_ids_of_other_groups_are_those_of_an_undisturbed_run(
+    tmp_path, undisturbed
+):
     """Three faults in a row in worker 0."""
     fault = Fault(faults.Raising(partial(ValueError, "boom")), at=AT, runs=3)
     for kind in KINDS:
@@ -331,8 +387,9 @@ def assert_names(error, text, phase, row=None):
     assert (error.worker, error.env_id, error.seed, error.phase) == (0, 0, 1, phase)
     assert error.crash_report is not None
     assert error.crash_report.exists()
-    assert f"To see it happen again under a debugger: muster replay {error.crash_report}" in str(
-        error
+    assert (
+        f"To see it happen again under a debugger: muster replay {error.crash_report}"
+        in str(error)
     ), str(error)
 
 

@@ -62,7 +62,14 @@ def test_a_hang_in_a_step_loses_the_rollout_at_work_and_nothing_else(
     for kind in KINDS if way == "wait" else KINDS[:1]:
         fault = Fault(WAYS[way], at=AT)
         timeouts = {**deadlines(60.0), "step": DEADLINE_S}
-        got = run(tmp_path, fault, kind, on_failure=on_failure, backend=backend, timeouts=timeouts)
+        got = run(
+            tmp_path,
+            fault,
+            kind,
+            on_failure=on_failure,
+            backend=backend,
+            timeouts=timeouts,
+        )
         got.check(undisturbed=undisturbed[kind])
         assert got.stats.discarded == {"worker_hung": AT - T}
         assert got.counts[0].tolist()[:1] == [1 if on_failure == "drop" else 2]
@@ -74,14 +81,18 @@ def test_a_hang_in_a_step_loses_the_rollout_at_work_and_nothing_else(
 @pytest.mark.parametrize(("way", "backend"), BACKENDS)
 def test_a_hang_in_a_reset_says_so(tmp_path, undisturbed, way, backend):
     timeouts = {**deadlines(60.0), "reset": DEADLINE_S}
-    got = run(tmp_path, Fault(WAYS[way], "reset", at=3), backend=backend, timeouts=timeouts)
+    got = run(
+        tmp_path, Fault(WAYS[way], "reset", at=3), backend=backend, timeouts=timeouts
+    )
     got.check(undisturbed=undisturbed[MultiSyncCollector])
     assert list(got.stats.discarded) == ["worker_hung"]
     assert_said(got.error, "reset", WAYS[way])
 
 
 @pytest.mark.parametrize(("way", "backend"), BACKENDS)
-def test_a_hang_while_environments_are_made_ends_the_construction(tmp_path, way, backend):
+def test_a_hang_while_environments_are_made_ends_the_construction(
+    tmp_path, way, backend
+):
     with pytest.raises(WorkerHung) as caught:
         run(
             tmp_path,
@@ -95,10 +106,13 @@ def test_a_hang_while_environments_are_made_ends_the_construction(tmp_path, way,
 def test_workers_that_hang_in_close_share_one_deadline(tmp_path):
     path = tmp_path / "counts"
     factories = [
-        partial(OracleEnv, path, number, 1, Fault(faults.waits, "close")) for number in range(4)
+        partial(OracleEnv, path, number, 1, Fault(faults.waits, "close"))
+        for number in range(4)
     ]
     timeouts = {**deadlines(60.0), "close": 4.0}
-    collector = MultiSyncCollector(factories, None, frames_per_batch=4 * T, timeouts=timeouts)
+    collector = MultiSyncCollector(
+        factories, None, frames_per_batch=4 * T, timeouts=timeouts
+    )
     pids = [worker.pid for worker in collector.stats().workers]
     begun = time.monotonic()
     collector.shutdown()
@@ -108,7 +122,12 @@ def test_workers_that_hang_in_close_share_one_deadline(tmp_path):
 
 @pytest.mark.parametrize(("way", "backend"), BACKENDS)
 def test_a_hang_in_close_does_not_keep_shutdown(tmp_path, undisturbed, way, backend):
-    got = run(tmp_path, Fault(WAYS[way], "close"), backend=backend, timeouts={"close": DEADLINE_S})
+    got = run(
+        tmp_path,
+        Fault(WAYS[way], "close"),
+        backend=backend,
+        timeouts={"close": DEADLINE_S},
+    )
     got.check(undisturbed=undisturbed[MultiSyncCollector])
     assert (got.errors, got.stats.discarded, got.stats.executed) == ([], {}, FRAMES)
     assert got.counts[:, 3].tolist() == [0, 1]  # the other one was closed in peace
@@ -151,7 +170,12 @@ def test_a_hang_in_the_policy_of_one_thread_is_not_that_of_those_who_wait_for_th
         "policy": 6 * DEADLINE_S,
     }  # waiting is neither
     got = run(
-        tmp_path, None, policy=policy, backend="threads", on_failure=on_failure, timeouts=timeouts
+        tmp_path,
+        None,
+        policy=policy,
+        backend="threads",
+        on_failure=on_failure,
+        timeouts=timeouts,
     )
     got.check()
     assert set(got.stats.discarded) <= {"worker_hung"}
@@ -162,7 +186,9 @@ def test_a_hang_in_the_policy_of_one_thread_is_not_that_of_those_who_wait_for_th
     assert len(got.errors) == (on_failure == "raise")
     for error in got.errors:
         assert (error.worker, error.phase) == (worker, "policy")
-        assert f" at {faults.line_of(noting)} in __call__; its deadline is " in str(error)
+        assert f" at {faults.line_of(noting)} in __call__; its deadline is " in str(
+            error
+        )
 
 
 HUNG = []  # threads
@@ -207,7 +233,9 @@ def test_a_thread_that_wakes_up_after_it_was_given_up_changes_nothing(tmp_path):
         WAKE.set()
         HUNG[0].join(30)
         assert not HUNG[0].is_alive()
-        assert all((batch == copy).all() for batch, copy in zip(batches, copies, strict=True))
+        assert all(
+            (batch == copy).all() for batch, copy in zip(batches, copies, strict=True)
+        )
         batches += [collector.next() for _ in range(2)]
         stats = collector.stats()
         rows = check_stream(batches)
@@ -215,7 +243,9 @@ def test_a_thread_that_wakes_up_after_it_was_given_up_changes_nothing(tmp_path):
     assert (np.random.get_state()[1].tolist(), random.getstate()) == users[1:]
     assert (stats.restarts, list(stats.discarded)) == (1, ["worker_hung"])
     executed = OracleEnv.read(tmp_path / "counts")[:, 2].sum()
-    assert executed == stats.executed == sum(rows.values()) + sum(stats.discarded.values())
+    assert (
+        executed == stats.executed == sum(rows.values()) + sum(stats.discarded.values())
+    )
 
 
 HANGS_AND_ENDS = """
@@ -238,7 +268,10 @@ while collector.stats().restarts == 0:
 @pytest.mark.slow
 def test_a_program_ends_in_silence_beside_a_thread_that_hangs_and_its_successor():
     done = subprocess.run(
-        [sys.executable, "-c", HANGS_AND_ENDS], capture_output=True, text=True, check=False
+        [sys.executable, "-c", HANGS_AND_ENDS],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, without_delays(done.stderr)) == (0, "")
 
@@ -247,10 +280,19 @@ def test_a_hang_while_weights_are_taken_says_so(tmp_path):
     from muster.weights import SharedMemory
 
     policy = faults.FaultyPolicy(str(tmp_path / "never"), None, at=1 << 60)
-    scheme = faults.FaultyScheme(SharedMemory(), str(tmp_path / "mark"), faults.waits, at=4)
-    timeouts = {**deadlines(60.0), "weights": 10 * DEADLINE_S}  # the successor takes weights, too
+    scheme = faults.FaultyScheme(
+        SharedMemory(), str(tmp_path / "mark"), faults.waits, at=4
+    )
+    timeouts = {
+        **deadlines(60.0),
+        "weights": 10 * DEADLINE_S,
+    }  # the successor takes weights, too
     got = run(
-        tmp_path, None, policy=policy, weight_sync_schemes={"policy": scheme}, timeouts=timeouts
+        tmp_path,
+        None,
+        policy=policy,
+        weight_sync_schemes={"policy": scheme},
+        timeouts=timeouts,
     )
     got.check()
     assert_said(got.error, "weights", faults.waits)
@@ -297,8 +339,14 @@ def test_a_hang_of_a_worker_on_a_node_loses_the_rollout_at_work_and_nothing_else
     tmp_path, kind, on_failure
 ):
     timeouts = {**deadlines(60.0), "step": DEADLINE_S}
-    for way in (faults.waits, faults.holds_the_gil) if on_failure == "raise" else (faults.waits,):
-        got = run(tmp_path, Fault(way, at=AT), kind, on_failure=on_failure, timeouts=timeouts)
+    for way in (
+        (faults.waits, faults.holds_the_gil)
+        if on_failure == "raise"
+        else (faults.waits,)
+    ):
+        got = run(
+            tmp_path, Fault(way, at=AT), kind, on_failure=on_failure, timeouts=timeouts
+        )
         got.check()
         assert got.stats.discarded == {"worker_hung": AT - T}
         assert len(got.errors) == (on_failure == "raise")
@@ -355,7 +403,12 @@ def served(factories, **options):
 @pytest.mark.filterwarnings("ignore:a worker is dropped")
 @pytest.mark.parametrize(
     ("kind", "on_failure"),
-    [*product(KINDS, MODES), (served, "restart"), (sync_nodes, "raise"), (async_nodes, "restart")],
+    [
+        *product(KINDS, MODES),
+        (served, "restart"),
+        (sync_nodes, "raise"),
+        (async_nodes, "restart"),
+    ],
 )
 def test_what_a_worker_makes_while_its_hang_is_dealt_with_is_in_the_account(
     tmp_path, kind, on_failure
@@ -372,7 +425,9 @@ def test_what_a_worker_makes_while_its_hang_is_dealt_with_is_in_the_account(
         "crash_dir": tmp_path,
     }
     batches, errors = [], []
-    with kind(factories, timeouts={**deadlines(60.0), "step": DEADLINE_S}, **options) as collector:
+    with kind(
+        factories, timeouts={**deadlines(60.0), "step": DEADLINE_S}, **options
+    ) as collector:
         while (
             len(batches) < 8
             or (made := OracleEnv.read(path)[0])[0] + (on_failure == "drop") < 2
@@ -415,7 +470,9 @@ def test_hangs_that_end_about_when_they_are_found(tmp_path, kind, backend):
         make, None, frames_per_batch=T, total_frames=20 * T, backend=backend, **options
     ) as collector:
         batches = [batch.clone() for batch in collector]
-    assert_accounted(collector.stats(), batches, path, kills=collector.stats().restarts + 1)
+    assert_accounted(
+        collector.stats(), batches, path, kills=collector.stats().restarts + 1
+    )
 
 
 def test_a_call_that_is_answered_when_its_hang_was_found_is_an_error(tmp_path):
@@ -459,8 +516,15 @@ def test_slow_is_not_hung(tmp_path):
         env.step = slow_step
         return env
 
-    options = {"frames_per_batch": 10, "timeouts": {**deadlines(60.0), "step": DEADLINE_S}}
-    for kind in (MultiSyncCollector, partial(MultiSyncCollector, backend="threads"), sync_nodes):
+    options = {
+        "frames_per_batch": 10,
+        "timeouts": {**deadlines(60.0), "step": DEADLINE_S},
+    }
+    for kind in (
+        MultiSyncCollector,
+        partial(MultiSyncCollector, backend="threads"),
+        sync_nodes,
+    ):
         with kind(make, None, **options) as collector:
             assert collector.next().numel() == 10
 
@@ -472,7 +536,9 @@ def test_a_hanging_rollout_does_not_keep_shutdown(tmp_path):
         partial(OracleEnv, path, 0, 1, Fault(faults.holds_the_gil, at=AT)),
         partial(OracleEnv, path, 1),
     ]
-    collector = KINDS[1](factories, None, frames_per_batch=T, timeouts={"close": DEADLINE_S})
+    collector = KINDS[1](
+        factories, None, frames_per_batch=T, timeouts={"close": DEADLINE_S}
+    )
     while OracleEnv.read(path)[0, 1] < AT + 1 if len(OracleEnv.read(path)) else True:
         assert collector.next() is not None
     collector.shutdown()
@@ -505,5 +571,7 @@ def assert_said(error, phase, where, row=None):
             in text
         )
     else:
-        assert f" at {faults.line_of(where)} in {where.__name__}; its deadline is " in text
+        assert (
+            f" at {faults.line_of(where)} in {where.__name__}; its deadline is " in text
+        )
         assert "Stack of the worker" in text

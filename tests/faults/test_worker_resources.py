@@ -48,7 +48,9 @@ def descendants(root=None):
     parents = {}
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         try:
-            state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+            state, parent = (
+                Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+            )
         except OSError:
             continue
         if state not in "ZX":
@@ -141,7 +143,9 @@ def test_nothing_is_left_of_collectors_that_could_not_be_made(options):
 
     def cycle():
         with pytest.raises(RuntimeError, match="no"):
-            MultiSyncCollector([CountingEnv, fail], policy(), frames_per_batch=20, **options)
+            MultiSyncCollector(
+                [CountingEnv, fail], policy(), frames_per_batch=20, **options
+            )
 
     cycle()
     before = resources()
@@ -188,7 +192,9 @@ def sockets_of(pids):
 
 def links(pid):
     try:
-        return [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+        return [
+            os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")
+        ]
     except OSError:
         return []
 
@@ -196,7 +202,9 @@ def links(pid):
 @pytest.mark.parametrize("backend", ["processes", "threads"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_sleep_while_nobody_asks(kind, backend):
-    with kind([CountingEnv] * 2, None, frames_per_batch=2000, backend=backend) as collector:
+    with kind(
+        [CountingEnv] * 2, None, frames_per_batch=2000, backend=backend
+    ) as collector:
         collector.next()
         pids = descendants() | {os.getpid()}
         wait_until(
@@ -216,7 +224,13 @@ def processor_time(pids):
     for pid in pids:
         if alive(pid):
             ticks += sum(
-                map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])
+                map(
+                    int,
+                    Path(f"/proc/{pid}/stat")
+                    .read_text()
+                    .rpartition(")")[2]
+                    .split()[11:13],
+                )
             )
     return ticks / os.sysconf("SC_CLK_TCK")
 
@@ -226,7 +240,9 @@ def test_a_message_that_cannot_be_sent_to_a_thread_leaves_no_descriptor():
     thread = WorkerThread("worker", wake_up)
     os.close(lowest := os.dup(wake_up.fileno()))
     before = open_files()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, limit[1]))  # room for one copy
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (lowest + 1, limit[1])
+    )  # room for one copy
     try:
         with pytest.raises(OSError, match="open files"):
             thread.send("message", [wake_up.fileno()] * 2)
@@ -254,7 +270,9 @@ def test_memory_does_not_grow_with_frames(kind):
                 break
         # What grows with frames grows twice; what this process keeps for another reason does so
         # once.
-        grown = [[late[pid] - early[pid] for early, late in pairwise(seen)] for pid in pids]
+        grown = [
+            [late[pid] - early[pid] for early, late in pairwise(seen)] for pid in pids
+        ]
         assert max(map(min, grown)) < 2 << 20, grown
 
 
@@ -292,11 +310,15 @@ print("done")
 
 def test_a_small_dev_shm_is_enough():
     """As in a container: 2 MiB, and batches of 32 MiB."""
-    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["unshare", "-m", "true"], capture_output=True, check=False
+    ).returncode:
         pytest.skip("may not make a mount namespace")
     environ = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+        ),
     }
     got = subprocess.run(
         ["unshare", "-m", "sh", "-c", SMALL_SHM, sys.executable],

@@ -20,12 +20,22 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.error import (
+    AlreadyPendingCallError,
+    ClosedEnvironmentError,
+    NoAsyncCallError,
+)
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
 from muster.compat.gymnasium import VectorEnv
-from muster.errors import BadOption, CollectorClosed, CollectorTimeout, EnvError, MusterError
+from muster.errors import (
+    BadOption,
+    CollectorClosed,
+    CollectorTimeout,
+    EnvError,
+    MusterError,
+)
 from muster.testing import CountingEnv, InfoEnv, SpaceEnv
 from tests.fakes.fault_runs import all_gone
 from tests.fakes.vector_faults import Closing, Drawing, Gated
@@ -55,7 +65,9 @@ def assert_equal(a: Any, b: Any) -> None:
         assert a.keys() == b.keys()
         for key in a:
             assert_equal(a[key], b[key])
-    elif isinstance(a, (tuple, list)) or (isinstance(a, np.ndarray) and a.dtype == object):
+    elif isinstance(a, (tuple, list)) or (
+        isinstance(a, np.ndarray) and a.dtype == object
+    ):
         assert len(a) == len(b)
         for x, y in zip(a, b, strict=True):
             assert_equal(x, y)
@@ -64,7 +76,9 @@ def assert_equal(a: Any, b: Any) -> None:
         assert getattr(a, "dtype", None) == getattr(b, "dtype", None)
 
 
-def both(env_fns: list[Any], steps: int, *, num_workers: int = 2, **options: Any) -> None:
+def both(
+    env_fns: list[Any], steps: int, *, num_workers: int = 2, **options: Any
+) -> None:
     """Both vector environments return the same in these steps."""
     ours, theirs = (
         VectorEnv(env_fns, num_workers=num_workers, **options),
@@ -102,7 +116,9 @@ def both(env_fns: list[Any], steps: int, *, num_workers: int = 2, **options: Any
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_episodes_and_infos_are_those_of_sync_vector_env(mode: Any, num_workers: int) -> None:
+def test_episodes_and_infos_are_those_of_sync_vector_env(
+    mode: Any, num_workers: int
+) -> None:
     both(
         [lambda n=n: InfoEnv(n) for n in (1, 2, 5)],
         12,
@@ -120,7 +136,9 @@ def test_cart_pole_has_the_trajectories_of_sync_vector_env(mode: Any) -> None:
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_observations_and_actions_in_every_space(space: str, mode: Any) -> None:
     actions = SPACES["tuple" if space in ("text", "graph", "mixed") else space]
-    both([lambda: SpaceEnv(deepcopy(SPACES[space]), actions)] * 3, 7, autoreset_mode=mode)
+    both(
+        [lambda: SpaceEnv(deepcopy(SPACES[space]), actions)] * 3, 7, autoreset_mode=mode
+    )
 
 
 def test_environments_get_the_actions_as_they_were_given() -> None:
@@ -138,13 +156,17 @@ def test_results_larger_than_the_shared_memory_travel_as_messages() -> None:
     """Actions of 800 kB, and last observations of that size in the infos."""
     large = spaces.Box(-1, 1, (300, 350), np.float64)
     both(
-        [lambda: SpaceEnv(deepcopy(large), large, 2)] * 2, 4, autoreset_mode=AutoresetMode.SAME_STEP
+        [lambda: SpaceEnv(deepcopy(large), large, 2)] * 2,
+        4,
+        autoreset_mode=AutoresetMode.SAME_STEP,
     )
 
 
 def test_spaces_that_differ() -> None:
     env_fns = [
-        lambda high=high: SpaceEnv(spaces.Box(0, high, (2,), np.float32), spaces.Discrete(2))
+        lambda high=high: SpaceEnv(
+            spaces.Box(0, high, (2,), np.float32), spaces.Discrete(2)
+        )
         for high in (1, 2)
     ]
     with pytest.raises(RuntimeError, match="Environment 1 has the observation space"):
@@ -201,7 +223,9 @@ def test_calls_and_attributes_reach_each_environment() -> None:
 
 
 def test_wrappers_of_gymnasium_work() -> None:
-    ours = RecordEpisodeStatistics(VectorEnv([lambda: CountingEnv(3)] * 2, num_workers=2))
+    ours = RecordEpisodeStatistics(
+        VectorEnv([lambda: CountingEnv(3)] * 2, num_workers=2)
+    )
     theirs = RecordEpisodeStatistics(SyncVectorEnv([lambda: CountingEnv(3)] * 2))
     ours.reset(), theirs.reset()
     for _ in range(9):
@@ -227,11 +251,21 @@ def test_every_public_member_of_async_vector_env_is_there_or_says_why_not() -> N
     assert absent < theirs
     assert {name for name in theirs if not hasattr(envs, name)} == absent
     for name in (*absent, "envs"):
-        with pytest.raises(AttributeError, match=f"VectorEnv.{name} is not available: "):
+        with pytest.raises(
+            AttributeError, match=f"VectorEnv.{name} is not available: "
+        ):
             getattr(envs, name)
-    with pytest.raises(AttributeError, match="'VectorEnv' object has no attribute 'no_such_name'"):
+    with pytest.raises(
+        AttributeError, match="'VectorEnv' object has no attribute 'no_such_name'"
+    ):
         _ = envs.no_such_name
-    assert (envs.shared_memory, envs.daemon, envs.context, envs.worker, envs.max_concurrency) == (
+    assert (
+        envs.shared_memory,
+        envs.daemon,
+        envs.context,
+        envs.worker,
+        envs.max_concurrency,
+    ) == (
         True,
         True,
         None,
@@ -267,8 +301,13 @@ def test_every_public_member_of_async_vector_env_is_there_or_says_why_not() -> N
 def test_without_shared_memory_it_is_the_same(space: str, shared_memory: bool) -> None:
     actions = SPACES["discrete" if space == "text" else space]
     fns = [lambda: SpaceEnv(deepcopy(SPACES[space]), actions)] * 3
-    ours, theirs = VectorEnv(fns, num_workers=2, shared_memory=shared_memory), SyncVectorEnv(fns)
-    assert type(ours.observations) is type(theirs._observations)  # before the first reset, too
+    ours, theirs = (
+        VectorEnv(fns, num_workers=2, shared_memory=shared_memory),
+        SyncVectorEnv(fns),
+    )
+    assert type(ours.observations) is type(
+        theirs._observations
+    )  # before the first reset, too
     assert_equal(ours.reset(seed=5), theirs.reset(seed=5))
     theirs.action_space.seed(1)
     for _ in range(5):
@@ -281,7 +320,8 @@ def test_without_shared_memory_it_is_the_same(space: str, shared_memory: bool) -
 
 def test_calls_are_sent_and_waited_for() -> None:
     ours, theirs = (
-        kind([partial(InfoEnv, n) for n in (1, 2, 5)], **options) for kind, options in both_kinds()
+        kind([partial(InfoEnv, n) for n in (1, 2, 5)], **options)
+        for kind, options in both_kinds()
     )
     for envs in (ours, theirs):
         envs.reset_async(seed=3, options={"a": 1})
@@ -325,20 +365,24 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("pending", BEGIN)
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
-def test_calls_in_a_wrong_order_raise_what_async_vector_env_raises(pending: str, mode: Any) -> None:
+def test_calls_in_a_wrong_order_raise_what_async_vector_env_raises(
+    pending: str, mode: Any
+) -> None:
     for kind, options in both_kinds():
         envs = kind([lambda: CountingEnv(9)] * 2, autoreset_mode=mode, **options)
         envs.reset()
         for name in BEGIN:
             with pytest.raises(
-                NoAsyncCallError, match=f"`{name}_wait` without any prior call to `{name}_async`"
+                NoAsyncCallError,
+                match=f"`{name}_wait` without any prior call to `{name}_async`",
             ) as no:
                 getattr(envs, f"{name}_wait")()
             assert no.value.name == name
         BEGIN[pending](envs)
         for call in REFUSED.values():
             with pytest.raises(
-                AlreadyPendingCallError, match=f"pending call to `{pending}` to complete"
+                AlreadyPendingCallError,
+                match=f"pending call to `{pending}` to complete",
             ) as raised:
                 call(envs)
             assert raised.value.name == pending
@@ -346,7 +390,10 @@ def test_calls_in_a_wrong_order_raise_what_async_vector_env_raises(pending: str,
             with pytest.raises(NoAsyncCallError, match=f"`{name}_wait` without"):
                 getattr(envs, f"{name}_wait")()
         getattr(envs, f"{pending}_wait")()
-        assert envs.step(np.zeros(2, int))[0][:, 1].tolist() == [2 if pending == "step" else 1] * 2
+        assert (
+            envs.step(np.zeros(2, int))[0][:, 1].tolist()
+            == [2 if pending == "step" else 1] * 2
+        )
         envs.close()
         for call in (
             *BEGIN.values(),
@@ -382,14 +429,19 @@ def test_a_timeout_raises_and_what_comes_next_is_right(
         "reset": lambda: envs.reset_async(seed=7),
         "step": lambda: envs.step_async(np.zeros(3, int)),
         "call": lambda: envs.call_async("wait"),
-        "large": lambda: envs.call_async("large"),  # the result has no room in shared memory
-        "take": lambda: envs.call_async("take", bytes(1 << 20)),  # the argument has none
+        "large": lambda: envs.call_async(
+            "large"
+        ),  # the result has no room in shared memory
+        "take": lambda: envs.call_async(
+            "take", bytes(1 << 20)
+        ),  # the argument has none
     }
     begin[call]()
     waited = call if call in ("reset", "step") else "call"
     before = time.monotonic()
     with pytest.raises(
-        multiprocessing.TimeoutError, match=f"`{waited}_wait` has timed out after {timeout}"
+        multiprocessing.TimeoutError,
+        match=f"`{waited}_wait` has timed out after {timeout}",
     ) as caught:
         getattr(envs, f"{waited}_wait")(timeout)
     assert isinstance(caught.value, CollectorTimeout)
@@ -415,12 +467,16 @@ def test_a_timeout_raises_and_what_comes_next_is_right(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a start method")
-@pytest.mark.parametrize("options", [{"terminate": True}, {"timeout": 0}, {"timeout": 0.05}])
+@pytest.mark.parametrize(
+    "options", [{"terminate": True}, {"timeout": 0}, {"timeout": 0.05}]
+)
 @pytest.mark.parametrize("pending", ["reset", "step", "call"])
 def test_close_with_a_pending_call_warns_and_kills_after_the_timeout(
     pending: str, options: Any, gate: Any
 ) -> None:
-    envs = VectorEnv([partial(Gated, str(gate))] * 2, num_workers=2, timeouts={"close": 60.0})
+    envs = VectorEnv(
+        [partial(Gated, str(gate))] * 2, num_workers=2, timeouts={"close": 60.0}
+    )
     gate.touch()
     envs.reset()
     gate.unlink()
@@ -429,7 +485,8 @@ def test_close_with_a_pending_call_warns_and_kills_after_the_timeout(
     begin(envs)
     before = time.monotonic()
     with pytest.warns(
-        UserWarning, match=f"Calling `close` while waiting for a pending call to `{pending}`"
+        UserWarning,
+        match=f"Calling `close` while waiting for a pending call to `{pending}`",
     ) as warned:
         envs.close(**options)
     assert warned[0].filename == __file__
@@ -441,7 +498,8 @@ def test_close_with_a_pending_call_warns_and_kills_after_the_timeout(
 
 
 @pytest.mark.parametrize(
-    ("options", "closed"), [({}, True), ({"timeout": 60}, True), ({"terminate": True}, False)]
+    ("options", "closed"),
+    [({}, True), ({"timeout": 60}, True), ({"terminate": True}, False)],
 )
 def test_environments_are_closed_unless_the_workers_are_terminated(
     options: Any, closed: bool, tmp_path: Any
@@ -474,11 +532,14 @@ def test_an_error_is_raised_by_the_wait() -> None:
     envs.close()
 
 
-@pytest.mark.parametrize("name", ["reset", "step", "close", "_setattr", "_check_spaces"])
+@pytest.mark.parametrize(
+    "name", ["reset", "step", "close", "_setattr", "_check_spaces"]
+)
 def test_call_refuses_what_has_a_method_of_its_own(name: str) -> None:
     envs = VectorEnv([lambda: CountingEnv(3)] * 2, num_workers=1)
     with pytest.raises(
-        ValueError, match=f"Trying to call function `{name}` with `call`, use `{name}` directly"
+        ValueError,
+        match=f"Trying to call function `{name}` with `call`, use `{name}` directly",
     ):
         envs.call(name)
     envs.reset()
@@ -504,7 +565,9 @@ def test_options_of_async_vector_env_are_refused_only_if_they_cannot_be() -> Non
         VectorEnv(fns, worker=lambda *args: None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot find context for 'threads'"):
         VectorEnv(fns, context="threads")  # type: ignore[arg-type]
-    with pytest.raises(BadOption, match="context='spawn' and start_method='forkserver' differ"):
+    with pytest.raises(
+        BadOption, match="context='spawn' and start_method='forkserver' differ"
+    ):
         VectorEnv(fns, context="spawn", start_method="forkserver")
     for wrong in (0, 1.5, True, "2"):
         with pytest.raises(ValueError, match="max_concurrency"):
@@ -537,7 +600,8 @@ def drawn(envs: Any, seed: Any, *, by_call: bool = True) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "from_torch"), [(AutoresetMode.NEXT_STEP, False), (AutoresetMode.SAME_STEP, True)]
+    ("mode", "from_torch"),
+    [(AutoresetMode.NEXT_STEP, False), (AutoresetMode.SAME_STEP, True)],
 )
 def test_environments_that_draw_from_global_generators_are_reproducible(
     mode: Any, from_torch: bool
@@ -560,7 +624,9 @@ def test_environments_that_draw_from_global_generators_are_reproducible(
 def test_a_reset_of_one_environment_with_a_seed_leaves_the_streams_of_others() -> None:
     runs = []
     for number in (1, 2):
-        envs = VectorEnv([Drawing] * 3, num_workers=1, autoreset_mode=AutoresetMode.DISABLED)
+        envs = VectorEnv(
+            [Drawing] * 3, num_workers=1, autoreset_mode=AutoresetMode.DISABLED
+        )
         first = envs.reset(seed=0)
         envs.step(np.zeros(3, int))
         mask = np.arange(3) == number
@@ -582,7 +648,11 @@ def test_streams_without_a_seed_differ_between_environments_and_runs() -> None:
 
 
 def test_the_callers_generators_are_not_touched() -> None:
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    before = (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    )
     envs = VectorEnv([Drawing] * 2, num_workers=2)
     drawn(envs, 0)
     envs.close()
@@ -605,7 +675,11 @@ def test_misuse_is_an_error_at_once() -> None:
         VectorEnv([cart_pole], on_failure="drop")  # type: ignore[arg-type]
     envs = VectorEnv([cart_pole] * 2, autoreset_mode="Disabled")
     envs.reset()
-    for mask, error in ((None, TypeError), (np.ones(2), TypeError), (np.ones(3, bool), ValueError)):
+    for mask, error in (
+        (None, TypeError),
+        (np.ones(2), TypeError),
+        (np.ones(3, bool), ValueError),
+    ):
         with pytest.raises(error, match="reset_mask"):
             envs.reset(options={"reset_mask": mask})
     with pytest.raises(ValueError, match="reset_mask"):
@@ -636,11 +710,14 @@ def test_misuse_is_an_error_at_once() -> None:
 
 def test_without_autoreset_an_ended_episode_is_not_stepped() -> None:
     envs = VectorEnv(
-        [lambda n=n: CountingEnv(n) for n in (1, 5)], autoreset_mode=AutoresetMode.DISABLED
+        [lambda n=n: CountingEnv(n) for n in (1, 5)],
+        autoreset_mode=AutoresetMode.DISABLED,
     )
     envs.reset()
     envs.step(np.zeros(2, int))
-    with pytest.raises(gymnasium.error.ResetNeeded, match=r"environments \[0\] have ended"):
+    with pytest.raises(
+        gymnasium.error.ResetNeeded, match=r"environments \[0\] have ended"
+    ):
         envs.step(np.zeros(2, int))
     obs, _ = envs.reset(options={"reset_mask": np.array([True, False])})
     assert obs[:, 1].tolist() == [0, 1]
@@ -709,7 +786,9 @@ def trained(make_envs: Any) -> list[float]:
     torch.manual_seed(0)
     envs = make_envs([cart_pole for _ in range(4)])
     assert isinstance(envs.single_action_space, spaces.Discrete)
-    net = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    net = torch.nn.Sequential(
+        torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)
+    )
     optimizer = torch.optim.Adam(net.parameters(), 1e-2)
     losses = []
     obs, done = torch.Tensor(envs.reset(seed=1)[0]), torch.zeros(4)

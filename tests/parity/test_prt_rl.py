@@ -59,7 +59,9 @@ class Wrapped:
     def __init__(self, lengths: list[int], **kwargs: Any) -> None:
         factories = [lambda n=n: CountingGym(n) for n in lengths]
         self.num_envs = len(lengths)
-        self.env: Any = SyncVectorEnv(factories, **kwargs) if self.num_envs > 1 else factories[0]()
+        self.env: Any = (
+            SyncVectorEnv(factories, **kwargs) if self.num_envs > 1 else factories[0]()
+        )
         self.steps = 0
 
     def get_num_envs(self) -> int:
@@ -76,9 +78,19 @@ class Wrapped:
 
     def step(self, action: torch.Tensor) -> Any:
         self.steps += 1
-        state, reward, terminated, truncated, info = self.env.step(action.numpy().squeeze(-1))
-        reward, done = torch.tensor(reward).float(), torch.tensor(terminated | truncated)
-        return torch.tensor(state).float(), reward.unsqueeze(-1), done.unsqueeze(-1), info
+        state, reward, terminated, truncated, info = self.env.step(
+            action.numpy().squeeze(-1)
+        )
+        reward, done = (
+            torch.tensor(reward).float(),
+            torch.tensor(terminated | truncated),
+        )
+        return (
+            torch.tensor(state).float(),
+            reward.unsqueeze(-1),
+            done.unsqueeze(-1),
+            info,
+        )
 
 
 class GymnasiumWrapper(Wrapped):
@@ -117,7 +129,9 @@ def test_names_and_defaults_are_those_of_the_document() -> None:
         ("min_num_steps", None),
     ]
     assert signature(MetricsTracker) == [("num_envs", empty), ("logger", None)]
-    assert isinstance(Collector(Counting([2])).get_metric_tracker(), prt_rl.MetricsTracker)
+    assert isinstance(
+        Collector(Counting([2])).get_metric_tracker(), prt_rl.MetricsTracker
+    )
 
 
 def test_keys_shapes_and_dtypes_with_and_without_a_time_dimension() -> None:
@@ -147,8 +161,14 @@ def test_keys_shapes_and_dtypes_with_and_without_a_time_dimension() -> None:
 
 def test_the_last_value_is_zero_where_the_last_step_ended_an_episode() -> None:
     collector, policy = Collector(Counting([2, 4])), Policy()
-    assert collector.collect_experience(policy, 4)["last_value_est"].tolist() == [[0.0], [142.0]]
-    assert collector.collect_experience(policy, 4)["last_value_est"].tolist() == [[0.0], [0.0]]
+    assert collector.collect_experience(policy, 4)["last_value_est"].tolist() == [
+        [0.0],
+        [142.0],
+    ]
+    assert collector.collect_experience(policy, 4)["last_value_est"].tolist() == [
+        [0.0],
+        [0.0],
+    ]
     assert policy.calls == 4  # the fifth is forgotten,
     asked: list[Any] = []
 
@@ -169,8 +189,12 @@ def test_there_is_no_last_value_unless_it_is_wanted_and_the_policy_has_one() -> 
     assert "last_value_est" not in Collector(Counting([2])).collect_experience(
         Policy(), 3, bootstrap=False
     )
-    assert "last_value_est" not in Collector(Counting([2])).collect_experience(Sampling(), 3)
-    assert "last_value_est" not in Collector(Counting([2])).collect_trajectory(Policy(), 3)
+    assert "last_value_est" not in Collector(Counting([2])).collect_experience(
+        Sampling(), 3
+    )
+    assert "last_value_est" not in Collector(Counting([2])).collect_trajectory(
+        Policy(), 3
+    )
 
 
 class Remembering(nn.Module):
@@ -181,9 +205,16 @@ class Remembering(nn.Module):
         self.layer = nn.BatchNorm1d(3)
         self.hidden = torch.zeros(2)
         self.kept = torch.zeros(2)
-        self.counts, self.pair, self.named = [0], (torch.zeros(1), [0]), {"a": torch.zeros(1)}
+        self.counts, self.pair, self.named = (
+            [0],
+            (torch.zeros(1), [0]),
+            {"a": torch.zeros(1)},
+        )
         self.array = np.zeros(2)
-        self.generator, self.noise = torch.Generator().manual_seed(3), np.random.default_rng(3)
+        self.generator, self.noise = (
+            torch.Generator().manual_seed(3),
+            np.random.default_rng(3),
+        )
         self.number, self.made = 0, None
 
     def act(self, obs: torch.Tensor, deterministic: bool = False) -> Any:
@@ -224,17 +255,27 @@ class Remembering(nn.Module):
         ]
 
 
-def test_asking_for_the_last_value_changes_neither_generators_nor_what_a_policy_remembers() -> None:
+def test_asking_for_the_last_value_changes_neither_generators_nor_what_a_policy_remembers() -> (
+    None
+):
     def collected(bootstrap: bool) -> Any:
         torch.manual_seed(5)
         np.random.seed(5)
         random.seed(5)
         policy, collector = Remembering(), Collector(Counting([3, 4]))
         found = [
-            collector.collect_experience(policy, n, bootstrap=bootstrap)["value"].tolist()
+            collector.collect_experience(policy, n, bootstrap=bootstrap)[
+                "value"
+            ].tolist()
             for n in (4, 6, 10)
         ]
-        return found, policy.memory(), torch.rand(1).item(), np.random.rand(), random.random()
+        return (
+            found,
+            policy.memory(),
+            torch.rand(1).item(),
+            np.random.rand(),
+            random.random(),
+        )
 
     with torch.no_grad():
         assert collected(True) == collected(False)
@@ -251,7 +292,9 @@ def test_a_state_that_belongs_to_a_graph_is_not_written_to() -> None:
 # --- which trajectories ---------------------------------------------------------------------------
 
 
-def chosen(lengths: list[int], trajectories: int | None, steps: int) -> list[tuple[int, int]]:
+def chosen(
+    lengths: list[int], trajectories: int | None, steps: int
+) -> list[tuple[int, int]]:
     """(environment, which of its episodes) as the document has it: everything that ends, put in
     order, is looked at.
     """
@@ -272,7 +315,12 @@ def chosen(lengths: list[int], trajectories: int | None, steps: int) -> list[tup
             (i, k) for _, i, k in ends if k == share
         ][:rest]
     return sorted(
-        taken, key=lambda pair: (lengths[pair[0]] * (pair[1] + 1), pair[1] >= share > 0, pair[0])
+        taken,
+        key=lambda pair: (
+            lengths[pair[0]] * (pair[1] + 1),
+            pair[1] >= share > 0,
+            pair[0],
+        ),
     )
 
 
@@ -289,11 +337,15 @@ def test_whole_trajectories_in_the_order_of_their_ends(
     collector = Collector(Counting(lengths))
     if before:
         collector.collect_experience(Policy(), before)
-    begun = collector._side.env.env.state[:, 1].tolist() if before else [0] * len(lengths)  # type: ignore[attr-defined]
+    begun = (
+        collector._side.env.env.state[:, 1].tolist() if before else [0] * len(lengths)
+    )  # type: ignore[attr-defined]
     ended = collector._side.env.env.state[:, 2] >= collector._side.env.env.state[:, 0]  # type: ignore[attr-defined]
     assert before == 0 or ended.shape == (len(lengths),)
     wanted = (
-        {"min_num_steps": steps} if trajectories is None else {"num_trajectories": trajectories}
+        {"min_num_steps": steps}
+        if trajectories is None
+        else {"num_trajectories": trajectories}
     )
     found = collector.collect_trajectory(Policy(), **wanted)
     expected = [
@@ -343,7 +395,9 @@ def test_a_wrapper_that_does_something_of_its_own_is_asked(what: str) -> None:
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_vector_environments_of_all_kinds_give_the_same(mode: AutoresetMode) -> None:
-    env = SyncVectorEnv([lambda: CountingGym(2), lambda: CountingGym(3)], autoreset_mode=mode)
+    env = SyncVectorEnv(
+        [lambda: CountingGym(2), lambda: CountingGym(3)], autoreset_mode=mode
+    )
     found = Collector(env, flatten=False).collect_experience(Policy(), 10)
     assert lists(found, "state", "next_state") == [GYM_STATES, GYM_NEXT]
     assert (found["state"].dtype, found["action"].dtype, found["action"].shape) == (
@@ -361,12 +415,17 @@ def test_one_gymnasium_environment_is_one_of_one() -> None:
         [[[3]], [[5]], [[7]], [[3]]],
         [[131.0]],
     ]
-    assert collector.collect_trajectory(Policy(), 2)["reward"].tolist() == [[1], [2], [3]] * 2
+    assert (
+        collector.collect_trajectory(Policy(), 2)["reward"].tolist()
+        == [[1], [2], [3]] * 2
+    )
 
 
 def test_a_number_for_each_environment_is_an_action_too() -> None:
     policy = SimpleNamespace(act=lambda obs, deterministic: (torch.arange(2), {}))
-    found = Collector(SyncVectorEnv([lambda: CountingGym(2)] * 2)).collect_experience(policy, 4)
+    found = Collector(SyncVectorEnv([lambda: CountingGym(2)] * 2)).collect_experience(
+        policy, 4
+    )
     assert found["action"].tolist() == [0, 1, 0, 1]
 
 
@@ -378,14 +437,19 @@ def test_discrete_states_have_a_dimension() -> None:
         seen.append((tuple(obs.shape), obs.dtype))
         return torch.full((2, 1), 2), {}
 
-    found = Collector(env, flatten=False).collect_experience(SimpleNamespace(act=act), 4)
+    found = Collector(env, flatten=False).collect_experience(
+        SimpleNamespace(act=act), 4
+    )
     assert found["state"].tolist() == [[[0], [0]], [[1], [1]]]
     assert seen == [((2, 1), torch.int64)] * 2
 
 
 def test_continuous_actions_keep_the_policys_dtype() -> None:
     policy = SimpleNamespace(
-        act=lambda obs, deterministic: (torch.full((1, 1), 0.5, dtype=torch.float64), {})
+        act=lambda obs, deterministic: (
+            torch.full((1, 1), 0.5, dtype=torch.float64),
+            {},
+        )
     )
     found = Collector(gymnasium.make("Pendulum-v1")).collect_experience(policy, 3)
     assert found["action"].tolist() == [[0.5]] * 3
@@ -404,7 +468,9 @@ def test_rewards_of_several_agents_stay_and_their_sum_is_tracked() -> None:
 def test_rewards_keep_their_dtype_and_one_number_each_is_enough() -> None:
     env = Counting([2, 4])
     step = env.step
-    env.step = lambda action: (lambda s, r, d, i: (s, r[:, 0].double(), d[:, 0], i))(*step(action))  # type: ignore
+    env.step = lambda action: (lambda s, r, d, i: (s, r[:, 0].double(), d[:, 0], i))(
+        *step(action)
+    )  # type: ignore
     found = Collector(env, flatten=False).collect_experience(Policy(), 4)
     assert (found["reward"].shape, found["reward"].dtype) == ((2, 2, 1), torch.float64)
     assert found["done"].tolist() == [[[False], [False]], [[True], [False]]]
@@ -486,7 +552,10 @@ def test_policies_may_take_turns_and_change_what_they_return() -> None:
         6,
     )
     assert collector.collect_experience(Policy(), 2)["action"].dtype == torch.int64
-    assert [state for [state] in calls] == [[4, 1, t] for t in range(4)] + [[4, 2, 0], [4, 2, 1]]
+    assert [state for [state] in calls] == [[4, 1, t] for t in range(4)] + [
+        [4, 2, 0],
+        [4, 2, 1],
+    ]
     assert collector.collect_experience(changing, 1)["state"].tolist() == [[4, 3, 0]]
     changing.act = lambda obs, deterministic: (torch.zeros(1, 1), {"other": obs})
     assert "other" in collector.collect_experience(changing, 2)
@@ -532,11 +601,16 @@ def test_tensors_are_the_callers_own_and_so_are_those_of_the_policy() -> None:
     assert all(obs.tolist() == values for obs, values in seen)
     for tensor in second.values():
         tensor.zero_()
-    assert collector.collect_experience(policy, 2)["state"].tolist() == [[5, 2, 3], [5, 2, 4]]
+    assert collector.collect_experience(policy, 2)["state"].tolist() == [
+        [5, 2, 3],
+        [5, 2, 4],
+    ]
 
 
 def test_a_policy_that_changes_its_input_does_not_change_what_is_recorded() -> None:
-    policy = SimpleNamespace(act=lambda obs, deterministic: (obs.zero_()[:, :1].clone(), {}))
+    policy = SimpleNamespace(
+        act=lambda obs, deterministic: (obs.zero_()[:, :1].clone(), {})
+    )
     found = Collector(Counting([3])).collect_experience(policy, 3)
     assert found["state"].tolist() == [[3, 1, 0], [3, 1, 1], [3, 1, 2]]
 
@@ -545,14 +619,23 @@ def test_musters_heads_are_policies() -> None:
     def collected() -> Any:
         torch.manual_seed(0)
         head = muster.policies.categorical(nn.Linear(2, 10).double())
-        return head, Collector(SyncVectorEnv([lambda: CountingGym(4)] * 3)).collect_experience(
-            head, 60
-        )
+        return head, Collector(
+            SyncVectorEnv([lambda: CountingGym(4)] * 3)
+        ).collect_experience(head, 60)
 
     (head, found), (_, again) = collected(), collected()
-    assert list(found) == ["state", "action", "next_state", "reward", "done", "log_prob"]
+    assert list(found) == [
+        "state",
+        "action",
+        "next_state",
+        "reward",
+        "done",
+        "log_prob",
+    ]
     assert found["action"].shape == found["log_prob"].shape == (60, 1)
-    expected = head.distribution(found["state"].double()).log_prob(found["action"][:, 0])
+    expected = head.distribution(found["state"].double()).log_prob(
+        found["action"][:, 0]
+    )
     assert torch.allclose(found["log_prob"][:, 0], expected.float(), atol=1e-5)
     assert torch.equal(found["action"], again["action"])
     assert len(found["action"].unique()) > 3
@@ -574,15 +657,23 @@ class Logger:
         self.lines.append((name, value, iteration))
 
 
-def test_the_logger_hears_of_every_episode_with_the_steps_collected_until_then() -> None:
+def test_the_logger_hears_of_every_episode_with_the_steps_collected_until_then() -> (
+    None
+):
     logger = Logger()
     Collector(Counting([2, 4]), logger).collect_experience(Policy(), 9)
-    assert [(value, at) for name, value, at in logger.lines if name == "episode_length"] == [
+    assert [
+        (value, at) for name, value, at in logger.lines if name == "episode_length"
+    ] == [
         (2, 4),
         (2, 8),
         (4, 8),
     ]
-    assert [value for name, value, _ in logger.lines if name == "episode_number"] == [1, 2, 3]
+    assert [value for name, value, _ in logger.lines if name == "episode_number"] == [
+        1,
+        2,
+        3,
+    ]
 
 
 def test_an_error_of_the_logger_loses_nothing() -> None:
@@ -592,7 +683,11 @@ def test_an_error_of_the_logger_loses_nothing() -> None:
     collector = Collector(Counting([2]), fail)
     with pytest.raises(HookError, match="disk full") as caught:
         collector.collect_experience(Policy(), 3)
-    assert caught.value.experience["state"].tolist() == [[2, 1, 0], [2, 1, 1], [2, 2, 0]]  # type: ignore[attr-defined]
+    assert caught.value.experience["state"].tolist() == [
+        [2, 1, 0],
+        [2, 1, 1],
+        [2, 2, 0],
+    ]  # type: ignore[attr-defined]
     assert collector.metric.collected_steps == 3
     with pytest.raises(HookError) as caught:
         collector.collect_experience(Policy(), 1)
@@ -615,7 +710,9 @@ def test_after_an_error_all_environments_begin_anew(who: str, row: int) -> None:
         return working(*args, **kwargs)
 
     setattr(owner, method, failing)
-    with pytest.raises(EnvError if who == "env" else PolicyError, match="broken") as caught:
+    with pytest.raises(
+        EnvError if who == "env" else PolicyError, match="broken"
+    ) as caught:
         collector.collect_experience(policy, 20)
     assert isinstance(caught.value.__cause__, ValueError)
     assert collector.metric.collected_steps == 2 + 2 * row
@@ -639,7 +736,10 @@ def test_impossible_numbers_and_policies_are_refused() -> None:
         collector.collect_experience(nn.Linear(2, 2))
     with pytest.raises(BadOption, match="categorical"):
         collector.collect_experience(muster.policies.categorical(nn.Linear(3, 2)))
-    assert collector.collect_experience(Policy(), 2)["state"].tolist() == [[2, 1, 0], [2, 1, 1]]
+    assert collector.collect_experience(Policy(), 2)["state"].tolist() == [
+        [2, 1, 0],
+        [2, 1, 1],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -654,7 +754,9 @@ def test_impossible_numbers_and_policies_are_refused() -> None:
         ((torch.zeros(2, 1), {"value": torch.zeros(())}), "value"),
     ],
 )
-def test_outputs_that_cannot_be_recorded_are_refused(returned: Any, message: str) -> None:
+def test_outputs_that_cannot_be_recorded_are_refused(
+    returned: Any, message: str
+) -> None:
     policy = SimpleNamespace(act=lambda obs, deterministic: returned)
     with pytest.raises(BadPolicyOutput, match=message):
         Collector(Counting([2, 2])).collect_experience(policy, 4)
@@ -669,10 +771,16 @@ def test_outputs_that_cannot_be_recorded_are_refused(returned: Any, message: str
         torch.tensor([[99], [0]]),
     ],
 )
-def test_actions_that_gymnasium_environments_cannot_take_are_refused(action: torch.Tensor) -> None:
+def test_actions_that_gymnasium_environments_cannot_take_are_refused(
+    action: torch.Tensor,
+) -> None:
     policy = SimpleNamespace(act=lambda obs, deterministic: (action, {}))
-    with pytest.raises(BadPolicyOutput, match="action of shape|action for env 0 .*: 99 is above"):
-        Collector(SyncVectorEnv([lambda: CountingGym(2)] * 2)).collect_experience(policy, 4)
+    with pytest.raises(
+        BadPolicyOutput, match="action of shape|action for env 0 .*: 99 is above"
+    ):
+        Collector(SyncVectorEnv([lambda: CountingGym(2)] * 2)).collect_experience(
+            policy, 4
+        )
 
 
 @pytest.mark.parametrize(
@@ -686,7 +794,9 @@ def test_actions_that_gymnasium_environments_cannot_take_are_refused(action: tor
 )
 def test_outputs_may_not_change_from_step_to_step(later: Any) -> None:
     extras = iter([{"value": torch.zeros(2, 1)}] * 2 + [later] * 9)
-    policy = SimpleNamespace(act=lambda obs, deterministic: (torch.zeros(2, 1), next(extras)))
+    policy = SimpleNamespace(
+        act=lambda obs, deterministic: (torch.zeros(2, 1), next(extras))
+    )
     with pytest.raises(BadPolicyOutput, match="at row 2, and .* at the row before"):
         Collector(Counting([2, 2])).collect_experience(policy, 8)
 
@@ -707,7 +817,9 @@ def test_outputs_may_not_change_from_step_to_step(later: Any) -> None:
         ("reset", lambda s, i: (s.tolist(), i), "list, expected a tensor"),
     ],
 )
-def test_values_that_cannot_be_recorded_are_refused(method: str, change: Any, message: str) -> None:
+def test_values_that_cannot_be_recorded_are_refused(
+    method: str, change: Any, message: str
+) -> None:
     env = Counting([2, 5])
     original = getattr(env, method)
     setattr(env, method, lambda *args: change(*original(*args)))
@@ -718,9 +830,9 @@ def test_values_that_cannot_be_recorded_are_refused(method: str, change: Any, me
 def test_rewards_may_not_change_their_shape() -> None:
     env = Counting([9])
     step = env.step
-    env.step = lambda a: (lambda s, r, d, i: (s, r.repeat(1, int(s[0, 2]) // 2 + 1), d, i))(
-        *step(a)
-    )  # type: ignore
+    env.step = lambda a: (
+        lambda s, r, d, i: (s, r.repeat(1, int(s[0, 2]) // 2 + 1), d, i)
+    )(*step(a))  # type: ignore
     with pytest.raises(BadEnvOutput, match=r"rewards of shape \(1, 2\)"):
         Collector(env).collect_experience(Policy(), 4)
 
@@ -729,7 +841,11 @@ def test_environments_that_cannot_be_used_are_refused_with_a_reason() -> None:
     class NoIndex:
         def __init__(self, lengths: list[int]) -> None:
             env = Counting(lengths)
-            self.get_num_envs, self.reset, self.step = env.get_num_envs, env.reset, env.step
+            self.get_num_envs, self.reset, self.step = (
+                env.get_num_envs,
+                env.reset,
+                env.step,
+            )
 
     assert len(Collector(NoIndex([2])).collect_experience(Policy(), 5)["state"]) == 5
     with pytest.raises(UnsupportedEnv, match="reset_index"):

@@ -31,7 +31,9 @@ def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], case: str) ->
         if "last_value_est" in other["values"]:
             N = len(other["values"]["last_value_est"])
             over = torch.tensor(other["values"]["done"]).reshape(-1, N, 1)[-1]
-            values = torch.tensor(other["values"]["last_value_est"]).masked_fill(over, 0)
+            values = torch.tensor(other["values"]["last_value_est"]).masked_fill(
+                over, 0
+            )
             other["values"]["last_value_est"] = values.tolist()
         if cut:
             del mine["last"], other["last"]
@@ -47,7 +49,9 @@ def test_the_compat_returns_what_prt_rl_returned(case: str) -> None:
     same(run(Collector, case), RECORDED[case], case)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("prt_rl") is None, reason="prt_rl is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("prt_rl") is None, reason="prt_rl is not installed"
+)
 def test_the_compat_returns_what_prt_rl_returns_today() -> None:
     theirs = importlib.import_module("prt_rl.common.collectors").Collector
     for case in CASES:

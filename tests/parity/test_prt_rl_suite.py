@@ -67,7 +67,9 @@ def test_initial_state_and_reset() -> None:
     tracker.reset()
     assert numbers(tracker) == (0, 0.0, 0, 0.0, 0)
     tracker.update(column(2.0), column(True))
-    assert numbers(tracker) == (1, 2.0, 1, 2.0, 1), "the step before the reset is forgotten"
+    assert numbers(tracker) == (1, 2.0, 1, 2.0, 1), (
+        "the step before the reset is forgotten"
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,12 @@ def test_update_single_env_done_logs_and_resets() -> None:
     tracker.update(column(3.0, 4.0), column(True, False))
     assert numbers(tracker) == (4, 10.0, 1, 4.0, 2)
     names = ("episode_reward", "episode_length", "cumulative_reward", "episode_number")
-    assert [logger.named(name) for name in names] == [[(4, 4)], [(2, 4)], [(10, 4)], [(1, 4)]]
+    assert [logger.named(name) for name in names] == [
+        [(4, 4)],
+        [(2, 4)],
+        [(10, 4)],
+        [(1, 4)],
+    ]
     # the reward of the running episode of environment 1 goes on, that of 0 has begun again
     tracker.update(column(5.0, 6.0), column(True, True))
     assert logger.named("episode_reward")[1:] == [(5, 6), (2 + 4 + 6, 6)]
@@ -130,7 +137,9 @@ def test_update_multiple_envs_done_same_step() -> None:
     tracker = MetricsTracker(num_envs=3, logger=logger)
     tracker.update(column(1.0, 10.0, 100.0), column(False, False, False))
     tracker.update(column(2.0, 20.0, 200.0), column(True, False, True))
-    assert logger.named("episode_reward") == [(3, 6), (300, 6)], "ascending by environment"
+    assert logger.named("episode_reward") == [(3, 6), (300, 6)], (
+        "ascending by environment"
+    )
     assert numbers(tracker) == (6, 333.0, 2, 300.0, 2), "the last is of environment 2"
 
 
@@ -164,8 +173,12 @@ def test_collect_bootstraps_last_value_estimate() -> None:
     CALLS.clear()
     collector = Collector(Counting([9]))
     found = collector.collect_experience(Valued(), num_steps=6)
-    assert [state[0][2] for state in CALLS] == [0, 1, 2, 3, 4, 5, 6], "one call more than steps"
-    assert found["last_value_est"].tolist() == [[3.0]], "of the state after the last step"
+    assert [state[0][2] for state in CALLS] == [0, 1, 2, 3, 4, 5, 6], (
+        "one call more than steps"
+    )
+    assert found["last_value_est"].tolist() == [[3.0]], (
+        "of the state after the last step"
+    )
     CALLS.clear()
     collector.collect_experience(Valued(), num_steps=2, bootstrap=False)
     assert [state[0][2] for state in CALLS] == [6, 7]
@@ -192,9 +205,14 @@ def test_collect_handles_partial_last_done_without_reset() -> None:
 def test_custom_policy_values_are_kept_for_every_step() -> None:
     class Custom(Valued):
         def act(self, state: torch.Tensor, deterministic: bool = False) -> Any:
-            return super().act(state)[0], {"entropy": state[:, 2:] + 7, "mean": state[:, :2]}
+            return super().act(state)[0], {
+                "entropy": state[:, 2:] + 7,
+                "mean": state[:, :2],
+            }
 
-    found = Collector(Counting([9]), None, False).collect_experience(Custom(), num_steps=3)
+    found = Collector(Counting([9]), None, False).collect_experience(
+        Custom(), num_steps=3
+    )
     assert found["entropy"].flatten().tolist() == [7, 8, 9]
     assert found["mean"].shape == (3, 1, 2)
     assert found.keys() & {"value", "log_prob", "last_value_est"} == set()
@@ -218,8 +236,12 @@ def begun(found: dict[str, torch.Tensor]) -> list[tuple[int, int]]:
     ],
     ids=["exact match", "with remainder", "even split"],
 )
-def test_trajectories_are_shared_fairly(count: int, expected: list[tuple[int, int]]) -> None:
-    found = Collector(Counting([2, 3, 5])).collect_trajectory(Valued(), num_trajectories=count)
+def test_trajectories_are_shared_fairly(
+    count: int, expected: list[tuple[int, int]]
+) -> None:
+    found = Collector(Counting([2, 3, 5])).collect_trajectory(
+        Valued(), num_trajectories=count
+    )
     assert begun(found) == expected
     assert int(found["done"].sum()) == count
     assert "last_value_est" not in found
@@ -227,7 +249,9 @@ def test_trajectories_are_shared_fairly(count: int, expected: list[tuple[int, in
 
 def test_trajectories_until_there_are_enough_steps() -> None:
     found = Collector(Counting([2, 3])).collect_trajectory(Valued(), min_num_steps=6)
-    assert begun(found) == [(2, 1), (3, 1), (2, 2)], "the earliest episodes with 6 steps or more"
+    assert begun(found) == [(2, 1), (3, 1), (2, 2)], (
+        "the earliest episodes with 6 steps or more"
+    )
     assert len(found["reward"]) == 7
 
 

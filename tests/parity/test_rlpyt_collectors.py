@@ -90,7 +90,9 @@ def test_every_cell_is_what_one_environment_alone_would_give(
 ) -> None:
     agent = Agent(len(envs))
     samples = make_samples(T, len(envs), one_memory=one_memory)
-    run = sampler(CPU[wait], [Counting(n, life) for n, life in envs], T, agent, samples=samples)
+    run = sampler(
+        CPU[wait], [Counting(n, life) for n, life in envs], T, agent, samples=samples
+    )
     references = [expected(n, life, T, 3, wait=wait) for n, life in envs]
     for itr in range(3):
         agent.inputs.clear()
@@ -127,7 +129,9 @@ def test_every_cell_is_what_one_environment_alone_would_give(
         )
 
 
-@pytest.mark.parametrize("part", [0, 1, 2], ids=["observation", "prev_action", "prev_reward"])
+@pytest.mark.parametrize(
+    "part", [0, 1, 2], ids=["observation", "prev_action", "prev_reward"]
+)
 def test_an_agent_that_changes_its_input_is_named(part: int) -> None:
     class Meddling(Agent):
         def step(self, *inputs: Any) -> Any:
@@ -139,7 +143,9 @@ def test_an_agent_that_changes_its_input_is_named(part: int) -> None:
     name = ("observation", "prev_action", "prev_reward")[part]
     pattern = f"policy Meddling changed its input {name} in place at row 2 of the batch"
     with pytest.raises(BadPolicyOutput, match=pattern):
-        sampler(CpuResetCollector, [Counting(3), Counting(4)], 5, Meddling(2)).obtain_samples(0)
+        sampler(
+            CpuResetCollector, [Counting(3), Counting(4)], 5, Meddling(2)
+        ).obtain_samples(0)
 
 
 def test_an_agent_may_change_what_it_gets_after_the_last_row() -> None:
@@ -165,7 +171,9 @@ def test_records_cannot_write_into_observations() -> None:
         MusterError,
         match=r"Scaling of Counting\[0\]: recording a step raised ValueError.*read-only",
     ):
-        sampler(CpuResetCollector, [Counting(3)], 5, TrajInfoCls=Scaling).obtain_samples(0)
+        sampler(
+            CpuResetCollector, [Counting(3)], 5, TrajInfoCls=Scaling
+        ).obtain_samples(0)
 
 
 def test_waiting_resets_happen_in_reset_if_needed() -> None:
@@ -190,16 +198,20 @@ def test_all_batches_are_written_to_the_same_memory() -> None:
 def test_the_agent_is_told_who_and_when_it_is() -> None:
     agent = Agent(2)
     run = sampler(CpuResetCollector, [Counting(9), Counting(9)], 2, agent)
-    assert agent.log == [("collector_initialize", 2, [0, 1]), "reset", ("sample_mode", 0)]
+    assert agent.log == [
+        ("collector_initialize", 2, [0, 1]),
+        "reset",
+        ("sample_mode", 0),
+    ]
     run.obtain_samples(7)
     assert agent.log[3:] == [("sample_mode", 7)]
 
 
 def test_names_and_arguments_are_those_of_rlpyt() -> None:
-    training = (
-        "rank envs samples_np batch_T TrajInfoCls agent sync step_buffer_np global_B env_ranks"
+    training = "rank envs samples_np batch_T TrajInfoCls agent sync step_buffer_np global_B env_ranks"
+    evaluating = (
+        "rank envs TrajInfoCls traj_infos_queue max_T agent sync step_buffer_np"
     )
-    evaluating = "rank envs TrajInfoCls traj_infos_queue max_T agent sync step_buffer_np"
     for name in rlpyt.__all__:
         if not name.endswith("Collector"):
             continue
@@ -216,12 +228,19 @@ def test_names_and_arguments_are_those_of_rlpyt() -> None:
             if "Serial" not in name
             else "envs agent TrajInfoCls max_T"
         )
-        assert [a for a, p in arguments.items() if p.default is p.empty] == needed.split()
+        assert [
+            a for a, p in arguments.items() if p.default is p.empty
+        ] == needed.split()
 
 
 def test_the_class_says_whether_environments_are_reset_in_a_batch() -> None:
-    assert [c.mid_batch_reset for c in (CpuResetCollector, GpuResetCollector)] == [True, True]
-    assert [c.mid_batch_reset for c in (CpuWaitResetCollector, GpuWaitResetCollector)] == [
+    assert [c.mid_batch_reset for c in (CpuResetCollector, GpuResetCollector)] == [
+        True,
+        True,
+    ]
+    assert [
+        c.mid_batch_reset for c in (CpuWaitResetCollector, GpuWaitResetCollector)
+    ] == [
         False,
         False,
     ]
@@ -260,7 +279,9 @@ def test_the_bootstrap_value_is_of_what_the_agent_would_see_next(
     agent = Agent(1)
     samples = make_samples(3, 1, bootstrap=True)
     samples.agent.bootstrap_value[:] = -1
-    got, _ = sampler(CPU[wait], [Counting(length)], 3, agent, samples=samples).obtain_samples(0)
+    got, _ = sampler(
+        CPU[wait], [Counting(length)], 3, agent, samples=samples
+    ).obtain_samples(0)
     if length == 9:
         assert got.agent.action[2, 0] == 2
         value = 3 + 10 * 2 + 100 * 3
@@ -309,7 +330,9 @@ def test_random_steps_depend_on_the_seed_of_the_process_only() -> None:
         return [env.actions for env in envs]
 
     assert start(3) == start(3) != start(4)
-    assert [len(actions) for actions in start(3)] != [len(actions) for actions in start(4)]
+    assert [len(actions) for actions in start(3)] != [
+        len(actions) for actions in start(4)
+    ]
 
 
 def test_the_step_buffer_shows_where_the_environments_are() -> None:
@@ -328,7 +351,11 @@ def test_the_step_buffer_shows_where_the_environments_are() -> None:
         env_ranks=[0, 1],
     )
     inputs, _ = collector.start_envs(4)
-    assert step.observation.tolist() == inputs.observation.tolist() == [[9, env.t] for env in envs]
+    assert (
+        step.observation.tolist()
+        == inputs.observation.tolist()
+        == [[9, env.t] for env in envs]
+    )
     assert step.action.tolist() == [env.actions[-1] for env in envs]
     assert step.reward.tolist() == [env.t for env in envs]
 
@@ -340,7 +367,12 @@ def test_a_record_adds_up_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrajInfo, "_discount", 0.5)
     _, (info,) = sampler(CpuResetCollector, [Counting(3)], 4).obtain_samples(0)
     shown = {name: value for name, value in info.items() if not name.startswith("_")}
-    assert shown == {"Length": 3, "Return": 6, "NonzeroRewards": 3, "DiscountedReturn": 2.75}
+    assert shown == {
+        "Length": 3,
+        "Return": 6,
+        "NonzeroRewards": 3,
+        "DiscountedReturn": 2.75,
+    }
     assert pickle.loads(pickle.dumps(info)) == info
     with pytest.raises(AttributeError, match="TrajInfo has no 'Size'"):
         _ = info.Size
@@ -366,14 +398,19 @@ def test_a_record_class_is_called_with_every_step_and_the_last_observation() -> 
         def terminate(self, observation: Any) -> Any:
             return [*self.steps, observation.tolist()]
 
-    run = sampler(CpuResetCollector, [Counting(3), Counting(4, 2)], 5, TrajInfoCls=Notes)
+    run = sampler(
+        CpuResetCollector, [Counting(3), Counting(4, 2)], 5, TrajInfoCls=Notes
+    )
     samples, infos = run.obtain_samples(0)
     actions = samples.agent.action.T.tolist()
     ends = [False, False, True], [False, True, False, True]
     calls = [1, 2, 3], [1, 2, 1, 2]
     assert infos == [
         [
-            *[([n, t], actions[b][t], t + 1.0, ends[b][t], calls[b][t], t + 1) for t in range(n)],
+            *[
+                ([n, t], actions[b][t], t + 1.0, ends[b][t], calls[b][t], t + 1)
+                for t in range(n)
+            ],
             [n, n],
         ]
         for b, n in enumerate((3, 4))
@@ -401,13 +438,19 @@ class Sights:
         self.actions.append((int(action.step), action.force.tolist()))
         action.force[:] = 99  # an environment may do that
         self.t += 1
-        return EnvStep(Sight(np.array([self.t]), np.float32(-self.t)), 1, np.bool_(self.t == 3), ())
+        return EnvStep(
+            Sight(np.array([self.t]), np.float32(-self.t)), 1, np.bool_(self.t == 3), ()
+        )
 
 
 class SightAgent(Agent):
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
         self.inputs.append(
-            (observation.extra.tolist(), prev_action.force.tolist(), prev_reward.tolist())
+            (
+                observation.extra.tolist(),
+                prev_action.force.tolist(),
+                prev_reward.tolist(),
+            )
         )
         step = observation.count[:, 0] + 1
         return AgentStep(Move(step, torch.stack([step.float()] * 2, 1)), None)
@@ -429,7 +472,9 @@ def test_observations_and_actions_may_have_parts(wait: bool) -> None:
             None,
         ),
     )
-    run = sampler(CPU[wait], [env], T, agent, samples=samples, max_decorrelation_steps=1)
+    run = sampler(
+        CPU[wait], [env], T, agent, samples=samples, max_decorrelation_steps=1
+    )
     assert run.agent_inputs.prev_action.force.tolist() == [[1, 1]]
     assert isinstance(run.agent_inputs.observation, Sight)
     samples, _ = run.obtain_samples(0)
@@ -448,7 +493,9 @@ def test_of_two_buffers_the_one_that_sync_names_is_written() -> None:
         [make_samples(2, 1), make_samples(2, 1)],
         SimpleNamespace(db_idx=SimpleNamespace(value=0)),
     )
-    collector = CpuResetCollector(0, [Counting(9)], pair, 2, TrajInfo, agent=Agent(1), sync=sync)
+    collector = CpuResetCollector(
+        0, [Counting(9)], pair, 2, TrajInfo, agent=Agent(1), sync=sync
+    )
     inputs, infos = collector.start_envs()
     for sync.db_idx.value in (0, 1):
         inputs, infos, _ = collector.collect_batch(inputs, infos, 0)
@@ -484,7 +531,9 @@ def make(cls: Any = CpuResetCollector, **given: Any) -> Any:
 
 
 @pytest.mark.parametrize("cls", [CpuResetCollector, CpuWaitResetCollector])
-def test_without_an_agent_the_error_names_the_collectors_of_the_other_samplers(cls: Any) -> None:
+def test_without_an_agent_the_error_names_the_collectors_of_the_other_samplers(
+    cls: Any,
+) -> None:
     with pytest.raises(
         BadOption,
         match=f"{cls.__name__} got no agent.*SerialSampler and CpuSampler.*begin with Gpu",
@@ -493,7 +542,9 @@ def test_without_an_agent_the_error_names_the_collectors_of_the_other_samplers(c
 
 
 @pytest.mark.parametrize("cls", [GpuResetCollector, GpuWaitResetCollector])
-def test_without_a_step_buffer_the_error_names_the_samplers_that_have_one(cls: Any) -> None:
+def test_without_a_step_buffer_the_error_names_the_samplers_that_have_one(
+    cls: Any,
+) -> None:
     with pytest.raises(
         BadOption,
         match=rf"{cls.__name__} got no sync.obs_ready, sync.act_ready, step_buffer_np.*Gpu",
@@ -501,7 +552,8 @@ def test_without_a_step_buffer_the_error_names_the_samplers_that_have_one(cls: A
         make(cls)
     sync = SimpleNamespace(obs_ready=object(), act_ready=object())
     with pytest.raises(
-        BadOption, match=r"got no step_buffer_np, .*belongs to GpuSampler and AlternatingSampler"
+        BadOption,
+        match=r"got no step_buffer_np, .*belongs to GpuSampler and AlternatingSampler",
     ):
         make(cls, sync=sync)
 
@@ -515,7 +567,9 @@ def test_buffers_of_another_size_are_refused() -> None:
     with pytest.raises(BadOption, match=r"expected \(5, 1, ...\)"):
         make(batch_T=5).start_envs()
     with pytest.raises(BadOption, match="samples_np has no env.reward"):
-        make(samples_np=Samples(None, SimpleNamespace(observation=np.zeros((4, 1))))).start_envs()
+        make(
+            samples_np=Samples(None, SimpleNamespace(observation=np.zeros((4, 1))))
+        ).start_envs()
 
 
 def test_an_observation_that_does_not_fit_its_buffer_is_refused() -> None:
@@ -524,7 +578,8 @@ def test_an_observation_that_does_not_fit_its_buffer_is_refused() -> None:
             return np.zeros(3) if self.t else super().observe()
 
     with pytest.raises(
-        BadEnvOutput, match=r"Grown\[0\].step.*observation of shape \(3,\).*buffer is for \(2,\)"
+        BadEnvOutput,
+        match=r"Grown\[0\].step.*observation of shape \(3,\).*buffer is for \(2,\)",
     ):
         sampler(CpuResetCollector, [Grown(3)], 2).obtain_samples(0)
 
@@ -533,7 +588,8 @@ def test_an_info_that_comes_later_is_refused_and_not_dropped() -> None:
     run = sampler(CpuResetCollector, [LateCounting(9)], 1)
     run.obtain_samples(0)
     with pytest.raises(
-        BadEnvOutput, match=r"LateCounting\[0\].step returned has next.env_info.bonus, for which"
+        BadEnvOutput,
+        match=r"LateCounting\[0\].step returned has next.env_info.bonus, for which",
     ):
         run.obtain_samples(1)
 
@@ -544,7 +600,9 @@ def test_an_info_that_is_left_out_is_zero() -> None:
             return () if self.t % 2 else super().info(over)
 
     run = sampler(CpuResetCollector, [Silent(9)], 3)
-    infos = [run.obtain_samples(itr)[0].env.env_info.t[:, 0].tolist() for itr in range(3)]
+    infos = [
+        run.obtain_samples(itr)[0].env.env_info.t[:, 0].tolist() for itr in range(3)
+    ]
     assert infos == [[0, 2, 0], [4, 0, 6], [0, 8, 0]]
 
 
@@ -561,16 +619,26 @@ def test_environments_and_agents_draw_from_the_generators_of_the_process() -> No
     np.random.seed(5)
     torch.manual_seed(5)
     samples, _ = run.obtain_samples(0)
-    assert samples.env.reward[:, 0] == pytest.approx(np.random.RandomState(5).random_sample(4))
+    assert samples.env.reward[:, 0] == pytest.approx(
+        np.random.RandomState(5).random_sample(4)
+    )
     torch.manual_seed(5)
-    assert samples.agent.action[:, 0].tolist() == [int(torch.randint(5, (1,))) for _ in range(4)]
+    assert samples.agent.action[:, 0].tolist() == [
+        int(torch.randint(5, (1,))) for _ in range(4)
+    ]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda action: action + 0.5, "action of dtype float32, and its buffer is int64"),
-        (lambda action: np.int64(1), r"action of shape \(\), and its buffer is for \(1,\)"),
+        (
+            lambda action: action + 0.5,
+            "action of dtype float32, and its buffer is int64",
+        ),
+        (
+            lambda action: np.int64(1),
+            r"action of shape \(\), and its buffer is for \(1,\)",
+        ),
     ],
 )
 def test_an_action_of_another_kind_is_refused(change: Any, message: str) -> None:
@@ -590,7 +658,9 @@ def test_an_error_of_an_environment_says_which() -> None:
         def step(self, action: Any) -> Any:
             raise ZeroDivisionError("no reason")
 
-    with pytest.raises(EnvError, match=r"Broken\[1\].step raised ZeroDivisionError: no reason"):
+    with pytest.raises(
+        EnvError, match=r"Broken\[1\].step raised ZeroDivisionError: no reason"
+    ):
         sampler(CpuResetCollector, [Counting(3), Broken(3)], 2).obtain_samples(0)
 
 
@@ -600,9 +670,12 @@ def test_an_error_of_a_record_class_says_so() -> None:
             raise KeyError("Lives")
 
     with pytest.raises(
-        MusterError, match=r"Faulty of Counting\[0\]: recording a step raised KeyError: 'Lives'"
+        MusterError,
+        match=r"Faulty of Counting\[0\]: recording a step raised KeyError: 'Lives'",
     ):
-        sampler(CpuResetCollector, [Counting(2)], 2, TrajInfoCls=Faulty).obtain_samples(0)
+        sampler(CpuResetCollector, [Counting(2)], 2, TrajInfoCls=Faulty).obtain_samples(
+            0
+        )
 
 
 @pytest.mark.parametrize(
@@ -623,7 +696,9 @@ def test_a_step_must_have_four_parts_of_the_right_kind(step: Any, message: str) 
 
 
 def test_collecting_before_starting_is_refused() -> None:
-    with pytest.raises(MusterError, match=r"collect_batch\(\) comes after start_envs\(\)"):
+    with pytest.raises(
+        MusterError, match=r"collect_batch\(\) comes after start_envs\(\)"
+    ):
         make().collect_batch(None, [], 0)
 
 
@@ -631,18 +706,23 @@ def test_a_server_that_never_answers_ends_in_an_error() -> None:
     class Hasty(GpuResetCollector):
         max_wait_s = 0.05
 
-    sync = SimpleNamespace(obs_ready=threading.Semaphore(0), act_ready=threading.Semaphore(0))
+    sync = SimpleNamespace(
+        obs_ready=threading.Semaphore(0), act_ready=threading.Semaphore(0)
+    )
     collector = make(Hasty, agent=None, sync=sync, step_buffer_np=make_step_buffer(1))
     inputs, infos = collector.start_envs()
     with pytest.raises(
-        CollectorTimeout, match=r"no actions from the action server within 0.05 s.*max_wait_s"
+        CollectorTimeout,
+        match=r"no actions from the action server within 0.05 s.*max_wait_s",
     ):
         collector.collect_batch(inputs, infos, 0)
 
 
 def test_collectors_of_your_own_build_on_the_base_classes() -> None:
     class Mine(DecorrelatingStartCollector):
-        def collect_batch(self, agent_inputs: Any, traj_infos: list[Any], itr: int = 0) -> Any:
+        def collect_batch(
+            self, agent_inputs: Any, traj_infos: list[Any], itr: int = 0
+        ) -> Any:
             return agent_inputs, traj_infos, [itr]
 
     mine = make(Mine, agent=None)

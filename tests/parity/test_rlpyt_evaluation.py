@@ -42,7 +42,12 @@ def drained(infos: Any) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("most", "expected", "steps"),
-    [(None, [2, 3, 2, 2, 3, 2, 3], 9), (3, [2, 3, 2], 4), (4, [2, 3, 2, 2, 3], 6), (1, [2], 2)],
+    [
+        (None, [2, 3, 2, 2, 3, 2, 3], 9),
+        (3, [2, 3, 2], 4),
+        (4, [2, 3, 2, 2, 3], 6),
+        (1, [2], 2),
+    ],
 )
 def test_evaluation_ends_with_the_step_in_which_there_are_enough(
     most: int | None, expected: list[int], steps: int
@@ -77,8 +82,13 @@ def test_the_agent_sees_nothing_of_the_episode_before() -> None:
 
 def test_a_lost_life_goes_on_in_the_same_record() -> None:
     env, agent = Counting(4, life=2), Agent(1)
-    assert lengths(SerialEvalCollector([env], agent, TrajInfo, 8).collect_evaluation(0)) == [4, 4]
-    assert (env.resets, agent.resets) == (3, [0, 0, 0, 0])  # the last reset is for nothing
+    assert lengths(
+        SerialEvalCollector([env], agent, TrajInfo, 8).collect_evaluation(0)
+    ) == [4, 4]
+    assert (env.resets, agent.resets) == (
+        3,
+        [0, 0, 0, 0],
+    )  # the last reset is for nothing
 
 
 def test_long_evaluations_go_through_little_memory() -> None:
@@ -115,7 +125,9 @@ def test_a_signal_ends_the_evaluation_after_the_step() -> None:
 
 def test_what_is_not_reported_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "muster.compat.rlpyt"):
-        SerialEvalCollector([Counting(9), Counting(2)], Agent(2), TrajInfo, 4).collect_evaluation(3)
+        SerialEvalCollector(
+            [Counting(9), Counting(2)], Agent(2), TrajInfo, 4
+        ).collect_evaluation(3)
     assert [r.getMessage() for r in caplog.records] == [
         "evaluation 3, worker 0: 1 episodes were not finished, and do not count"
     ]

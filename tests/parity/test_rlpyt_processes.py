@@ -26,11 +26,20 @@ from muster.compat.rlpyt import (
 )
 from muster.compat.rlpyt.trees import leaves
 from muster.errors import MusterError
-from tests.fakes.rlpyt_parts import Agent, Counting, make_samples, make_step_buffer, shared_zeros
+from tests.fakes.rlpyt_parts import (
+    Agent,
+    Counting,
+    make_samples,
+    make_step_buffer,
+    shared_zeros,
+)
 from tests.fakes.rlpyt_samplers import WAIT_S, ParallelSampler, SerialSampler, fork
 
 LENGTHS = (5, 1), (4, 2), (2, 2), (7, 3)  # of episodes, and of lives
-GPU = {CpuResetCollector: GpuResetCollector, CpuWaitResetCollector: GpuWaitResetCollector}
+GPU = {
+    CpuResetCollector: GpuResetCollector,
+    CpuWaitResetCollector: GpuWaitResetCollector,
+}
 
 
 def make_env(i: int) -> Counting:
@@ -55,7 +64,9 @@ def values(samples: Any) -> dict[Any, Any]:
 
 @pytest.mark.parametrize("cls", list(GPU))
 @pytest.mark.parametrize("T", [4, 9])
-def test_a_server_records_what_an_agent_beside_the_environments_records(cls: Any, T: int) -> None:
+def test_a_server_records_what_an_agent_beside_the_environments_records(
+    cls: Any, T: int
+) -> None:
     agent, served = Agent(4), Agent(4)
     alone = SerialSampler(
         cls,
@@ -92,15 +103,25 @@ def test_two_halves_that_take_turns_record_the_same(cls: Any) -> None:
         GPU[cls], GpuEvalCollector, make_env, agents, TrajInfo, T=6, bootstrap=True
     ) as sampler:
         for itr in range(3):
-            assert values(sampler.obtain_samples(itr)) == values(alone.obtain_samples(itr)[0])
+            assert values(sampler.obtain_samples(itr)) == values(
+                alone.obtain_samples(itr)[0]
+            )
 
 
-@pytest.mark.parametrize(("cls", "T"), [(CpuResetCollector, 5), (CpuWaitResetCollector, 9)])
-def test_workers_with_an_agent_each_record_what_one_process_records(cls: Any, T: int) -> None:
+@pytest.mark.parametrize(
+    ("cls", "T"), [(CpuResetCollector, 5), (CpuWaitResetCollector, 9)]
+)
+def test_workers_with_an_agent_each_record_what_one_process_records(
+    cls: Any, T: int
+) -> None:
     alone = SerialSampler(cls, [make_env(i) for i in range(4)], Agent(4), TrajInfo, T)
-    with running(cls, CpuEvalCollector, make_env, Agent(2), TrajInfo, T=T, server=False) as sampler:
+    with running(
+        cls, CpuEvalCollector, make_env, Agent(2), TrajInfo, T=T, server=False
+    ) as sampler:
         for itr in range(3):
-            assert values(sampler.obtain_samples(itr)) == values(alone.obtain_samples(itr)[0])
+            assert values(sampler.obtain_samples(itr)) == values(
+                alone.obtain_samples(itr)[0]
+            )
 
 
 def test_random_steps_are_shown_to_the_server() -> None:
@@ -129,12 +150,22 @@ def test_random_steps_are_shown_to_the_server() -> None:
 def test_evaluations_go_between_batches_and_do_not_touch_them(server: bool) -> None:
     T, kinds = (
         3,
-        (GpuResetCollector, GpuEvalCollector) if server else (CpuResetCollector, CpuEvalCollector),
+        (GpuResetCollector, GpuEvalCollector)
+        if server
+        else (CpuResetCollector, CpuEvalCollector),
     )
-    alone = SerialSampler(CpuResetCollector, [make_env(i) for i in range(4)], Agent(4), TrajInfo, T)
+    alone = SerialSampler(
+        CpuResetCollector, [make_env(i) for i in range(4)], Agent(4), TrajInfo, T
+    )
     first = values(alone.obtain_samples(0)[0])
     with running(
-        *kinds, make_env, Agent(4 if server else 2), TrajInfo, T=T, server=server, eval_max_T=13
+        *kinds,
+        make_env,
+        Agent(4 if server else 2),
+        TrajInfo,
+        T=T,
+        server=server,
+        eval_max_T=13,
     ) as sampler:
         assert values(sampler.obtain_samples(0)) == first
         for itr in (1, 2):
@@ -207,7 +238,8 @@ def _serve_nothing(report: int) -> None:
     """Start a worker, and never answer it."""
     obs_ready, act_ready = fork.Semaphore(0), fork.Semaphore(0)
     fork.Process(
-        target=_ask, args=(report, SimpleNamespace(obs_ready=obs_ready, act_ready=act_ready))
+        target=_ask,
+        args=(report, SimpleNamespace(obs_ready=obs_ready, act_ready=act_ready)),
     ).start()
     obs_ready.acquire()
     os.write(report, b"asked ")
@@ -217,7 +249,13 @@ def _serve_nothing(report: int) -> None:
 def _ask(report: int, sync: Any) -> None:
     step = make_step_buffer(1, shared_zeros)
     collector = GpuResetCollector(
-        0, [Counting(3)], make_samples(2, 1), 2, TrajInfo, sync=sync, step_buffer_np=step
+        0,
+        [Counting(3)],
+        make_samples(2, 1),
+        2,
+        TrajInfo,
+        sync=sync,
+        step_buffer_np=step,
     )
     inputs, infos = collector.start_envs()
     try:

@@ -36,7 +36,10 @@ OBSERVATIONS: dict[str, spaces.Space[Any]] = {
     "box": spaces.Box(-np.inf, np.inf, (3,), np.float32),
     "float64": spaces.Box(-np.inf, np.inf, (3,), np.float64),
     "dict": spaces.Dict(
-        {"place": spaces.Box(-np.inf, np.inf, (2,), np.float32), "room": spaces.Discrete(4)}
+        {
+            "place": spaces.Box(-np.inf, np.inf, (2,), np.float32),
+            "room": spaces.Discrete(4),
+        }
     ),
 }
 
@@ -51,7 +54,9 @@ class Walk(gymnasium.Env[Any, Any]):
         self.action_space = spaces.Discrete(3) if action_space is None else action_space
         self.t, self.x = 0, 0.0
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: Any = None
+    ) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.t, self.x = 0, 0.0
         return self._observe(), {"first": True}
@@ -70,7 +75,10 @@ class Walk(gymnasium.Env[Any, Any]):
     def _observe(self) -> Any:
         space = self.observation_space
         if isinstance(space, spaces.Dict):
-            return {"place": np.array([self.x, self.t], np.float32), "room": np.int64(self.t % 4)}
+            return {
+                "place": np.array([self.x, self.t], np.float32),
+                "room": np.int64(self.t % 4),
+            }
         return np.array([self.x, self.t, 1 / (1 + self.t)], space.dtype)
 
 
@@ -86,7 +94,9 @@ class Watch(BaseCallback):
     def _on_step(self) -> bool:
         names = ("new_obs", "rewards", "dones", "actions", "clipped_actions", "infos")
         self.seen.append(
-            copy.deepcopy({name: self.locals[name] for name in names if name in self.locals})
+            copy.deepcopy(
+                {name: self.locals[name] for name in names if name in self.locals}
+            )
         )
         self.seen[-1]["num_timesteps"] = self.model.num_timesteps, self.num_timesteps
         return len(self.seen) < self.steps
@@ -128,11 +138,15 @@ def assert_same(got: Any, expected: Any, tolerance: float = 0.0) -> None:
             else partial(np.testing.assert_allclose, rtol=0, atol=tolerance)
         )
         check(value, theirs[path], err_msg=path)
-        assert getattr(value, "dtype", None) == getattr(theirs[path], "dtype", None), path
+        assert getattr(value, "dtype", None) == getattr(theirs[path], "dtype", None), (
+            path
+        )
 
 
 def weights(model: Any) -> dict[str, Any]:
-    return {name: value.numpy().copy() for name, value in model.policy.state_dict().items()}
+    return {
+        name: value.numpy().copy() for name, value in model.policy.state_dict().items()
+    }
 
 
 def times(model: Any) -> list[list[int]]:
@@ -166,8 +180,14 @@ def replay(policy: Any, actions: list[Any]) -> None:
 
 
 def made(algorithm: Any, env: Any, **options: Any) -> Any:
-    policy = "MultiInputPolicy" if isinstance(env.observation_space, spaces.Dict) else "MlpPolicy"
-    return algorithm(policy, env, seed=3, device="cpu", policy_kwargs={"net_arch": [8]}, **options)
+    policy = (
+        "MultiInputPolicy"
+        if isinstance(env.observation_space, spaces.Dict)
+        else "MlpPolicy"
+    )
+    return algorithm(
+        policy, env, seed=3, device="cpu", policy_kwargs={"net_arch": [8]}, **options
+    )
 
 
 def learn(model: Any, steps: int, **options: Any) -> Watch:
@@ -198,7 +218,10 @@ ON_POLICY: dict[str, Any] = {
 def test_rollouts_are_those_of_sb3_for_the_same_actions(case: str) -> None:
     algorithm, observation, action_space, num_workers, extra = ON_POLICY[case]
     env_fns = [lambda: Monitor(Walk(observation, action_space))] * 3
-    options = {"n_steps": 12, **({"batch_size": 12, "n_epochs": 2} if algorithm is sb3.PPO else {})}
+    options = {
+        "n_steps": 12,
+        **({"batch_size": 12, "n_epochs": 2} if algorithm is sb3.PPO else {}),
+    }
     models = []
     for _ in range(2):
         set_random_seed(3)
@@ -216,7 +239,9 @@ def test_rollouts_are_those_of_sb3_for_the_same_actions(case: str) -> None:
             )
         )
     ours, theirs = models
-    with compat.collect_with_muster(ours, env_fns, num_workers=num_workers) as collection:
+    with compat.collect_with_muster(
+        ours, env_fns, num_workers=num_workers
+    ) as collection:
         got = learn(ours, 2 * 36)
         got_after = learn(ours, 36, reset_num_timesteps=False)
         got_reset = learn(ours, 36)
@@ -237,7 +262,10 @@ def test_rollouts_are_those_of_sb3_for_the_same_actions(case: str) -> None:
         assert_same(mine.seen, other.seen)
         assert_same(mine.buffers, other.buffers, 1e-4)
     assert any(info["TimeLimit.truncated"] for step in seen for info in step["infos"])
-    assert any(step["dones"].any() and not step["infos"][0]["TimeLimit.truncated"] for step in seen)
+    assert any(
+        step["dones"].any() and not step["infos"][0]["TimeLimit.truncated"]
+        for step in seen
+    )
     assert_same(weights(ours), weights(theirs), 1e-4)
     assert_same(list(ours.ep_info_buffer), list(theirs.ep_info_buffer))
     assert list(ours.ep_success_buffer) == list(theirs.ep_success_buffer)
@@ -247,33 +275,61 @@ def test_rollouts_are_those_of_sb3_for_the_same_actions(case: str) -> None:
 
 def test_a_head_draws_from_the_distribution_of_the_policy() -> None:
     env_fns = [lambda: CountingEnv(4)] * 2
-    model = made(sb3.PPO, vec_env.DummyVecEnv(env_fns), n_steps=2000, batch_size=4000, n_epochs=1)
+    model = made(
+        sb3.PPO, vec_env.DummyVecEnv(env_fns), n_steps=2000, batch_size=4000, n_epochs=1
+    )
     with compat.collect_with_muster(model, env_fns, num_workers=0):
         model.learn(4000)
     buffer = model.rollout_buffer
     first = buffer.observations.reshape(-1, 2)[:, 1] == 0
     share = buffer.actions.reshape(-1)[first].mean()
-    expected = np.exp(buffer.log_probs.reshape(-1)[first & (buffer.actions.reshape(-1) == 1)][0])
+    expected = np.exp(
+        buffer.log_probs.reshape(-1)[first & (buffer.actions.reshape(-1) == 1)][0]
+    )
     assert abs(share - expected) < 5 * np.sqrt(0.25 / first.sum())
 
 
 def test_a_callback_ends_training_and_training_goes_on() -> None:
     env_fns = [lambda: CountingEnv(5)] * 2
-    model = made(sb3.PPO, vec_env.DummyVecEnv(env_fns), n_steps=8, batch_size=16, n_epochs=1)
+    model = made(
+        sb3.PPO, vec_env.DummyVecEnv(env_fns), n_steps=8, batch_size=16, n_epochs=1
+    )
     with compat.collect_with_muster(model, env_fns, num_workers=0):
         before = weights(model)
         model.learn(100, Watch(steps=3))
         assert (model.num_timesteps, model.rollout_buffer.pos) == (6, 2)
         assert_same(weights(model), before)
-        model.learn(16, reset_num_timesteps=False)  # goes on after the 8 steps of the collector
+        model.learn(
+            16, reset_num_timesteps=False
+        )  # goes on after the 8 steps of the collector
         assert model.num_timesteps == 22
         assert times(model) == [[3, 4, 0, 1, 2, 3, 4, 0]] * 2
-        assert model.rollout_buffer.episode_starts[:, 0].tolist() == [0, 0, 1, 0, 0, 0, 0, 1]
+        assert model.rollout_buffer.episode_starts[:, 0].tolist() == [
+            0,
+            0,
+            1,
+            0,
+            0,
+            0,
+            0,
+            1,
+        ]
         with pytest.raises(ZeroDivisionError):
-            model.learn(16, lambda *_: 1 / 0, reset_num_timesteps=False)  # 1 2 3 4 0 1 2 3
+            model.learn(
+                16, lambda *_: 1 / 0, reset_num_timesteps=False
+            )  # 1 2 3 4 0 1 2 3
         model.learn(16, reset_num_timesteps=False)
         assert times(model) == [[4, 0, 1, 2, 3, 4, 0, 1]] * 2
-        assert model.rollout_buffer.episode_starts[:, 0].tolist() == [0, 1, 0, 0, 0, 0, 1, 0]
+        assert model.rollout_buffer.episode_starts[:, 0].tolist() == [
+            0,
+            1,
+            0,
+            0,
+            0,
+            0,
+            1,
+            0,
+        ]
         model.learn(16)
         assert times(model) == [[0, 1, 2, 3, 4, 0, 1, 2]] * 2
 
@@ -286,7 +342,9 @@ def test_closing_gives_collection_back_to_sb3(tmp_path: Any) -> None:
     assert type(model).__name__ == "A2C"
     model.learn(12)
     model.save(tmp_path / "model")
-    again = type(model).load(tmp_path / "model", env=model.env).learn(6)  # collects by itself
+    again = (
+        type(model).load(tmp_path / "model", env=model.env).learn(6)
+    )  # collects by itself
     with compat.collect_with_muster(again, env_fns, num_workers=0) as another:
         again.learn(6)
     assert another.collector.stats().frames == 6
@@ -321,16 +379,22 @@ def test_a_lost_worker_is_restarted() -> None:
             return True
 
         def _on_rollout_end(self) -> None:
-            starts.append(self.model.rollout_buffer.episode_starts[0].astype(bool).tolist())
+            starts.append(
+                self.model.rollout_buffer.episode_starts[0].astype(bool).tolist()
+            )
 
     env_fns = [lambda: CountingEnv(50)] * 4
-    model = made(sb3.PPO, vec_env.DummyVecEnv(env_fns), n_steps=4, batch_size=16, n_epochs=1)
+    model = made(
+        sb3.PPO, vec_env.DummyVecEnv(env_fns), n_steps=4, batch_size=16, n_epochs=1
+    )
     with compat.collect_with_muster(
         model, env_fns, num_workers=2, on_failure="restart"
     ) as collection:
         model.learn(48, Kill())
         assert model.num_timesteps == 48
-        assert sum(worker.restarts for worker in collection.collector.stats().workers) == 1
+        assert (
+            sum(worker.restarts for worker in collection.collector.stats().workers) == 1
+        )
     assert times(model) == [[8, 9, 10, 11]] * 2 + [[4, 5, 6, 7]] * 2
     assert starts == [[True] * 4, [False, False, True, True], [False] * 4]
 
@@ -357,17 +421,39 @@ OFF_POLICY: dict[str, Any] = {
         {"n_steps": 3, "train_freq": 2, "target_update_interval": 6},
     ),
     "DQN, dict": (sb3.DQN, "dict", None, 2, {"exploration_fraction": 0.9}),
-    "SAC, episodes": (sb3.SAC, "box", BOX, 1, {"train_freq": (2, "episode"), "gradient_steps": 3}),
+    "SAC, episodes": (
+        sb3.SAC,
+        "box",
+        BOX,
+        1,
+        {"train_freq": (2, "episode"), "gradient_steps": 3},
+    ),
     "TD3, noise": (
         sb3.TD3,
         "box",
         BOX,
         2,
-        {"action_noise": noise.OrnsteinUhlenbeckActionNoise(np.zeros(2), np.full(2, 0.2))},
+        {
+            "action_noise": noise.OrnsteinUhlenbeckActionNoise(
+                np.zeros(2), np.full(2, 0.2)
+            )
+        },
     ),
     "DDPG, normalized": (sb3.DDPG, "box", BOX, 2, {}),
-    "PPO, normalized": (sb3.PPO, "box", None, 2, {"n_steps": 20, "batch_size": 20, "n_epochs": 2}),
-    "A2C, gSDE": (sb3.A2C, "box", BOX, 2, {"n_steps": 20, "use_sde": True, "sde_sample_freq": 3}),
+    "PPO, normalized": (
+        sb3.PPO,
+        "box",
+        None,
+        2,
+        {"n_steps": 20, "batch_size": 20, "n_epochs": 2},
+    ),
+    "A2C, gSDE": (
+        sb3.A2C,
+        "box",
+        BOX,
+        2,
+        {"n_steps": 20, "use_sde": True, "sde_sample_freq": 3},
+    ),
 }
 
 
@@ -376,7 +462,12 @@ def test_steps_in_workers_train_the_same_model(case: str) -> None:
     algorithm, observation, action_space, num_envs, options = OFF_POLICY[case]
     env_fns = [lambda: Monitor(Walk(observation, action_space))] * num_envs
     if algorithm not in (sb3.PPO, sb3.A2C):
-        options = {"learning_starts": 10, "buffer_size": 500, "batch_size": 8, **options}
+        options = {
+            "learning_starts": 10,
+            "buffer_size": 500,
+            "batch_size": 8,
+            **options,
+        }
     found = []
     for which in ("ours", "theirs"):
         set_random_seed(3)
@@ -391,15 +482,25 @@ def test_steps_in_workers_train_the_same_model(case: str) -> None:
             if which == "ours"
             else None
         )
-        watches = [learn(model, 45, log_interval=1), learn(model, 15, reset_num_timesteps=False)]
+        watches = [
+            learn(model, 45, log_interval=1),
+            learn(model, 15, reset_num_timesteps=False),
+        ]
         buffer = getattr(model, "replay_buffer", None) or model.rollout_buffer
         seen = [watch.seen for watch in watches]
         found.append(
-            (fields(buffer), weights(model), list(model.ep_info_buffer), seen, model.num_timesteps)
+            (
+                fields(buffer),
+                weights(model),
+                list(model.ep_info_buffer),
+                seen,
+                model.num_timesteps,
+            )
         )
         if collection is not None:
             assert isinstance(
-                vec_env.unwrap_vec_wrapper(model.env, vec_env.VecNormalize) or model.env,
+                vec_env.unwrap_vec_wrapper(model.env, vec_env.VecNormalize)
+                or model.env,
                 vec_env.VecEnv,
             )
             collection.close()

@@ -45,7 +45,8 @@ MAKERS: dict[str, Any] = {
     "discrete": [lambda: in_spaces(spaces.Discrete(5), spaces.Discrete(3))] * 2,
     "dict": [
         lambda: in_spaces(
-            spaces.Dict({"b": BOX, "a": spaces.MultiBinary(3)}), spaces.MultiDiscrete([2, 3])
+            spaces.Dict({"b": BOX, "a": spaces.MultiBinary(3)}),
+            spaces.MultiDiscrete([2, 3]),
         )
     ]
     * 2,
@@ -96,7 +97,9 @@ def test_results_are_those_of_dummy_vec_env(kind: str, wrapper: str) -> None:
 
 
 def test_calls_and_attributes() -> None:
-    envs = compat.VecEnv([Wrapped] * 3, "fork", num_workers=2)  # safe here, so it is accepted
+    envs = compat.VecEnv(
+        [Wrapped] * 3, "fork", num_workers=2
+    )  # safe here, so it is accepted
     envs.seed(4)
     envs.set_options([{}, {"x": 1}, {}])
     envs.reset()
@@ -116,7 +119,9 @@ def test_calls_and_attributes() -> None:
     assert not envs.has_attr("no_such_name")
     with pytest.raises(AttributeError):
         envs.get_attr("no_such_name")
-    with pytest.raises(EnvError, match="environment 0 .*: the call raised ZeroDivisionError"):
+    with pytest.raises(
+        EnvError, match="environment 0 .*: the call raised ZeroDivisionError"
+    ):
         envs.env_method("fails")
     assert envs.env_is_wrapped(gymnasium.wrappers.TimeLimit) == [True] * 3
     assert envs.env_is_wrapped(gymnasium.wrappers.ClipAction, [1]) == [False]
@@ -153,16 +158,26 @@ def test_every_public_member_is_there() -> None:
         "set_attr",
     ):
         found, expected = (
-            list(inspect.signature(getattr(env, name)).parameters) for env in (ours, theirs)
+            list(inspect.signature(getattr(env, name)).parameters)
+            for env in (ours, theirs)
         )
         assert found == expected
-    for name in ("env_method", "env_is_wrapped", "get_images", "render", "getattr_depth_check"):
+    for name in (
+        "env_method",
+        "env_is_wrapped",
+        "get_images",
+        "render",
+        "getattr_depth_check",
+    ):
         found, expected = (
-            list(inspect.signature(getattr(env, name)).parameters) for env in (ours, theirs)
+            list(inspect.signature(getattr(env, name)).parameters)
+            for env in (ours, theirs)
         )
         assert found == expected
     assert (ours.metadata, ours.render_mode) == (theirs.metadata, theirs.render_mode)
-    assert (ours.closed, ours.waiting) == (theirs.closed, theirs.waiting) == (False, False)
+    assert (
+        (ours.closed, ours.waiting) == (theirs.closed, theirs.waiting) == (False, False)
+    )
     ours.reset(), theirs.reset()
     for env in (ours, theirs):
         env.step_async(np.zeros(2, int))
@@ -211,13 +226,16 @@ def test_rendering_and_its_warnings_are_those_of_subproc_vec_env(mode: Any) -> N
 
 
 def test_dicts_are_ordered_as_their_space() -> None:
-    space = spaces.Dict(OrderedDict([("z", BOX), ("a", spaces.Discrete(3)), ("m", BOX)]))
+    space = spaces.Dict(
+        OrderedDict([("z", BOX), ("a", spaces.Discrete(3)), ("m", BOX)])
+    )
     makers = [lambda: in_spaces(space, spaces.Discrete(2))] * 2
     ours, theirs = compat.VecEnv(makers, num_workers=2), vec_env.DummyVecEnv(makers)
     ours.seed(3), theirs.seed(3)
     results = [(ours.reset(), theirs.reset())]
     results += [
-        (ours.step(actions)[0], theirs.step(actions)[0]) for actions in (np.zeros(2, int),) * 3
+        (ours.step(actions)[0], theirs.step(actions)[0])
+        for actions in (np.zeros(2, int),) * 3
     ]
     for found, expected in results:
         assert type(found) is type(expected) is OrderedDict
@@ -258,7 +276,9 @@ def test_environments_that_draw_from_global_generators_are_reproducible() -> Non
         envs = compat.VecEnv([Drawing] * 3, num_workers=workers)
         for _ in range(2):
             envs.seed(4)
-            runs.append([envs.reset(), *(envs.step(np.zeros(3, int)) for _ in range(7))])
+            runs.append(
+                [envs.reset(), *(envs.step(np.zeros(3, int)) for _ in range(7))]
+            )
         envs.close()
     for run in runs[1:]:
         assert_equal(run, runs[0])
@@ -277,7 +297,9 @@ def test_unsupported_observations_are_refused() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kills processes")
 def test_a_restart_is_a_truncation() -> None:
-    envs = compat.VecEnv([lambda: CountingEnv(9)] * 4, num_workers=2, on_failure="restart")
+    envs = compat.VecEnv(
+        [lambda: CountingEnv(9)] * 4, num_workers=2, on_failure="restart"
+    )
     envs.reset()
     envs.step(np.zeros(4, int))
     os.kill(envs._workers._slices.handles[1].process.child.pid, signal.SIGKILL)
@@ -301,8 +323,16 @@ def test_ppo_learns_the_same() -> None:
     for make in (vec_env.DummyVecEnv, partial(compat.VecEnv, num_workers=2)):
         envs = make(MAKERS["cart pole"])
         model = PPO(
-            "MlpPolicy", envs, n_steps=16, batch_size=16, n_epochs=1, seed=0, device="cpu"
+            "MlpPolicy",
+            envs,
+            n_steps=16,
+            batch_size=16,
+            n_epochs=1,
+            seed=0,
+            device="cpu",
         ).learn(96)
-        weights.append({name: value.numpy() for name, value in model.policy.state_dict().items()})
+        weights.append(
+            {name: value.numpy() for name, value in model.policy.state_dict().items()}
+        )
         envs.close()
     assert_equal(*weights)

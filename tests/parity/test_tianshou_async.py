@@ -44,7 +44,9 @@ def scripted(script: Script, wait_num: int = 1) -> Callable[..., BaseVectorEnv]:
             self.number = next(numbers)
 
         @staticmethod
-        def wait(workers: list[Any], wait_num: int, timeout: float | None = None) -> list[Any]:
+        def wait(
+            workers: list[Any], wait_num: int, timeout: float | None = None
+        ) -> list[Any]:
             by_number = {worker.number: worker for worker in workers}
             return [by_number[i] for i in script(next(waits), sorted(by_number))]
 
@@ -81,10 +83,14 @@ def run(
     noise = {"exploration_noise": policy == "values"}
     venv = scripted(script) if script else lambda fns: DummyVectorEnv(fns, wait_num=2)
     seen = play(
-        compat, Program(lengths, calls, policy, env=env, collector=noise, venv=venv), asynchronous
+        compat,
+        Program(lengths, calls, policy, env=env, collector=noise, venv=venv),
+        asynchronous,
     )
     for entry in seen:
-        for i, (length, part) in enumerate(zip(lengths, entry["buffer"]["parts"], strict=True)):
+        for i, (length, part) in enumerate(
+            zip(lengths, entry["buffer"]["parts"], strict=True)
+        ):
             if n := part["_size"]:
                 check_chain(
                     cut(entry["buffer"]["memory"], i * 200, n),
@@ -95,7 +101,9 @@ def run(
                     entry["envs"][i],
                 )
     memory = seen[-1]["buffer"]["memory"]
-    ended = sorted(memory["obs"][memory["done"], 0]) if seen[-1]["buffer"]["length"] else []
+    ended = (
+        sorted(memory["obs"][memory["done"], 0]) if seen[-1]["buffer"]["length"] else []
+    )
     assert sorted(n for entry in seen[1:] for n in entry["episodes"]["lens"]) == ended
     return seen
 
@@ -106,7 +114,9 @@ def cut(tree: Any, begin: int, size: int) -> Any:
     return tree[begin : begin + size]
 
 
-def check_chain(rows: Any, length: int, env: int, policy: str, act: str, log: list[Any]) -> None:
+def check_chain(
+    rows: Any, length: int, env: int, policy: str, act: str, log: list[Any]
+) -> None:
     """The rows are what one environment alone gives for the actions it got, and what the policy
     said about them.
     """
@@ -115,20 +125,36 @@ def check_chain(rows: Any, length: int, env: int, policy: str, act: str, log: li
     sent = [np.array(action) for method, action in log if method == "step"]
     assert n <= len(sent) <= n + 1  # one may be on its way
     np.testing.assert_array_equal(rows["obs"], np.stack([np.full(n, length), t], -1))
-    np.testing.assert_array_equal(rows["obs_next"], np.stack([np.full(n, length), t + 1], -1))
-    expected = [step + 1 + action.sum() / 7 for step, action in zip(t, sent, strict=False)]
+    np.testing.assert_array_equal(
+        rows["obs_next"], np.stack([np.full(n, length), t + 1], -1)
+    )
+    expected = [
+        step + 1 + action.sum() / 7 for step, action in zip(t, sent, strict=False)
+    ]
     np.testing.assert_allclose(rows["rew"], expected, rtol=1e-6)
-    for flag, it_is in (("done", True), ("truncated", env % 2 == 0), ("terminated", env % 2 == 1)):
+    for flag, it_is in (
+        ("done", True),
+        ("truncated", env % 2 == 0),
+        ("terminated", env % 2 == 1),
+    ):
         np.testing.assert_array_equal(rows[flag], (t + 1 == length) & it_is)
     np.testing.assert_array_equal(rows["info"]["t"], t + 1)
     np.testing.assert_array_equal(rows["info"]["env_id"], np.full(n, env))
     mapped = POLICIES[policy](ACTIONS[act]()).map_action(rows["act"])
-    np.testing.assert_allclose(mapped, np.array(sent[:n]).reshape(mapped.shape), rtol=1e-6)
+    np.testing.assert_allclose(
+        mapped, np.array(sent[:n]).reshape(mapped.shape), rtol=1e-6
+    )
     if isinstance(rows["policy"], dict) and "deep" in rows["policy"]:
-        acted = rows["policy"]["deep"]["count"][:, 0] > 0  # by itself, and not at random
+        acted = (
+            rows["policy"]["deep"]["count"][:, 0] > 0
+        )  # by itself, and not at random
         calls = np.ones(n) if policy == "none" else t + 1
-        np.testing.assert_array_equal(rows["policy"]["deep"]["count"][acted, 1], calls[acted])
-        np.testing.assert_array_equal(rows["policy"]["logp"], np.where(acted, (length + t) / 8, 0))
+        np.testing.assert_array_equal(
+            rows["policy"]["deep"]["count"][acted, 1], calls[acted]
+        )
+        np.testing.assert_array_equal(
+            rows["policy"]["logp"], np.where(acted, (length + t) / 8, 0)
+        )
 
 
 MATRIX = [
@@ -150,7 +176,9 @@ def test_policies_without_state_and_actions_of_any_shape_are_paired(
 
 @pytest.mark.parametrize("act", ACTIONS)
 def test_random_actions_are_paired(act: str) -> None:
-    calls = collects({"n_step": 9, "random": True}, {"n_step": 8}, {"n_episode": 2, "random": True})
+    calls = collects(
+        {"n_step": 9, "random": True}, {"n_step": 8}, {"n_episode": 2, "random": True}
+    )
     seen = run((3, 5, 2), one_by_one, calls, "none", act)
     assert [len(entry["policy"]) for entry in seen[:2]] == [0, 0]
     assert len(seen[3]["policy"]) == len(seen[2]["policy"]) > 3
@@ -160,10 +188,14 @@ def test_random_actions_are_paired(act: str) -> None:
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=4),
     st.lists(
-        st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True), min_size=1, max_size=20
+        st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True),
+        min_size=1,
+        max_size=20,
     ),
     st.lists(
-        st.one_of(st.integers(1, 12).map(lambda n: {"n_step": n}), st.just({"n_episode": 2})),
+        st.one_of(
+            st.integers(1, 12).map(lambda n: {"n_step": n}), st.just({"n_episode": 2})
+        ),
         max_size=5,
     ),
     st.sampled_from(["array", "tensor", "batch", "none"]),
@@ -178,7 +210,9 @@ def test_any_order_of_arrivals(
     for call, entry in zip(calls, seen[1:], strict=True):
         made = entry["stats"]["n_collected_steps"]
         assert made >= 1
-        assert call.get("n_step", 0) <= made <= call.get("n_step", 99) + len(lengths) - 1
+        assert (
+            call.get("n_step", 0) <= made <= call.get("n_step", 99) + len(lengths) - 1
+        )
         assert call.get("n_episode", 0) <= entry["stats"]["n_collected_episodes"]
     assert seen[-1]["buffer"]["length"] == sum(
         entry["stats"]["n_collected_steps"] for entry in seen[1:]
@@ -186,9 +220,15 @@ def test_any_order_of_arrivals(
 
 
 @pytest.mark.parametrize(("policy", "act"), MATRIX)
-def test_where_all_are_always_ready_it_is_the_sync_collector(policy: str, act: str) -> None:
-    calls = collects({"n_step": 9}, {"n_step": 30, "random": True}, {"n_step": 3}, {"n_step": 12})
-    collector = {"raise_on_nan_in_buffer": False}  # random steps have none of the policy's entries
+def test_where_all_are_always_ready_it_is_the_sync_collector(
+    policy: str, act: str
+) -> None:
+    calls = collects(
+        {"n_step": 9}, {"n_step": 30, "random": True}, {"n_step": 3}, {"n_step": 12}
+    )
+    collector = {
+        "raise_on_nan_in_buffer": False
+    }  # random steps have none of the policy's entries
     program = Program(
         (3, 5, 2), calls, policy, env={"act": act, "infos": "some"}, collector=collector
     )
@@ -215,7 +255,9 @@ def test_it_is_tianshous_where_that_works() -> None:
         play(module, replace(program, venv=scripted(one_by_one)), asynchronous)
         for module in (compat, data)
     )
-    assert_same([steps(entry) for entry in ours[1:]], [steps(entry) for entry in theirs[1:]])
+    assert_same(
+        [steps(entry) for entry in ours[1:]], [steps(entry) for entry in theirs[1:]]
+    )
 
 
 def test_the_first_episodes_to_end_count() -> None:
@@ -236,7 +278,9 @@ def test_steps_on_their_way_are_part_of_the_next_call() -> None:
         lambda wait, waiting: late.get(wait, waiting),
         collects({"n_step": 2}, {"n_step": 3}),
     )
-    assert [[part["_size"] for part in entry["buffer"]["parts"]] for entry in seen[1:]] == [
+    assert [
+        [part["_size"] for part in entry["buffer"]["parts"]] for entry in seen[1:]
+    ] == [
         [2, 0, 0],
         [3, 1, 1],
     ]
@@ -247,7 +291,9 @@ def test_steps_on_their_way_are_part_of_the_next_call() -> None:
 @pytest.mark.parametrize("method", ["reset", "reset_env"])
 def test_a_reset_waits_for_steps_on_their_way_and_forgets_them(method: str) -> None:
     calls = [*collects({"n_step": 2}), (method, {}), ("collect", {"n_step": 3})]
-    program = Program((9, 9, 9), calls, "array", venv=scripted(lambda wait, waiting: waiting[:1]))
+    program = Program(
+        (9, 9, 9), calls, "array", venv=scripted(lambda wait, waiting: waiting[:1])
+    )
     seen = play(compat, program, asynchronous)
     last = seen[-1]["buffer"]
     assert all(log[-1][0] == "step" for log in seen[-1]["envs"])
@@ -286,7 +332,9 @@ def test_processes_give_unbroken_chains() -> None:
             collects({"n_step": 30}, {"n_episode": 5}, {"n_step": 11, "random": True}),
             "array",
             env={"act": "boxes", "infos": "all"},
-            venv=lambda fns, options=options: SubprocVectorEnv(fns, context="fork", **options),
+            venv=lambda fns, options=options: SubprocVectorEnv(
+                fns, context="fork", **options
+            ),
         )
         seen = play(compat, program, asynchronous)
         total = seen[-1]["buffer"]
@@ -295,9 +343,13 @@ def test_processes_give_unbroken_chains() -> None:
             t = np.arange(part["_size"]) % length
             np.testing.assert_array_equal(rows["obs"][:, 1], t)
             np.testing.assert_array_equal(rows["obs_next"][:, 1], t + 1)
-            np.testing.assert_allclose(rows["rew"], t + 1 + rows["act"].sum(-1) / 7, rtol=1e-6)
+            np.testing.assert_allclose(
+                rows["rew"], t + 1 + rows["act"].sum(-1) / 7, rtol=1e-6
+            )
             np.testing.assert_array_equal(rows["info"]["env_id"], np.full(len(t), i))
-        assert total["length"] == sum(entry["stats"]["n_collected_steps"] for entry in seen[1:])
+        assert total["length"] == sum(
+            entry["stats"]["n_collected_steps"] for entry in seen[1:]
+        )
 
 
 def test_after_an_error_of_an_environment_all_begin_anew() -> None:
@@ -310,7 +362,9 @@ def test_after_an_error_of_an_environment_all_begin_anew() -> None:
 
     envs = [Faulty(n) for n in (9, 5, 9)]
     collector = collecting(
-        envs, lambda wait, waiting: waiting[:2], POLICIES["array"](ACTIONS["discrete"]())
+        envs,
+        lambda wait, waiting: waiting[:2],
+        POLICIES["array"](ACTIONS["discrete"]()),
     )
     with pytest.raises(RuntimeError, match="broken") as error:
         collector.collect(n_step=100)
@@ -326,7 +380,9 @@ def test_after_an_error_of_an_environment_all_begin_anew() -> None:
     assert envs[2].log[-1][0] == "step"
 
 
-def collecting(envs: list[Counting], script: Script, policy: Any, **options: Any) -> Any:
+def collecting(
+    envs: list[Counting], script: Script, policy: Any, **options: Any
+) -> Any:
     """A collector that has been reset."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -336,9 +392,12 @@ def collecting(envs: list[Counting], script: Script, policy: Any, **options: Any
     return collector
 
 
-def test_rows_of_environments_on_their_way_repeat_what_was_observed_and_say_nothing_else() -> None:
+def test_rows_of_environments_on_their_way_repeat_what_was_observed_and_say_nothing_else() -> (
+    None
+):
     envs = AsyncVectorEnvs(
-        scripted(one_by_one)([lambda n=n: Counting(n) for n in (2, 9, 9)]), np.zeros((3, 2), "f")
+        scripted(one_by_one)([lambda n=n: Counting(n) for n in (2, 9, 9)]),
+        np.zeros((3, 2), "f"),
     )
     sampling = Sampling(envs, TianshouActor(envs, envs.venv.action_space))
     sampling.begin(*envs.venv.reset())
@@ -354,26 +413,34 @@ def test_rows_of_environments_on_their_way_repeat_what_was_observed_and_say_noth
         [0, 1, 0, 0, 2, 0],
         [0, 0, 1, 0, 0, 2],
     ]
-    assert np.argwhere(arrays["next", "terminated"] | arrays["next", "truncated"]).tolist() == [
-        [3, 0]
-    ]
+    assert np.argwhere(
+        arrays["next", "terminated"] | arrays["next", "truncated"]
+    ).tolist() == [[3, 0]]
 
 
 def test_hooks_work_here_too() -> None:
     notes: list[Any] = []
     seen: list[Any] = []
     collector = collecting(
-        [Counting(n) for n in (3, 2)], one_by_one, POLICIES["none"](ACTIONS["discrete"]())
+        [Counting(n) for n in (3, 2)],
+        one_by_one,
+        POLICIES["none"](ACTIONS["discrete"]()),
     )
-    collector.set_on_step_hook(lambda action, step: notes.append(step.obs_next[:, 1].tolist()))
-    collector.set_on_episode_done_hook(lambda episode: seen.append(episode.obs[:, 1].tolist()))
+    collector.set_on_step_hook(
+        lambda action, step: notes.append(step.obs_next[:, 1].tolist())
+    )
+    collector.set_on_episode_done_hook(
+        lambda episode: seen.append(episode.obs[:, 1].tolist())
+    )
     stats = collector.collect(n_episode=4)
     assert sum(map(len, notes)) == stats.n_collected_steps
     assert [len(times) for times in seen] == stats.lens.tolist()
     assert all(times == list(range(len(times))) for times in seen)
 
 
-@pytest.mark.parametrize(("script", "renders"), [(everybody, [2, 2]), (one_by_one, [0, 0])])
+@pytest.mark.parametrize(
+    ("script", "renders"), [(everybody, [2, 2]), (one_by_one, [0, 0])]
+)
 def test_environments_are_rendered_where_no_steps_are_pending(
     script: Script, renders: list[int]
 ) -> None:
@@ -381,7 +448,9 @@ def test_environments_are_rendered_where_no_steps_are_pending(
     collector = collecting(envs, script, POLICIES["none"](ACTIONS["discrete"]()))
     for seconds in (1e-12, 0.0):
         collector.collect(n_step=4, render=seconds)
-        assert [[call[0] for call in env.log].count("render") for env in envs] == renders
+        assert [
+            [call[0] for call in env.log].count("render") for env in envs
+        ] == renders
 
 
 def test_actions_keep_the_precision_they_were_made_with() -> None:
@@ -410,8 +479,12 @@ def test_a_trainer_sees_which_kind_it_is() -> None:
 def test_the_wrong_collector_is_named() -> None:
     policy = POLICIES["none"](ACTIONS["discrete"]())
     with pytest.raises(BadOption, match="AsyncCollector"):
-        compat.Collector(policy, DummyVectorEnv([lambda: Counting(3)] * 2, wait_num=1)).reset()
+        compat.Collector(
+            policy, DummyVectorEnv([lambda: Counting(3)] * 2, wait_num=1)
+        ).reset()
     with pytest.warns(UserWarning, match="wait_num"):
-        collector = compat.AsyncCollector(policy, DummyVectorEnv([lambda: Counting(3)] * 2))
+        collector = compat.AsyncCollector(
+            policy, DummyVectorEnv([lambda: Counting(3)] * 2)
+        )
     collector.reset()
     assert collector.collect(n_step=4).n_collected_steps == 4

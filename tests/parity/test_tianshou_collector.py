@@ -17,7 +17,12 @@ pytest.importorskip("tianshou")
 from tianshou.env import DummyVectorEnv, SubprocVectorEnv, VectorEnvNormObs
 
 from tests.parity.tianshou_envs import ACTIONS, POLICIES
-from tests.parity.tianshou_tools import BUFFERS, Program, assert_equal_to_tianshou, collects
+from tests.parity.tianshou_tools import (
+    BUFFERS,
+    Program,
+    assert_equal_to_tianshou,
+    collects,
+)
 
 STEPS = {"n_step": 7}, {"n_step": 6}, {"n_step": 1}
 EPISODES = {"n_episode": 5}, {"n_episode": 2}, {"n_episode": 3}
@@ -33,7 +38,9 @@ MATRIX = [
 # --- every array ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("policy", "act"), [pair for pair in MATRIX if pair[0] != "tensor"])
+@pytest.mark.parametrize(
+    ("policy", "act"), [pair for pair in MATRIX if pair[0] != "tensor"]
+)
 def test_every_kind_of_policy_and_of_action(policy: str, act: str) -> None:
     noise = {"exploration_noise": policy == "values"}
     seen = assert_equal_to_tianshou(
@@ -43,7 +50,8 @@ def test_every_kind_of_policy_and_of_action(policy: str, act: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("buffer", "obs"), [*itertools.product(BUFFERS, ["array", "dict", "pixels", "text"])]
+    ("buffer", "obs"),
+    [*itertools.product(BUFFERS, ["array", "dict", "pixels", "text"])],
 )
 def test_every_kind_of_buffer_and_of_observation(buffer: str, obs: str) -> None:
     if buffer == "last" and obs in ("dict", "text"):
@@ -56,9 +64,13 @@ def test_every_kind_of_buffer_and_of_observation(buffer: str, obs: str) -> None:
     ("buffer", "infos"),
     [*itertools.product(["vector", "small", "single", "cached"], ["all", "some"])],
 )
-def test_infos_that_are_always_there_and_that_come_and_go(buffer: str, infos: str) -> None:
+def test_infos_that_are_always_there_and_that_come_and_go(
+    buffer: str, infos: str
+) -> None:
     lengths = (4,) if buffer == "single" else (3, 5, 2)
-    assert_equal_to_tianshou(Program(lengths, MIXED, "none", buffer, env={"infos": infos}))
+    assert_equal_to_tianshou(
+        Program(lengths, MIXED, "none", buffer, env={"infos": infos})
+    )
 
 
 @pytest.mark.parametrize("reward", ["int", "vector"])
@@ -70,7 +82,9 @@ def test_rewards_that_are_not_floats(reward: str) -> None:
     ("act", "policy"),
     [("discrete", "values"), ("many", "array"), ("boxes", "actor"), ("grid", "values")],
 )
-def test_random_actions_come_from_the_spaces_of_the_environments(act: str, policy: str) -> None:
+def test_random_actions_come_from_the_spaces_of_the_environments(
+    act: str, policy: str
+) -> None:
     calls = collects(
         {"n_step": 7, "random": True},
         {"n_step": 5},
@@ -82,19 +96,28 @@ def test_random_actions_come_from_the_spaces_of_the_environments(act: str, polic
 
 
 @pytest.mark.parametrize("within_training", [False, True])
-def test_a_policy_is_in_eval_mode_and_knows_whether_it_is_trained(within_training: bool) -> None:
+def test_a_policy_is_in_eval_mode_and_knows_whether_it_is_trained(
+    within_training: bool,
+) -> None:
     program = Program(
-        (3, 2), MIXED, collector={"exploration_noise": True}, within_training=within_training
+        (3, 2),
+        MIXED,
+        collector={"exploration_noise": True},
+        within_training=within_training,
     )
     seen = assert_equal_to_tianshou(program)
-    assert {mode for entry in seen for *_, mode in entry["policy"]} == {(False, within_training)}
+    assert {mode for entry in seen for *_, mode in entry["policy"]} == {
+        (False, within_training)
+    }
     assert seen[-1]["training"]
 
 
 # --- numbers of steps and of episodes -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lengths", [(4, 4, 4, 4), (1, 1, 1), (1, 7, 2, 2), (9, 1), (3,)])
+@pytest.mark.parametrize(
+    "lengths", [(4, 4, 4, 4), (1, 1, 1), (1, 7, 2, 2), (9, 1), (3,)]
+)
 @pytest.mark.parametrize("n", range(1, 12))
 def test_every_number_of_episodes(lengths: tuple[int, ...], n: int) -> None:
     seen = assert_equal_to_tianshou(
@@ -121,7 +144,9 @@ def test_long_episodes_of_many_rows() -> None:
 @pytest.mark.parametrize("policy", ["none", "batch"])
 def test_more_steps_in_one_call_than_a_ring_has_room_for(policy: str) -> None:
     calls = collects({"n_step": 100}, {"n_step": 2}, {"n_episode": 20})
-    assert_equal_to_tianshou(Program((3, 5), calls, policy, "small", env={"infos": "some"}))
+    assert_equal_to_tianshou(
+        Program((3, 5), calls, policy, "small", env={"infos": "some"})
+    )
 
 
 calls = st.one_of(
@@ -133,7 +158,9 @@ calls = st.one_of(
         optional={
             "random": st.booleans(),
             "reset_before_collect": st.booleans(),
-            "gym_reset_kwargs": st.sampled_from([None, {"seed": 5}, {"options": {"start": 1}}]),
+            "gym_reset_kwargs": st.sampled_from(
+                [None, {"seed": 5}, {"options": {"start": 1}}]
+            ),
         },
     ).map(lambda more: ("collect", {**call, **more}))
 )
@@ -151,19 +178,25 @@ others = st.one_of(
 @given(data=st.data())
 def test_whatever_is_done_in_whatever_order(data: Any) -> None:
     lengths = data.draw(st.lists(st.integers(2, 8), min_size=1, max_size=4))
-    policy, act = data.draw(st.sampled_from([pair for pair in MATRIX if pair[0] != "tensor"]))
+    policy, act = data.draw(
+        st.sampled_from([pair for pair in MATRIX if pair[0] != "tensor"])
+    )
     env = {"act": act, "infos": data.draw(st.sampled_from(["none", "all", "some"]))}
     env["obs"] = data.draw(st.sampled_from(["array", "dict", "pixels"]))
     program = Program(
         lengths,
         [
             ("reset", {}),
-            *data.draw(st.lists(st.one_of(calls, calls, others), min_size=1, max_size=5)),
+            *data.draw(
+                st.lists(st.one_of(calls, calls, others), min_size=1, max_size=5)
+            ),
         ],
         policy,
         data.draw(st.sampled_from(["vector", "small", "prioritized", "stacked"])),
         env=env,
-        collector={"exploration_noise": data.draw(st.booleans()) and policy == "values"},
+        collector={
+            "exploration_noise": data.draw(st.booleans()) and policy == "values"
+        },
     )
     assert_equal_to_tianshou(program, knows_episodes=False)
 
@@ -193,11 +226,17 @@ def test_reset_before_collect_and_reset_arguments_reach_the_environments() -> No
 
 @pytest.mark.parametrize("act", ["discrete", "boxes"])
 def test_environments_in_processes(act: str) -> None:
-    calls = [*MIXED, ("collect", {"n_step": 9, "random": True}), ("collect", {"n_step": 6})]
+    calls = [
+        *MIXED,
+        ("collect", {"n_step": 9, "random": True}),
+        ("collect", {"n_step": 6}),
+    ]
     forked = partial(
         SubprocVectorEnv, context="fork"
     )  # TorchRL makes "spawn" the default, once it is imported
-    program = Program((3, 5, 2), calls, "actor", env={"act": act, "infos": "some"}, venv=forked)
+    program = Program(
+        (3, 5, 2), calls, "actor", env={"act": act, "infos": "some"}, venv=forked
+    )
     assert_equal_to_tianshou(program)
 
 

@@ -28,9 +28,13 @@ from tests.parity.tianshou_tools import Program, assert_same, collects, play
 CALLS = collects({"n_step": 8}, {"n_episode": 4}, {"n_step": 6})
 
 
-def make(module: Any, lengths: tuple[int, ...], buffer: Any = None, policy: Any = None) -> Any:
+def make(
+    module: Any, lengths: tuple[int, ...], buffer: Any = None, policy: Any = None
+) -> Any:
     envs = DummyVectorEnv([lambda n=n: Counting(n) for n in lengths])
-    return module.Collector(policy or POLICIES["none"](ACTIONS["discrete"]()), envs, buffer)
+    return module.Collector(
+        policy or POLICIES["none"](ACTIONS["discrete"]()), envs, buffer
+    )
 
 
 @pytest.mark.parametrize("act", ["discrete", "boxes"])
@@ -62,7 +66,9 @@ def test_what_a_step_hook_adds_is_in_every_buffer(buffer: str) -> None:
         step.deep = Batch(act=np.array(action.act) * 10)
 
     lengths = (3,) if buffer == "single" else (3, 2)
-    program = Program(lengths, CALLS, "array", buffer, hooks=lambda notes: {"on_step_hook": add})
+    program = Program(
+        lengths, CALLS, "array", buffer, hooks=lambda notes: {"on_step_hook": add}
+    )
     ours, theirs = (play(module, program) for module in (compat, data))
     for entry in ours[1:]:
         stored = entry["buffer"]["read"]
@@ -72,7 +78,9 @@ def test_what_a_step_hook_adds_is_in_every_buffer(buffer: str) -> None:
     for entry in (*ours, *theirs):
         for key in ("memory", "read", "part memory"):
             for memory in (
-                entry["buffer"][key] if key == "part memory" else [entry["buffer"].get(key, {})]
+                entry["buffer"][key]
+                if key == "part memory"
+                else [entry["buffer"].get(key, {})]
             ):
                 memory.pop("twice", None)
                 memory.pop("deep", None)
@@ -100,7 +108,9 @@ def test_an_episode_that_a_reset_cut_is_no_part_of_the_next_one() -> None:
     assert found == [([3, 4], 2), ([5, 6], 2)]
 
 
-def test_lens_and_returns_are_whole_where_the_buffer_was_emptied_in_the_middle() -> None:
+def test_lens_and_returns_are_whole_where_the_buffer_was_emptied_in_the_middle() -> (
+    None
+):
     found = []
     for module in (compat, data):
         collector = make(module, (4,))
@@ -115,7 +125,12 @@ def test_lens_and_returns_are_whole_where_the_buffer_was_emptied_in_the_middle()
 
 
 def test_one_and_only_one_number_is_given() -> None:
-    for numbers in ({"n_step": 4, "n_episode": 1}, {}, {"n_step": 0}, {"n_episode": -1}):
+    for numbers in (
+        {"n_step": 4, "n_episode": 1},
+        {},
+        {"n_step": 0},
+        {"n_episode": -1},
+    ):
         ours = make(compat, (3, 2))
         ours.reset()
         with pytest.raises(BadOption, match="n_step"):
@@ -167,7 +182,9 @@ def test_the_policy_is_called_without_gradients_unless_asked_for(no_grad: bool) 
     collector = make(compat, (3, 2), policy=Grad(ACTIONS["discrete"](), "none"))
     collector.reset()
     collector.collect(n_step=8, no_grad=no_grad)
-    assert set(collector.buffer.act[collector.buffer.rew > 0].tolist()) == {int(not no_grad)}
+    assert set(collector.buffer.act[collector.buffer.rew > 0].tolist()) == {
+        int(not no_grad)
+    }
     assert torch.is_grad_enabled()
 
 
@@ -189,7 +206,10 @@ class Broken(Counting):
     """Goes wrong once, at its fifth step."""
 
     def step(self, action: Any) -> Any:
-        if sum(method == "step" for method, _ in self.log) == 4 and ("broken", 0) not in self.log:
+        if (
+            sum(method == "step" for method, _ in self.log) == 4
+            and ("broken", 0) not in self.log
+        ):
             self.log.append(("broken", 0))
             raise RuntimeError("broken")
         return super().step(action)
@@ -211,7 +231,9 @@ def test_after_an_error_of_an_environment_all_begin_anew(by_step: bool) -> None:
         before = len(collector.buffer)
         collector.collect(n_step=4)
         rows = collector.buffer[[4, 5]]
-        found.append((before, rows.obs[:, 1].tolist(), rows.policy.hidden_state[:, 0].tolist()))
+        found.append(
+            (before, rows.obs[:, 1].tolist(), rows.policy.hidden_state[:, 0].tolist())
+        )
     assert found == [(8, [0, 1], [1, 2]), (8, [0, 5], [1, 2])]
 
 
@@ -230,7 +252,8 @@ def test_collect_time_is_counted() -> None:
         collector.reset()
         stats = [collector.collect(n_step=8), collector.collect(n_episode=2)]
         times.append(
-            collector.collect_time == pytest.approx(sum(each.collect_time for each in stats))
+            collector.collect_time
+            == pytest.approx(sum(each.collect_time for each in stats))
         )
     assert times == [True, False]
 

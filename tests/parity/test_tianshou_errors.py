@@ -20,7 +20,13 @@ import pytest
 pytest.importorskip("tianshou")
 
 from tianshou import data
-from tianshou.data import Batch, CachedReplayBuffer, CollectStats, ReplayBuffer, VectorReplayBuffer
+from tianshou.data import (
+    Batch,
+    CachedReplayBuffer,
+    CollectStats,
+    ReplayBuffer,
+    VectorReplayBuffer,
+)
 from tianshou.env import BaseVectorEnv, DummyVectorEnv, SubprocVectorEnv
 from tianshou.env.venv_wrappers import VectorEnvWrapper
 
@@ -193,7 +199,9 @@ CALLS = {"steps": {"n_step": 60}, "episodes": {"n_episode": 12}}
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("at", [1, 2, 5])
 @pytest.mark.parametrize("place", PLACES)
-def test_the_same_error_leaves_the_same_rows(place: str, at: int, call: str, kind: str) -> None:
+def test_the_same_error_leaves_the_same_rows(
+    place: str, at: int, call: str, kind: str
+) -> None:
     if kind == "muster's" and place in ("policy", "map_action", "noise"):
         pytest.skip("one of an environment")
     errors = [ERRORS[kind]() for _ in range(2)]
@@ -208,7 +216,9 @@ def test_the_same_error_leaves_the_same_rows(place: str, at: int, call: str, kin
     assert_same(ours.logs, theirs.logs)
     rows = ours.buffer["memory"]["done"]
     assert ours.counters == (ours.buffer["length"], int(rows.sum()))
-    assert theirs.counters[0] == 3  # Tianshou does not count what a call with an error has stored
+    assert (
+        theirs.counters[0] == 3
+    )  # Tianshou does not count what a call with an error has stored
 
 
 @pytest.mark.parametrize("wrap", [VectorEnvWrapper, lambda venv: venv])
@@ -216,7 +226,14 @@ def test_the_same_error_leaves_the_same_rows(place: str, at: int, call: str, kin
 def test_so_it_is_with_wrapped_vector_environments(wrap: Any, place: str) -> None:
     errors = [RuntimeError("broken") for _ in range(2)]
     ours, theirs = (
-        run(module, place, error, 4, {"n_step": 60}, lambda fns: wrap(DummyVectorEnv(fns)))
+        run(
+            module,
+            place,
+            error,
+            4,
+            {"n_step": 60},
+            lambda fns: wrap(DummyVectorEnv(fns)),
+        )
         for module, error in zip((compat, data), errors, strict=True)
     )
     assert [ours.raised, theirs.raised] == errors
@@ -225,16 +242,28 @@ def test_so_it_is_with_wrapped_vector_environments(wrap: Any, place: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-@pytest.mark.parametrize("place", ["reset", "step", "policy", "map_action", "noise", "add"])
+@pytest.mark.parametrize(
+    "place", ["reset", "step", "policy", "map_action", "noise", "add"]
+)
 @pytest.mark.parametrize("at", [1, 4])
 def test_so_it_is_with_the_async_collector(place: str, at: int, kind: str) -> None:
     errors = [ERRORS[kind]() for _ in range(2)]
     ours, theirs = (
-        run(module, place, error, at, {"n_step": 40}, scripted(one_by_one), asynchronous=True)
+        run(
+            module,
+            place,
+            error,
+            at,
+            {"n_step": 40},
+            scripted(one_by_one),
+            asynchronous=True,
+        )
         for module, error in zip((compat, data), errors, strict=True)
     )
     assert [ours.raised, theirs.raised] == errors
-    for part, expected in zip(ours.buffer["parts"], theirs.buffer["parts"], strict=True):
+    for part, expected in zip(
+        ours.buffer["parts"], theirs.buffer["parts"], strict=True
+    ):
         assert_same(part, expected)
     for key in ("obs", "obs_next", "rew", "done", "info", "policy"):
         assert_same(ours.buffer["memory"][key], theirs.buffer["memory"][key], key)
@@ -242,7 +271,9 @@ def test_so_it_is_with_the_async_collector(place: str, at: int, kind: str) -> No
     assert ours.counters[0] == ours.buffer["length"]
 
 
-def test_the_episode_hook_is_not_called_for_an_episode_after_which_the_reset_failed() -> None:
+def test_the_episode_hook_is_not_called_for_an_episode_after_which_the_reset_failed() -> (
+    None
+):
     seen = []
     for module in (compat, data):
         bombs: dict[str, Callable[[], None]] = {}
@@ -252,12 +283,16 @@ def test_the_episode_hook_is_not_called_for_an_episode_after_which_the_reset_fai
         )
         collector.policy.bombs = {}
         notes: list[Any] = []
-        collector.set_on_episode_done_hook(lambda episode, notes=notes: notes.append(len(episode)))
+        collector.set_on_episode_done_hook(
+            lambda episode, notes=notes: notes.append(len(episode))
+        )
         collector.reset()
         bombs["reset"] = Bomb(RuntimeError("broken"), 2)
         with pytest.raises(RuntimeError, match="broken"):
             collector.collect(n_step=60)
-        seen.append((list(notes), len(collector.buffer), int(collector.buffer.done.sum())))
+        seen.append(
+            (list(notes), len(collector.buffer), int(collector.buffer.done.sum()))
+        )
     assert seen[0] == seen[1] == ([2], 9, 2)
 
 
@@ -349,7 +384,11 @@ class OddInfo(Counting):
 
 @pytest.mark.parametrize("odd", ["act", "policy", "info"])
 @pytest.mark.parametrize(
-    "make", [lambda: VectorReplayBuffer(60, 2), lambda: CachedReplayBuffer(ReplayBuffer(30), 2, 9)]
+    "make",
+    [
+        lambda: VectorReplayBuffer(60, 2),
+        lambda: CachedReplayBuffer(ReplayBuffer(30), 2, 9),
+    ],
 )
 @pytest.mark.parametrize("before", [0, 4])
 def test_a_row_that_tianshous_buffer_refuses_leaves_those_before_it(
@@ -360,7 +399,9 @@ def test_a_row_that_tianshous_buffer_refuses_leaves_those_before_it(
         policy = Shape(ACTIONS["discrete"](), "none")
         policy.odd, policy.at = odd, 0 if odd == "info" else 5
         kind = OddInfo if odd == "info" else Counting
-        venv = DummyVectorEnv([partial(kind, 7, infos="all"), partial(kind, 9, infos="all")])
+        venv = DummyVectorEnv(
+            [partial(kind, 7, infos="all"), partial(kind, 9, infos="all")]
+        )
         collector = module.Collector(policy, venv, make())
         collector.reset()
         if before:
@@ -368,18 +409,27 @@ def test_a_row_that_tianshous_buffer_refuses_leaves_those_before_it(
         with pytest.raises((ValueError, TypeError, IndexError)) as caught:
             collector.collect(n_step=40)
         found.append(
-            (type(caught.value), contents(collector.buffer)["parts"], plain_obs(collector.buffer))
+            (
+                type(caught.value),
+                contents(collector.buffer)["parts"],
+                plain_obs(collector.buffer),
+            )
         )
         if module is compat:
             assert collector.collect_step == 8
-            if odd != "info":  # the steps after the refused one count for their episodes
+            if (
+                odd != "info"
+            ):  # the steps after the refused one count for their episodes
                 assert {*collector.collect(n_step=40).lens.tolist()} == {7, 9}
     assert_same(*found)
 
 
 def plain_obs(buffer: Any) -> Any:
     """The observations of the rows before the refused one."""
-    return [buffer.obs[begin : begin + 4].copy() for begin in (*buffer.subbuffer_edges[:-1],)[-2:]]
+    return [
+        buffer.obs[begin : begin + 4].copy()
+        for begin in (*buffer.subbuffer_edges[:-1],)[-2:]
+    ]
 
 
 # --- finite environments --------------------------------------------------------------------------
@@ -430,7 +480,13 @@ class Finite(BaseVectorEnv):
         self.alive = self.alive or set(range(self.env_num))
         asked = [i for i in ids if i in self.alive]
         got = (
-            dict(zip(asked, zip(*super().reset(asked, **kwargs), strict=True), strict=True))
+            dict(
+                zip(
+                    asked,
+                    zip(*super().reset(asked, **kwargs), strict=True),
+                    strict=True,
+                )
+            )
             if asked
             else {}
         )
@@ -440,18 +496,27 @@ class Finite(BaseVectorEnv):
         if not self.alive:
             self.reset()
             raise StopIteration
-        found = [got[i] if i in got and got[i][0] is not None else self.blank for i in ids]
-        return np.stack([obs for obs, _ in found]), np.array([info for _, info in found])
+        found = [
+            got[i] if i in got and got[i][0] is not None else self.blank for i in ids
+        ]
+        return np.stack([obs for obs, _ in found]), np.array(
+            [info for _, info in found]
+        )
 
     def step(self, action: Any, id: Any = None) -> Any:
         ids = list(self._wrap_id(id))
         asked = [i for i in ids if i in self.alive]
         acts = np.stack([action[ids.index(i)] for i in asked])
-        got = dict(zip(asked, zip(*super().step(acts, asked), strict=True), strict=True))
-        self.seen += [(got[i][4]["sample"], bool(got[i][2] or got[i][3])) for i in asked]
+        got = dict(
+            zip(asked, zip(*super().step(acts, asked), strict=True), strict=True)
+        )
+        self.seen += [
+            (got[i][4]["sample"], bool(got[i][2] or got[i][3])) for i in asked
+        ]
         absent = self.blank[0], 0.0, False, False, {"sample": -1}
         return tuple(
-            np.stack(part) for part in zip(*(got.get(i, absent) for i in ids), strict=True)
+            np.stack(part)
+            for part in zip(*(got.get(i, absent) for i in ids), strict=True)
         )
 
 
@@ -484,10 +549,16 @@ def test_finite_environments_end_the_call_and_begin_again(
             venv.seen = []
             with pytest.raises(StopIteration):
                 collector.collect(**call)
-            assert sorted(sample for sample, done in venv.seen if done) == list(range(20))
+            assert sorted(sample for sample, done in venv.seen if done) == list(
+                range(20)
+            )
             assert len(venv.seen) == sum(3 * sample % 5 + 1 for sample in range(20))
             rounds.append(
-                (list(venv.seen), len(collector.buffer), int(collector.buffer.done.sum()))
+                (
+                    list(venv.seen),
+                    len(collector.buffer),
+                    int(collector.buffer.done.sum()),
+                )
             )
         if module is compat:
             assert collector.collect_step == len(collector.buffer)
@@ -498,10 +569,18 @@ def test_finite_environments_end_the_call_and_begin_again(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_other_environments_go_on_after_stop_iteration_in_a_reset(asynchronous: bool) -> None:
+def test_other_environments_go_on_after_stop_iteration_in_a_reset(
+    asynchronous: bool,
+) -> None:
     venv = scripted(lambda wait, waiting: waiting) if asynchronous else DummyVectorEnv
     found = run(
-        compat, "reset", StopIteration(), 1, {"n_step": 60}, venv, asynchronous=asynchronous
+        compat,
+        "reset",
+        StopIteration(),
+        1,
+        {"n_step": 60},
+        venv,
+        asynchronous=asynchronous,
     )
     resets = [sum(method == "reset" for method, _ in log) for log in found.logs]
     assert resets == [1, 1, 1]
@@ -521,7 +600,9 @@ def test_other_environments_go_on_after_stop_iteration_in_a_reset(asynchronous: 
 
 
 @pytest.mark.parametrize("method", ["reset", "reset_env"])
-def test_a_reset_of_the_users_that_fails_is_made_again_before_the_next_step(method: str) -> None:
+def test_a_reset_of_the_users_that_fails_is_made_again_before_the_next_step(
+    method: str,
+) -> None:
     found = run(compat, "policy", RuntimeError("broken"), 1, {"n_step": 6})
     env = found.collector.env.workers[1].env
     env.bombs["reset"] = Bomb(OSError("no more"), 2)
@@ -535,7 +616,9 @@ def test_a_reset_of_the_users_that_fails_is_made_again_before_the_next_step(meth
     assert len(found.collector.buffer) == before + 3
 
 
-def test_an_error_of_the_reset_after_the_last_episode_is_raised_and_all_is_counted() -> None:
+def test_an_error_of_the_reset_after_the_last_episode_is_raised_and_all_is_counted() -> (
+    None
+):
     counts = []
     for module in (compat, data):
         error = RuntimeError("broken")
@@ -545,7 +628,8 @@ def test_an_error_of_the_reset_after_the_last_episode_is_raised_and_all_is_count
         if module is compat:
             found.collector.collect(n_step=3)
             assert [
-                part.obs[part._insertion_idx - 1, 1] for part in found.collector.buffer.buffers
+                part.obs[part._insertion_idx - 1, 1]
+                for part in found.collector.buffer.buffers
             ] == [0, 0, 0]
     assert counts[0] == counts[1]
 
@@ -614,7 +698,9 @@ VALUES: list[Callable[[random.Random], Any]] = [
 class Anything(Counting):
     """Infos with entries that come and go, and sometimes change their kind."""
 
-    def __init__(self, length: int, rng: random.Random, missing: float, changing: float) -> None:
+    def __init__(
+        self, length: int, rng: random.Random, missing: float, changing: float
+    ) -> None:
         super().__init__(length)
         self.rng, self.missing, self.changing = rng, missing, changing
         self.kinds = {name: rng.choice(VALUES) for name in "abc"}
@@ -628,7 +714,9 @@ class Anything(Counting):
         for name, kind in self.kinds.items():
             if self.rng.random() >= self.missing:
                 info[name] = (
-                    self.rng.choice(VALUES) if self.rng.random() < self.changing else kind
+                    self.rng.choice(VALUES)
+                    if self.rng.random() < self.changing
+                    else kind
                 )(self.rng)
         return info
 
@@ -666,7 +754,10 @@ def test_values_of_any_kind_are_stored_or_refused_as_by_tianshou(seed: int) -> N
             lambda n=n: VectorReplayBuffer(7 * n, n),
             lambda n=n: CachedReplayBuffer(ReplayBuffer(40), n, 12),
         ]
-        envs = [Anything(2 + i, random.Random(seed * 10 + i), missing, changing) for i in range(n)]
+        envs = [
+            Anything(2 + i, random.Random(seed * 10 + i), missing, changing)
+            for i in range(n)
+        ]
         buffer = rng.choice(buffers)()
         collector = module.Collector(
             Fickle(random.Random(seed), fickle),

@@ -62,7 +62,9 @@ def spoil(tree: Any) -> None:
             for value in tree.reshape(-1).tolist():
                 spoil(value)
         if tree.flags.writeable:
-            tree[...] = None if tree.dtype == object else 1 if tree.dtype == bool else 77
+            tree[...] = (
+                None if tree.dtype == object else 1 if tree.dtype == bool else 77
+            )
     elif isinstance(tree, torch.Tensor):
         tree.detach().fill_(77)
     elif isinstance(tree, Thing):
@@ -101,13 +103,22 @@ BOX = spaces.Box(-99, 99, (2,), np.float32)
 OBSERVATIONS: dict[str, tuple[spaces.Space[Any], Callable[[int, int], Any]]] = {
     "array": (BOX, lambda n, t: np.array([n, t], np.float32)),
     "dict": (
-        spaces.Dict({"e": BOX, "f": spaces.Dict({"x": spaces.Box(0, 99, (1,), np.int64)})}),
-        lambda n, t: {"e": np.array([n, t], np.float32), "f": {"x": np.array([t], np.int64)}},
+        spaces.Dict(
+            {"e": BOX, "f": spaces.Dict({"x": spaces.Box(0, 99, (1,), np.int64)})}
+        ),
+        lambda n, t: {
+            "e": np.array([n, t], np.float32),
+            "f": {"x": np.array([t], np.int64)},
+        },
     ),
     "ragged": (BOX, lambda n, t: np.arange(n + t, dtype=np.float32)),
     "mixed": (
         BOX,
-        lambda n, t: {"e": np.array([n, t], np.float32), "word": [n, t], "thing": Thing(t)},
+        lambda n, t: {
+            "e": np.array([n, t], np.float32),
+            "word": [n, t],
+            "thing": Thing(t),
+        },
     ),
 }
 
@@ -115,13 +126,17 @@ OBSERVATIONS: dict[str, tuple[spaces.Space[Any], Callable[[int, int], Any]]] = {
 class Env(gymnasium.Env[Any, Any]):
     """Counts. Infos have arrays, lists, tuples, sets and objects, and come and go."""
 
-    def __init__(self, length: int, obs: str, *, spoils: bool, infos: bool = True) -> None:
+    def __init__(
+        self, length: int, obs: str, *, spoils: bool, infos: bool = True
+    ) -> None:
         self.observation_space, self._observe = OBSERVATIONS[obs]
         self.action_space = spaces.Box(-1, 1, (2,), np.float32)
         self.length, self.t, self.infos = length, 0, infos
         self.kept = Kept(spoils=spoils)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> Any:
         self.kept.spoil()
         self.t = 0
         return self.kept((self._observe(self.length, 0), self._info()))
@@ -133,7 +148,9 @@ class Env(gymnasium.Env[Any, Any]):
         if self.kept.spoils:
             spoil(action)  # its own, as Gymnasium allows
         done = self.t >= self.length
-        return self.kept((self._observe(self.length, self.t), reward, done, False, self._info()))
+        return self.kept(
+            (self._observe(self.length, self.t), reward, done, False, self._info())
+        )
 
     def _info(self) -> dict[str, Any]:
         if not self.infos or self.t % 3 == 2:
@@ -146,7 +163,12 @@ class Env(gymnasium.Env[Any, Any]):
             "thing": Thing(t),
             "things": [Thing(t)],
         }
-        return {"t": t, "array": array, "deep": {"x": np.array(t / 2), "thing": Thing(t)}, **kinds}
+        return {
+            "t": t,
+            "array": array,
+            "deep": {"x": np.array(t / 2), "thing": Thing(t)},
+            **kinds,
+        }
 
 
 def spoiling(venv: Any, kept: Kept) -> Any:
@@ -167,7 +189,9 @@ class Acting(Policy):
     """Acts with numbers of its own, and has a state and entries of one kind."""
 
     def __init__(self, kind: str, *, spoils: bool) -> None:
-        super().__init__(action_space=spaces.Box(-1, 1, (2,), np.float32), action_scaling=False)
+        super().__init__(
+            action_space=spaces.Box(-1, 1, (2,), np.float32), action_scaling=False
+        )
         self.kind, self.calls, self.kept = kind, 0, Kept(spoils=spoils)
         self.states: list[Any] = []
 
@@ -183,7 +207,9 @@ class Acting(Policy):
             value = np.full((n, 2), self.calls)
             things = np.array([Thing(self.calls) for _ in range(n)], object)
             tensor = torch.full((n,), float(self.calls))
-            result.policy = Batch(act=act, value=value, deep=Batch(tensor=tensor, things=things))
+            result.policy = Batch(
+                act=act, value=value, deep=Batch(tensor=tensor, things=things)
+            )
             states = {
                 "array": value.copy(),
                 "tensor": tensor.clone(),
@@ -195,7 +221,9 @@ class Acting(Policy):
 
 def forked_shmem(fns: Any) -> Any:
     """Its processes are forks; new interpreters would import torch and the tests, one by one."""
-    before = multiprocessing.get_start_method()  # TorchRL sets "spawn" when it is imported
+    before = (
+        multiprocessing.get_start_method()
+    )  # TorchRL sets "spawn" when it is imported
     multiprocessing.set_start_method("fork", force=True)
     try:
         return ShmemVectorEnv(fns)
@@ -248,10 +276,13 @@ def program(
 @pytest.mark.parametrize("kind", ["bare", "array", "tensor", "batch"])
 @pytest.mark.parametrize("obs", OBSERVATIONS)
 @pytest.mark.parametrize("venv", ["direct", "wrapped", "async"])
-def test_what_is_changed_later_is_stored_as_it_was(venv: str, obs: str, kind: str) -> None:
+def test_what_is_changed_later_is_stored_as_it_was(
+    venv: str, obs: str, kind: str
+) -> None:
     for by_row in (False, True):
         ours, expected = (
-            program(venv, obs, kind, spoils=spoils, by_row=by_row) for spoils in (True, False)
+            program(venv, obs, kind, spoils=spoils, by_row=by_row)
+            for spoils in (True, False)
         )
         assert_same(ours, expected)
 
@@ -277,10 +308,15 @@ def test_so_it_is_on_ray(venv: str, ray_cluster: Any) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    "buffer", [lambda: CachedReplayBuffer(ReplayBuffer(60), 3, 20), lambda: ReplayBuffer(60)]
+    "buffer",
+    [lambda: CachedReplayBuffer(ReplayBuffer(60), 3, 20), lambda: ReplayBuffer(60)],
 )
-def test_so_it_is_in_other_buffers(buffer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if isinstance(buffer(), ReplayBuffer) and not isinstance(buffer(), CachedReplayBuffer):
+def test_so_it_is_in_other_buffers(
+    buffer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isinstance(buffer(), ReplayBuffer) and not isinstance(
+        buffer(), CachedReplayBuffer
+    ):
         monkeypatch.setattr("tests.parity.test_tianshou_memory.LENGTHS", (3,))
     for obs in ("dict", "mixed"):
         runs = [
@@ -323,7 +359,9 @@ def test_first_observations_wait_for_their_call_as_they_were() -> None:
             collector.collect(n_episode=3)
         kept.spoil()
         collector.collect(n_step=3)
-        stored = collector.buffer[:].obs if obs == "array" else collector.buffer[:].obs.e
+        stored = (
+            collector.buffer[:].obs if obs == "array" else collector.buffer[:].obs.e
+        )
         assert stored[:, 0].tolist() == [3] * 4 + [5] * 4 + [2] * 3
         assert stored[:, 1].tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 0, 1, 0]
 

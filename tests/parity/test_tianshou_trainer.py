@@ -39,11 +39,15 @@ class Log(LazyLogger):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[Any] = []
-        self.training_interval = self.test_interval = self.update_interval = self.info_interval = 1
+        self.training_interval = self.test_interval = self.update_interval = (
+            self.info_interval
+        ) = 1
 
     def prepare_dict_for_logging(self, data: dict[str, Any]) -> dict[str, Any]:
         return {
-            key: value for key, value in data.items() if not any(word in key for word in UNEQUAL)
+            key: value
+            for key, value in data.items()
+            if not any(word in key for word in UNEQUAL)
         }
 
     def write(self, step_type: str, step: int, data: dict[str, Any]) -> None:
@@ -99,7 +103,12 @@ OFF = {
     "update_step_num_gradient_steps_per_sample": 0.1,
     "batch_size": 32,
 }
-ON = {"max_epochs": 2, "epoch_num_steps": 200, "update_step_num_repetitions": 2, "batch_size": 64}
+ON = {
+    "max_epochs": 2,
+    "epoch_num_steps": 200,
+    "update_step_num_repetitions": 2,
+    "batch_size": 64,
+}
 
 
 def train(
@@ -109,7 +118,9 @@ def train(
     torch.manual_seed(1)
     np.random.seed(1)
     algorithm, log = make(), Log()
-    collector = module.Collector(algorithm, cartpoles(4), buffer, exploration_noise=True)
+    collector = module.Collector(
+        algorithm, cartpoles(4), buffer, exploration_noise=True
+    )
     test = module.Collector(algorithm, cartpoles(3), exploration_noise=True)
     if make is dqn:
         collector.reset()
@@ -142,13 +153,17 @@ def train(
             info.test_step,
             info.test_episode,
         ),
-        "counters": [(int(c.collect_step), int(c.collect_episode)) for c in (collector, test)],
+        "counters": [
+            (int(c.collect_step), int(c.collect_episode)) for c in (collector, test)
+        ],
     }
 
 
 @pytest.mark.parametrize("buffer", [VectorReplayBuffer, PrioritizedVectorReplayBuffer])
 def test_dqn_learns_the_same_from_the_same_data(buffer: Any) -> None:
-    kwargs = {"alpha": 0.6, "beta": 0.4} if buffer is PrioritizedVectorReplayBuffer else {}
+    kwargs = (
+        {"alpha": 0.6, "beta": 0.4} if buffer is PrioritizedVectorReplayBuffer else {}
+    )
     ours, theirs = (
         train(module, dqn, OffPolicyTrainerParams, OFF, buffer(400, 4, **kwargs))
         for module in (compat, data)
@@ -159,7 +174,8 @@ def test_dqn_learns_the_same_from_the_same_data(buffer: Any) -> None:
 
 @pytest.mark.parametrize("make", [ppo, reinforce])
 @pytest.mark.parametrize(
-    "amount", [{"collection_step_num_env_steps": 100}, {"collection_step_num_episodes": 6}]
+    "amount",
+    [{"collection_step_num_env_steps": 100}, {"collection_step_num_episodes": 6}],
 )
 def test_on_policy_trainers_learn_the_same(make: Any, amount: dict[str, int]) -> None:
     options = {"collection_step_num_env_steps": None, **amount, **ON}

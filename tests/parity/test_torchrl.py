@@ -32,12 +32,18 @@ def from_torchrl(envs: list[Any], **options: Any) -> list[Any]:
     def wrap(env: Any) -> Any:
         return lambda: GymWrapper(env, categorical_action_encoding=True)
 
-    env = wrap(envs[0])() if len(envs) == 1 else SerialEnv(len(envs), [wrap(e) for e in envs])
+    env = (
+        wrap(envs[0])()
+        if len(envs) == 1
+        else SerialEnv(len(envs), [wrap(e) for e in envs])
+    )
     policy = TensorDictModule(alternate, in_keys=["observation"], out_keys=["action"])
     collector = TorchRLCollector(
         env, policy, frames_per_batch=T * len(envs), total_frames=-1, **options
     )
-    batches = [batch.clone() for batch, _ in zip(collector, range(BATCHES), strict=False)]
+    batches = [
+        batch.clone() for batch, _ in zip(collector, range(BATCHES), strict=False)
+    ]
     collector.shutdown()
     return batches
 
@@ -73,10 +79,13 @@ def test_batches_equal_torchrls(torchrl, lengths, limit):
             assert mine[key].shape == theirs[key].shape, key
             assert torch.equal(mine[key], theirs[key]), key
     mine, theirs = (
-        torch.cat([b["collector", "traj_ids"] for b in batches], -1) for batches in (got, expected)
+        torch.cat([b["collector", "traj_ids"] for b in batches], -1)
+        for batches in (got, expected)
     )
     assert mine.dtype == theirs.dtype
-    assert torch.equal(mine[..., 1:] != mine[..., :-1], theirs[..., 1:] != theirs[..., :-1])
+    assert torch.equal(
+        mine[..., 1:] != mine[..., :-1], theirs[..., 1:] != theirs[..., :-1]
+    )
     assert len(mine.unique()) == len(theirs.unique()), "the same number of trajectories"
 
 
@@ -88,7 +97,9 @@ def test_a_batch_goes_into_torchrls_losses_and_buffers_like_any_tensordict():
     value = TensorDictModule(
         torch.nn.Linear(4, 1), in_keys=["observation"], out_keys=["state_value"]
     )
-    with Collector("CartPole-v1", None, num_envs=4, frames_per_batch=64, seed=0) as collector:
+    with Collector(
+        "CartPole-v1", None, num_envs=4, frames_per_batch=64, seed=0
+    ) as collector:
         batch = collector.rollout()
     GAE(gamma=0.99, lmbda=0.95, value_network=value)(batch)
     assert batch["advantage"].shape == (4, 16, 1)

@@ -83,13 +83,17 @@ def both(program: Callable[[Make], Any]) -> None:
     assert_equal(results[1], results[0])
 
 
-def batches(env: Any, policy: Any = None, count: int = 4, **options: Any) -> Callable[[Make], Any]:
+def batches(
+    env: Any, policy: Any = None, count: int = 4, **options: Any
+) -> Callable[[Make], Any]:
     """A program: so many batches. ``env`` and ``policy(env)`` are functions."""
 
     def program(make: Make) -> Any:
         made = env()
         collector = make(
-            made, None if policy is None else policy(made), **{"total_frames": -1, **options}
+            made,
+            None if policy is None else policy(made),
+            **{"total_frames": -1, **options},
         )
         got = [keep(batch) for batch, _ in zip(collector, range(count), strict=False)]
         collector.shutdown()
@@ -111,20 +115,28 @@ def assert_equal(mine: Any, theirs: Any, path: str = "result") -> None:
         assert is_non_tensor(theirs) or list(mine.names) == list(theirs.names), (
             f"{path}: names {mine.names}, not {theirs.names}"
         )
-        assert mine.device == theirs.device, f"{path}: device {mine.device}, not {theirs.device}"
+        assert mine.device == theirs.device, (
+            f"{path}: device {mine.device}, not {theirs.device}"
+        )
         assert batch_sizes(mine) == batch_sizes(theirs), path
         keys = set(theirs.keys(True, True, is_leaf=is_leaf_nontensor))
         got = set(mine.keys(True, True, is_leaf=is_leaf_nontensor))
         assert got == keys, f"{path}: lacks {keys - got}, has {got - keys} besides"
         for key in keys:
-            uneven = any(isinstance(node, LazyStackedTensorDict) for node in nodes(theirs))
+            uneven = any(
+                isinstance(node, LazyStackedTensorDict) for node in nodes(theirs)
+            )
             assert_equal(
-                mine.get(key, as_list=uneven), theirs.get(key, as_list=uneven), f"{path}[{key}]"
+                mine.get(key, as_list=uneven),
+                theirs.get(key, as_list=uneven),
+                f"{path}[{key}]",
             )
     elif isinstance(theirs, torch.Tensor):
         assert mine.dtype == theirs.dtype, f"{path}: {mine.dtype}, not {theirs.dtype}"
         assert mine.shape == theirs.shape, f"{path}: {mine.shape}, not {theirs.shape}"
-        assert mine.device == theirs.device, f"{path}: {mine.device}, not {theirs.device}"
+        assert mine.device == theirs.device, (
+            f"{path}: {mine.device}, not {theirs.device}"
+        )
         assert torch.equal(mine, theirs), f"{path}:\n{mine}\nis not\n{theirs}"
     elif isinstance(theirs, dict):
         assert list(mine) == list(theirs), path
@@ -175,7 +187,9 @@ def three_cartpoles() -> Any:
 
 
 def linear() -> Any:
-    return TensorDictModule(torch.nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
+    return TensorDictModule(
+        torch.nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"]
+    )
 
 
 def pendulum() -> Any:
@@ -189,14 +203,18 @@ def counting() -> Any:
 
 
 def three_counting() -> Any:
-    return SerialEnv(3, [functools.partial(mocks.CountingEnv, max_steps=n) for n in (2, 4, 7)])
+    return SerialEnv(
+        3, [functools.partial(mocks.CountingEnv, max_steps=n) for n in (2, 4, 7)]
+    )
 
 
 def actor(env: Any) -> Any:
     """Draws from torch's generator and returns more than an action."""
     size = env.observation_spec["observation"].shape[-1]
     n = env.full_action_spec["action"].shape[-1]
-    net = TensorDictModule(torch.nn.Linear(size, n), in_keys=["observation"], out_keys=["logits"])
+    net = TensorDictModule(
+        torch.nn.Linear(size, n), in_keys=["observation"], out_keys=["logits"]
+    )
     draw = ProbabilisticTensorDictModule(
         in_keys=["logits"],
         out_keys=["action"],
@@ -208,7 +226,9 @@ def actor(env: Any) -> Any:
 
 
 def counter(env: Any) -> Any:
-    return mocks.CountingEnvCountPolicy(env.full_action_spec[env.action_key], env.action_key)
+    return mocks.CountingEnvCountPolicy(
+        env.full_action_spec[env.action_key], env.action_key
+    )
 
 
 def lstm() -> LSTMModule:
@@ -216,11 +236,15 @@ def lstm() -> LSTMModule:
 
 
 def recurrent_env() -> Any:
-    return TransformedEnv(cartpole(), Compose(InitTracker(), lstm().make_tensordict_primer()))
+    return TransformedEnv(
+        cartpole(), Compose(InitTracker(), lstm().make_tensordict_primer())
+    )
 
 
 def recurrent(env: Any) -> Any:
-    head = TensorDictModule(torch.nn.Linear(8, 2), in_keys=["features"], out_keys=["action_value"])
+    head = TensorDictModule(
+        torch.nn.Linear(8, 2), in_keys=["features"], out_keys=["action_value"]
+    )
     return TensorDictSequential(lstm(), head, QValueModule(action_space="one-hot"))
 
 
@@ -238,9 +262,13 @@ def flat_action(tensordict):
 
 def float_one_hot(env: Any) -> Any:
     return ProbabilisticTensorDictSequential(
-        TensorDictModule(torch.nn.Linear(4, 2), in_keys=["observation"], out_keys=["logits"]),
+        TensorDictModule(
+            torch.nn.Linear(4, 2), in_keys=["observation"], out_keys=["logits"]
+        ),
         ProbabilisticTensorDictModule(
-            ["logits"], ["action"], distribution_class=torch.distributions.OneHotCategorical
+            ["logits"],
+            ["action"],
+            distribution_class=torch.distributions.OneHotCategorical,
         ),
     )
 
@@ -273,7 +301,9 @@ class Counting(TensorDictModuleBase):
 
 def correlated(env: Any) -> Any:
     noise = OrnsteinUhlenbeckProcessModule(spec=env.action_spec, eps_init=1.0)
-    return TensorDictSequential(Actor(torch.nn.Linear(3, 1), spec=env.action_spec), noise)
+    return TensorDictSequential(
+        Actor(torch.nn.Linear(3, 1), spec=env.action_spec), noise
+    )
 
 
 class Hidden(TensorDictModuleBase):
@@ -299,13 +329,19 @@ ENVS: dict[str, tuple[Any, Any, int]] = {
     "counting": (counting, counter, 1),
     "three counting": (three_counting, counter, 3),
     "batched": (
-        lambda: mocks.CountingBatchedEnv(max_steps=torch.tensor([3, 5]), batch_size=[2]),
+        lambda: mocks.CountingBatchedEnv(
+            max_steps=torch.tensor([3, 5]), batch_size=[2]
+        ),
         None,
         2,
     ),
     "discrete mock": (lambda: mocks.DiscreteActionVecMockEnv(), None, 1),
     "continuous mock": (lambda: mocks.ContinuousActionVecMockEnv(), None, 1),
-    "locked": (lambda: mocks.MockBatchedLockedEnv(device=None, batch_size=[3]), None, 3),
+    "locked": (
+        lambda: mocks.MockBatchedLockedEnv(device=None, batch_size=[3]),
+        None,
+        3,
+    ),
     "nested": (lambda: mocks.NestedCountingEnv(), counter, 1),
     "nested done": (
         lambda: mocks.NestedCountingEnv(nest_done=True, has_root_done=False),
@@ -324,13 +360,17 @@ ENVS: dict[str, tuple[Any, Any, int]] = {
     ),
     "multi key": (
         lambda: mocks.MultiKeyCountingEnv(max_steps=3),
-        lambda env: mocks.MultiKeyCountingEnvPolicy(full_action_spec=env.full_action_spec),
+        lambda env: mocks.MultiKeyCountingEnvPolicy(
+            full_action_spec=env.full_action_spec
+        ),
         1,
     ),
     "string": (lambda: mocks.CountingEnvWithString(max_steps=4), counter, 1),
     "scalar action": (lambda: mocks.EnvWithScalarAction(), None, 1),
     "transformed": (
-        lambda: TransformedEnv(cartpole(), Compose(StepCounter(5), RewardSum(), InitTracker())),
+        lambda: TransformedEnv(
+            cartpole(), Compose(StepCounter(5), RewardSum(), InitTracker())
+        ),
         actor,
         1,
     ),
@@ -346,14 +386,21 @@ ENVS: dict[str, tuple[Any, Any, int]] = {
     ),
     "three het": (
         lambda: SerialEnv(
-            3, [functools.partial(mocks.HeterogeneousCountingEnv, max_steps=n) for n in (2, 3, 5)]
+            3,
+            [
+                functools.partial(mocks.HeterogeneousCountingEnv, max_steps=n)
+                for n in (2, 3, 5)
+            ],
         ),
         lambda env: mocks.HeterogeneousCountingEnvPolicy(env.full_action_spec),
         3,
     ),
     "two by three": (
         lambda: SerialEnv(
-            2, lambda: mocks.CountingBatchedEnv(max_steps=torch.tensor([2, 4, 7]), batch_size=[3])
+            2,
+            lambda: mocks.CountingBatchedEnv(
+                max_steps=torch.tensor([2, 4, 7]), batch_size=[3]
+            ),
         ),
         None,
         6,
@@ -365,14 +412,24 @@ ENVS: dict[str, tuple[Any, Any, int]] = {
     "three one-hot floats": (three_cartpoles, float_one_hot, 3),
     "actions without a last dimension": (
         counting,
-        lambda env: lambda tensordict: tensordict.set("action", torch.ones(tensordict.shape)),
+        lambda env: (
+            lambda tensordict: tensordict.set("action", torch.ones(tensordict.shape))
+        ),
         1,
     ),
     "without a device": (pendulum, lambda env: OnDevice(None), 1),
     "a policy that counts its calls": (pendulum, lambda env: Counting(), 1),
-    "correlated noise": (lambda: TransformedEnv(pendulum(), InitTracker()), correlated, 1),
+    "correlated noise": (
+        lambda: TransformedEnv(pendulum(), InitTracker()),
+        correlated,
+        1,
+    ),
     "a recurrent policy": (recurrent_env, recurrent, 1),
-    "own policy version": (lambda: TransformedEnv(cartpole(), PolicyVersion()), actor, 1),
+    "own policy version": (
+        lambda: TransformedEnv(cartpole(), PolicyVersion()),
+        actor,
+        1,
+    ),
 }
 
 
@@ -387,7 +444,10 @@ def test_batches_are_equal(name):
     [
         ("device", "cpu"),
         ("storing_device", "cpu"),
-        *(pytest.param(name, "cuda", marks=CUDA) for name in ("device", "storing_device")),
+        *(
+            pytest.param(name, "cuda", marks=CUDA)
+            for name in ("device", "storing_device")
+        ),
     ],
 )
 @pytest.mark.parametrize("name", [name for name in ENVS if name != "without a device"])
@@ -408,7 +468,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "truncated at the end": {"set_truncated": True},
     "limited and truncated": {"set_truncated": True, "max_frames_per_traj": 3},
     "reset before every batch": {"reset_at_each_iter": True},
-    "reset before every batch, limited": {"reset_at_each_iter": True, "max_frames_per_traj": 4},
+    "reset before every batch, limited": {
+        "reset_at_each_iter": True,
+        "max_frames_per_traj": 4,
+    },
     "without ids": {"track_traj_ids": False},
     "split": {"split_trajs": True},
     "split and limited": {"split_trajs": True, "max_frames_per_traj": 4},
@@ -442,7 +505,9 @@ def test_batches_are_equal_with_options(name, option):
 
 
 @pytest.mark.parametrize(
-    "options", [{"device": "cpu"}, {"policy_device": "cpu"}, {"env_device": "cpu"}], ids=str
+    "options",
+    [{"device": "cpu"}, {"policy_device": "cpu"}, {"env_device": "cpu"}],
+    ids=str,
 )
 @pytest.mark.parametrize("storing", [None, "cpu"])
 def test_devices_are_named_alike(options, storing):
@@ -483,7 +548,9 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 def numbers(collector: Any) -> dict[str, Any]:
     """The numbers of ``stats()`` without the progress in frames, which TorchRL has from 0.15 on."""
-    return {name: value for name, value in collector.stats().items() if name not in NAMES}
+    return {
+        name: value for name, value in collector.stats().items() if name not in NAMES
+    }
 
 
 @program
@@ -519,8 +586,15 @@ def test_numbers_that_programs_read(make):
         "env_device",
         "return_same_td",
     )
-    lengths = [len(collector), outcome(lambda: len(make(cartpole(), None, frames_per_batch=10)))]
-    return [*(getattr(collector, name) for name in (*names, *more)), numbers(collector), *lengths]
+    lengths = [
+        len(collector),
+        outcome(lambda: len(make(cartpole(), None, frames_per_batch=10))),
+    ]
+    return [
+        *(getattr(collector, name) for name in (*names, *more)),
+        numbers(collector),
+        *lengths,
+    ]
 
 
 @program
@@ -563,7 +637,10 @@ def test_an_interruptor_leaves_zeros(at, batched):
     def _(make):
         env = three_counting() if batched else counting()
         collector = make(
-            env, counter(env), frames_per_batch=21 if batched else 7, interruptor=Stopper(at)
+            env,
+            counter(env),
+            frames_per_batch=21 if batched else 7,
+            interruptor=Stopper(at),
         )
         it = iter(collector)
         return [next(it).clone(), next(it).clone(), collector._frames]
@@ -609,7 +686,12 @@ def test_a_replay_buffer_is_filled(storage, batched, options):
         env = three_cartpoles() if batched else cartpole()
         rb = ReplayBuffer(storage=storage(200), batch_size=5)
         collector = make(
-            env, actor(env), frames_per_batch=30, total_frames=90, replay_buffer=rb, **options
+            env,
+            actor(env),
+            frames_per_batch=30,
+            total_frames=90,
+            replay_buffer=rb,
+            **options,
         )
         yields = list(collector)
         return [yields, len(rb), rb.write_count, collector._frames, rb[:].contiguous()]
@@ -618,7 +700,9 @@ def test_a_replay_buffer_is_filled(storage, batched, options):
 @program
 def test_a_two_dimensional_storage(make):
     rb = ReplayBuffer(storage=LazyTensorStorage(200, ndim=2), batch_size=5)
-    for _ in make(three_cartpoles(), None, frames_per_batch=30, total_frames=90, replay_buffer=rb):
+    for _ in make(
+        three_cartpoles(), None, frames_per_batch=30, total_frames=90, replay_buffer=rb
+    ):
         pass
     return [len(rb), rb[:]]
 
@@ -631,7 +715,12 @@ def test_random_frames_are_counted_by_the_replay_buffer(extend):
         rb = ReplayBuffer(storage=ListStorage(200), batch_size=5)
         options = {"init_random_frames": 25, "extend_buffer": extend}
         for _ in make(
-            env, actor(env), frames_per_batch=10, total_frames=60, replay_buffer=rb, **options
+            env,
+            actor(env),
+            frames_per_batch=10,
+            total_frames=60,
+            replay_buffer=rb,
+            **options,
         ):
             pass
         return [
@@ -662,7 +751,9 @@ def test_what_the_buffer_has_already_counts_as_random_frames(make):
 @program
 def test_a_reset_of_some_drops_their_open_trajectories(make):
     env = three_counting()
-    collector = make(env, counter(env), frames_per_batch=9, trajs_per_batch=2, traj_format="cat")
+    collector = make(
+        env, counter(env), frames_per_batch=9, trajs_per_batch=2, traj_format="cat"
+    )
     it = iter(collector)
     got = [next(it), sorted(collector._traj_assembly[0])]
     collector.reset([2])
@@ -672,7 +763,9 @@ def test_a_reset_of_some_drops_their_open_trajectories(make):
 @program
 def test_postprocessing_by_a_transform(make):
     env = cartpole()
-    return batches(lambda: env, actor, frames_per_batch=10, postproc=MultiStep(0.9, 3))(make)
+    return batches(lambda: env, actor, frames_per_batch=10, postproc=MultiStep(0.9, 3))(
+        make
+    )
 
 
 @program
@@ -695,9 +788,13 @@ def test_private_keys_are_kept_on_request(make):
     policy = counter(env)
     keys = ["_hidden", ("nested", "_hidden"), ("_nested", "shown")]
     copy = TensorDictModule(
-        lambda seen: tuple(seen + n for n in range(3)), in_keys=["observation"], out_keys=keys
+        lambda seen: tuple(seen + n for n in range(3)),
+        in_keys=["observation"],
+        out_keys=keys,
     )
-    collector = make(env, TensorDictSequential(policy, copy), frames_per_batch=9, total_frames=18)
+    collector = make(
+        env, TensorDictSequential(policy, copy), frames_per_batch=9, total_frames=18
+    )
     collector._exclude_private_keys = False
     return [collector._exclude_private_keys, *(batch.clone() for batch in collector)]
 
@@ -724,7 +821,9 @@ def test_a_trusted_function(make):
     def choose(td):
         return td.set("action", torch.zeros(*td.shape, 1))
 
-    return batches(pendulum, lambda env: choose, frames_per_batch=10, trust_policy=True)(make)
+    return batches(
+        pendulum, lambda env: choose, frames_per_batch=10, trust_policy=True
+    )(make)
 
 
 @program
@@ -734,7 +833,9 @@ def test_a_function_that_reads_flags_and_step_counts(make):
         assert not tensordict["truncated"].any()
         return tensordict.set("action", tensordict["step_count"].float())
 
-    return batches(pendulum, lambda env: choose, frames_per_batch=10, max_frames_per_traj=3)(make)
+    return batches(
+        pendulum, lambda env: choose, frames_per_batch=10, max_frames_per_traj=3
+    )(make)
 
 
 @program
@@ -765,7 +866,11 @@ FASTER: dict[str, dict[str, Any]] = {
     "a keyword of TorchRL's own": {"cudagraph_policy": {"in_keys": []}},
     "no warm-up of graphs": {"cudagraph_policy": {"warmup": 0}},
     "no such backend": {"compile_policy": {"backend": "nothing"}},
-    "no synchronization": {"no_cuda_sync": True, "device": "cpu", "cudagraph_policy": True},
+    "no synchronization": {
+        "no_cuda_sync": True,
+        "device": "cpu",
+        "cudagraph_policy": True,
+    },
 }
 POLICIES: dict[str, Callable[[Any], Any]] = {
     "module": lambda env: linear(),
@@ -779,16 +884,21 @@ POLICIES: dict[str, Callable[[Any], Any]] = {
     ),
 }
 NO_CUDA = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="graphs are made, and cannot contain what acts here"
+    torch.cuda.is_available(),
+    reason="graphs are made, and cannot contain what acts here",
 )
 
 
 @NO_CUDA
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FASTER)
-def test_options_for_a_faster_policy_do_on_the_cpu_what_they_do_in_torchrl(name, policy):
+def test_options_for_a_faster_policy_do_on_the_cpu_what_they_do_in_torchrl(
+    name, policy
+):
     """Without CUDA, TorchRL's graphs call the policy; its options are checked."""
-    program = batches(pendulum, POLICIES[policy], count=2, frames_per_batch=5, **FASTER[name])
+    program = batches(
+        pendulum, POLICIES[policy], count=2, frames_per_batch=5, **FASTER[name]
+    )
     both(lambda make: outcome(lambda: program(make)))
 
 
@@ -797,7 +907,9 @@ def test_the_machine_without_cuda_is_warned_of():
         pytest.skip("there is one")
     for make in (torchrl.collectors.Collector, Collector):
         with pytest.warns(UserWarning, match="without CUDA device"):
-            make(pendulum(), linear(), frames_per_batch=5, cudagraph_policy=True).shutdown()
+            make(
+                pendulum(), linear(), frames_per_batch=5, cudagraph_policy=True
+            ).shutdown()
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 4])
@@ -819,7 +931,9 @@ def test_a_policy_is_compiled_after_so_many_calls(warmup):
     for make in (torchrl.collectors.Collector, Collector):
         torch.compiler.reset()
         calls, compiled = [0], list[int]()
-        policy = Counted(torch.nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
+        policy = Counted(
+            torch.nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"]
+        )
         collector = make(
             pendulum(),
             policy,
@@ -843,7 +957,9 @@ def test_a_compiled_policy_gets_new_weights():
 
 @program
 def test_a_policy_factory(make):
-    collector = make(pendulum, policy_factory=lambda: ByName(False), frames_per_batch=10)
+    collector = make(
+        pendulum, policy_factory=lambda: ByName(False), frames_per_batch=10
+    )
     return [collector.next(), type(collector.policy).__name__]
 
 
@@ -863,19 +979,33 @@ def test_environments_from_functions_with_keywords(make):
     collector = make(
         GymEnv, None, frames_per_batch=5, create_env_kwargs={"env_name": "CartPole-v1"}
     )
-    return [collector.next().exclude("observation", "next"), collector.getattr_env("batch_size")]
+    return [
+        collector.next().exclude("observation", "next"),
+        collector.getattr_env("batch_size"),
+    ]
 
 
 ERRORS: dict[str, dict[str, Any]] = {
     "unknown": {"foo": 1},
     "no frames": {"frames_per_batch": None},
-    "policy and factory": {"policy": ByName(False), "policy_factory": lambda: ByName(False)},
+    "policy and factory": {
+        "policy": ByName(False),
+        "policy_factory": lambda: ByName(False),
+    },
     "reset_when_done": {"reset_when_done": False},
     "split without ids": {"split_trajs": True, "track_traj_ids": False},
     "kwargs for an object": {"create_env_kwargs": {"a": 1}},
     "same td and buffer": {"return_same_td": True, "replay_buffer": ReplayBuffer()},
-    "postproc and add": {"postproc": len, "replay_buffer": ReplayBuffer(), "extend_buffer": False},
-    "split and add": {"split_trajs": True, "replay_buffer": ReplayBuffer(), "extend_buffer": False},
+    "postproc and add": {
+        "postproc": len,
+        "replay_buffer": ReplayBuffer(),
+        "extend_buffer": False,
+    },
+    "split and add": {
+        "split_trajs": True,
+        "replay_buffer": ReplayBuffer(),
+        "extend_buffer": False,
+    },
     "buffers and buffer": {"use_buffers": True, "replay_buffer": ReplayBuffer()},
     "a linear layer": {"policy": torch.nn.Linear(3, 1)},
     "a function of obs": {"policy": lambda obs: obs},
@@ -993,7 +1123,9 @@ def test_what_a_policy_writes_below_next_is_there(env, options):
 
 @program
 def test_versions_are_counted(make):
-    collector = make(pendulum(), linear(), frames_per_batch=5, track_policy_version=True)
+    collector = make(
+        pendulum(), linear(), frames_per_batch=5, track_policy_version=True
+    )
     got = [collector.next(), collector.get_policy_version()]
     for _ in range(3):
         collector.update_policy_weights_()
@@ -1008,7 +1140,9 @@ def test_versions_are_counted(make):
 
 
 def test_the_first_row_after_an_update_has_its_version():
-    collector = Collector(pendulum(), ByName(False), frames_per_batch=3, track_policy_version=True)
+    collector = Collector(
+        pendulum(), ByName(False), frames_per_batch=3, track_policy_version=True
+    )
     collector.next()
     collector.update_policy_weights_()
     assert collector.next()["policy_version"].tolist() == [1, 1, 1]
@@ -1018,7 +1152,9 @@ def test_the_first_row_after_an_update_has_its_version():
 def test_a_state_that_only_the_policy_knows_is_there(random):
     keys = []
     for make in (torchrl.collectors.Collector, Collector):
-        collector = make(pendulum(), Hidden(), frames_per_batch=5, init_random_frames=random)
+        collector = make(
+            pendulum(), Hidden(), frames_per_batch=5, init_random_frames=random
+        )
         keys.append(set(collector.next().keys(True, True)))
     assert keys[0] == keys[1]
     if not random:  # TorchRL loses it from one step to the next
@@ -1059,13 +1195,19 @@ def test_bad_updates_are_refused_alike(make):
     return [
         outcome(lambda: collector.update_policy_weights_(weights, model_id="nope")),
         outcome(lambda: collector.update_policy_weights_(weights, weights=weights)),
-        outcome(lambda: collector.update_policy_weights_(weights=weights, policy=ByName(False))),
+        outcome(
+            lambda: collector.update_policy_weights_(
+                weights=weights, policy=ByName(False)
+            )
+        ),
         outcome(
             lambda: collector.update_policy_weights_(
                 weights_dict={"policy": weights}, model_id="policy"
             )
         ),
-        outcome(lambda: make(pendulum(), None, frames_per_batch=5).update_policy_weights_()),
+        outcome(
+            lambda: make(pendulum(), None, frames_per_batch=5).update_policy_weights_()
+        ),
     ]
 
 
@@ -1091,7 +1233,8 @@ def test_a_state_dict_of_torchrl_loads_here_and_the_other_way_round():
         b = other(cartpole(), actor(cartpole()), frames_per_batch=10, total_frames=40)
         b.load_state_dict(a.state_dict())
         assert_equal(
-            dict(b.state_dict()["policy_state_dict"]), dict(a.state_dict()["policy_state_dict"])
+            dict(b.state_dict()["policy_state_dict"]),
+            dict(a.state_dict()["policy_state_dict"]),
         )
         assert (b._frames, len(list(b))) == (10, 3)
 
@@ -1099,7 +1242,12 @@ def test_a_state_dict_of_torchrl_loads_here_and_the_other_way_round():
 @program
 def test_fake_tensordicts(make):
     made = []
-    for options in ({}, {"set_truncated": True}, {"max_frames_per_traj": 5}, {"compact_obs": True}):
+    for options in (
+        {},
+        {"set_truncated": True},
+        {"max_frames_per_traj": 5},
+        {"compact_obs": True},
+    ):
         env = three_cartpoles()
         collector = make(env, actor(env), frames_per_batch=30, **options)
         made += [collector.fake_tensordict(), collector.next()]
@@ -1129,14 +1277,21 @@ def test_looking_around(make):
 
 
 def test_signatures_are_the_same():
-    assert inspect.signature(Collector) == inspect.signature(torchrl.collectors.Collector)
+    assert inspect.signature(Collector) == inspect.signature(
+        torchrl.collectors.Collector
+    )
 
 
 @pytest.mark.parametrize("make", [torchrl.collectors.Collector, Collector])
 def test_profiles_are_written(make, tmp_path):
-    collector = make(counting(), counter(counting()), frames_per_batch=5, total_frames=25)
+    collector = make(
+        counting(), counter(counting()), frames_per_batch=5, total_frames=25
+    )
     collector.enable_profile(
-        num_rollouts=2, warmup_rollouts=1, save_path=tmp_path / "trace.json", activities=["cpu"]
+        num_rollouts=2,
+        warmup_rollouts=1,
+        save_path=tmp_path / "trace.json",
+        activities=["cpu"],
     )
     it = iter(collector)
     next(it)
@@ -1168,7 +1323,9 @@ def test_collecting_in_the_background(make):
 
 
 def test_the_same_tensordict_comes_every_time():
-    collector = Collector(counting(), counter(counting()), frames_per_batch=6, return_same_td=True)
+    collector = Collector(
+        counting(), counter(counting()), frames_per_batch=6, return_same_td=True
+    )
     it = iter(collector)
     first = next(it)
     before = first["observation"].clone()
@@ -1197,7 +1354,9 @@ def test_batches_are_not_written_to_again():
 def ppo(make: Make) -> Any:
     """Proximal policy optimisation on CartPole, as in TorchRL's tutorials."""
     env = TransformedEnv(cartpole(), Compose(StepCounter(200), RewardSum()))
-    net = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2))
+    net = torch.nn.Sequential(
+        torch.nn.Linear(4, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2)
+    )
     policy = ProbabilisticActor(
         TensorDictModule(net, in_keys=["observation"], out_keys=["logits"]),
         spec=env.action_spec,
@@ -1210,9 +1369,13 @@ def ppo(make: Make) -> Any:
     loss = ClipPPOLoss(actor_network=policy, critic_network=value, entropy_coeff=0.01)
     optimizer = torch.optim.Adam(loss.parameters(), 1e-2)
     buffer = ReplayBuffer(
-        storage=LazyTensorStorage(100), sampler=SamplerWithoutReplacement(), batch_size=25
+        storage=LazyTensorStorage(100),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=25,
     )
-    collector = make(env, policy, frames_per_batch=100, total_frames=400, split_trajs=False)
+    collector = make(
+        env, policy, frames_per_batch=100, total_frames=400, split_trajs=False
+    )
     collector.set_seed(0)
     rewards = []
     for data in collector:
@@ -1221,12 +1384,20 @@ def ppo(make: Make) -> Any:
             buffer.extend(data.reshape(-1))
             for _ in range(4):
                 losses = loss(buffer.sample())
-                total = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
+                total = (
+                    losses["loss_objective"]
+                    + losses["loss_critic"]
+                    + losses["loss_entropy"]
+                )
                 optimizer.zero_grad()
                 total.backward()
                 optimizer.step()
         rewards.append(
-            [data["next", "reward"].mean().item(), data["step_count"].max().item(), float(total)]
+            [
+                data["next", "reward"].mean().item(),
+                data["step_count"].max().item(),
+                float(total),
+            ]
         )
         collector.update_policy_weights_()
     collector.shutdown()
@@ -1274,7 +1445,8 @@ def trainer(make: Make) -> Any:
         torch.nn.Linear(4, 2), in_keys=["observation"], out_keys=["action_value"]
     )
     loss = DQNLoss(
-        TensorDictSequential(net, QValueModule(spec=env.action_spec)), action_space=env.action_spec
+        TensorDictSequential(net, QValueModule(spec=env.action_spec)),
+        action_space=env.action_spec,
     )
     training = Trainer(
         collector=make(env, loss.value_network, frames_per_batch=20, total_frames=100),

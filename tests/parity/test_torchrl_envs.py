@@ -77,18 +77,24 @@ MOCKS = {
     "text actions": mocks.Str2StrEnv,
     "metadata": mocks.EnvWithMetadata,
     "multi-key": partial(mocks.MultiKeyCountingEnv, max_steps=2),
-    "batched multi-key": partial(mocks.MultiKeyCountingEnv, batch_size=(2,), max_steps=2),
+    "batched multi-key": partial(
+        mocks.MultiKeyCountingEnv, batch_size=(2,), max_steps=2
+    ),
     "nested": partial(mocks.NestedCountingEnv, max_steps=3),
     "nested observations": partial(
         mocks.NestedCountingEnv, max_steps=3, nest_done=False, nest_reward=False
     ),
-    "nested and root flags": partial(mocks.NestedCountingEnv, max_steps=3, has_root_done=True),
+    "nested and root flags": partial(
+        mocks.NestedCountingEnv, max_steps=3, has_root_done=True
+    ),
     "agents": partial(mocks.MultiAgentCountingEnv, n_agents=3, max_steps=3),
     "batched": partial(
         mocks.CountingBatchedEnv, max_steps=torch.tensor([1, 2, 5]), batch_size=(3,)
     ),
     "two batch dimensions": partial(
-        mocks.CountingBatchedEnv, max_steps=torch.arange(6).view(2, 3), batch_size=(2, 3)
+        mocks.CountingBatchedEnv,
+        max_steps=torch.arange(6).view(2, 3),
+        batch_size=(2, 3),
     ),
     "batch-locked": mocks.MockBatchedLockedEnv,
     "batched state": partial(mocks.MockBatchedLockedEnv, batch_size=(2,)),
@@ -98,17 +104,24 @@ MOCKS = {
     "tensorclass": partial(mocks.EnvWithTensorClass, max_steps=3),
     "resets itself": partial(mocks.AutoResettingCountingEnv, 4, auto_reset=True),
     "heterogeneous": partial(mocks.HeterogeneousCountingEnv, max_steps=3),
-    "batched heterogeneous": partial(mocks.HeterogeneousCountingEnv, max_steps=3, batch_size=(2,)),
+    "batched heterogeneous": partial(
+        mocks.HeterogeneousCountingEnv, max_steps=3, batch_size=(2,)
+    ),
     "dynamic": mocks.EnvWithDynamicSpec,
     "serial": partial(SerialEnv, 3, partial(mocks.CountingEnv, max_steps=3)),
     "serial dynamic": partial(SerialEnv, 2, mocks.EnvWithDynamicSpec),
-    "serial text": partial(SerialEnv, 2, partial(mocks.CountingEnvWithString, max_steps=3)),
+    "serial text": partial(
+        SerialEnv, 2, partial(mocks.CountingEnvWithString, max_steps=3)
+    ),
     "serial of different": lambda: SerialEnv(
         2, [partial(mocks.CountingEnv, max_steps=n) for n in (1, 3)]
     ),
-    "created": lambda: SerialEnv(2, EnvCreator(partial(mocks.CountingEnv, max_steps=3))),
+    "created": lambda: SerialEnv(
+        2, EnvCreator(partial(mocks.CountingEnv, max_steps=3))
+    ),
     "vecnorm": lambda: TransformedEnv(
-        mocks.MockBatchedLockedEnv(batch_size=(2,)), VecNorm(in_keys=["observation", "reward"])
+        mocks.MockBatchedLockedEnv(batch_size=(2,)),
+        VecNorm(in_keys=["observation", "reward"]),
     ),
     "transformed serial": lambda: TransformedEnv(
         SerialEnv(2, partial(mocks.CountingEnv, max_steps=3)),
@@ -128,16 +141,22 @@ DRAWS_FIRST = {
 @pytest.mark.parametrize("name", MOCKS)
 def test_torchrls_mock_environments_give_the_same_batches(name):
     assert_same_batches(
-        MOCKS[name], skip=name in DRAWS_FIRST, seed=1 if name == "text actions" else None
+        MOCKS[name],
+        skip=name in DRAWS_FIRST,
+        seed=1 if name == "text actions" else None,
     )
 
 
-@pytest.mark.parametrize("name", ["counting", "batched", "serial", "transformed counting"])
+@pytest.mark.parametrize(
+    "name", ["counting", "batched", "serial", "transformed counting"]
+)
 def test_cut_trajectories_are_the_same(name):
     make = {
         "counting": partial(mocks.CountingEnv, max_steps=30),
         "batched": partial(
-            mocks.CountingBatchedEnv, max_steps=torch.tensor([1, 40, 50]), batch_size=(3,)
+            mocks.CountingBatchedEnv,
+            max_steps=torch.tensor([1, 40, 50]),
+            batch_size=(3,),
         ),
         "serial": partial(SerialEnv, 2, partial(mocks.CountingEnv, max_steps=50)),
         "transformed counting": lambda: TransformedEnv(
@@ -156,10 +175,16 @@ GYMS = {
     "sums": lambda: gym(
         "CartPole-v1", RewardSum(), StepCounter(10), InitTracker(), DoubleToFloat()
     ),
-    "norm": lambda: gym("Pendulum-v1", ObservationNorm(0.5, 2.0, in_keys=["observation"])),
-    "frames": lambda: gym("CartPole-v1", CatFrames(N=3, dim=-1, in_keys=["observation"])),
+    "norm": lambda: gym(
+        "Pendulum-v1", ObservationNorm(0.5, 2.0, in_keys=["observation"])
+    ),
+    "frames": lambda: gym(
+        "CartPole-v1", CatFrames(N=3, dim=-1, in_keys=["observation"])
+    ),
     "truncated": lambda: gym("Pendulum-v1", RewardSum(), max_episode_steps=12),
-    "renamed": lambda: gym("CartPole-v1", RenameTransform(["observation"], [("inner", "state")])),
+    "renamed": lambda: gym(
+        "CartPole-v1", RenameTransform(["observation"], [("inner", "state")])
+    ),
     "discretized": lambda: gym("Pendulum-v1", ActionDiscretizer(4)),
     "primed": lambda: gym(
         "CartPole-v1", TensorDictPrimer(memory=Unbounded((2,)), default_value=3.0)
@@ -180,7 +205,9 @@ def test_a_wrapped_environment_gives_the_same_batches():
 def test_wrapped_vector_environments_give_the_same_batches(mode):
     def make() -> Any:
         return GymWrapper(
-            SyncVectorEnv([partial(CountingEnv, n) for n in (2, 3)], autoreset_mode=mode)
+            SyncVectorEnv(
+                [partial(CountingEnv, n) for n in (2, 3)], autoreset_mode=mode
+            )
         )
 
     assert_same_batches(make)
@@ -214,7 +241,9 @@ def test_environments_that_reset_natively_give_the_same_batches_and_say_what_is_
 
 
 def test_max_frames_per_traj_is_the_same_on_gym_environments():
-    assert_same_batches(partial(gym, "Pendulum-v1"), seed=5, T=30, max_frames_per_traj=7)
+    assert_same_batches(
+        partial(gym, "Pendulum-v1"), seed=5, T=30, max_frames_per_traj=7
+    )
 
 
 def actor(env: Any) -> Any:
@@ -230,7 +259,11 @@ def actor(env: Any) -> Any:
 
 def test_an_actors_log_probabilities_are_the_same():
     assert_same_batches(
-        partial(gym, "CartPole-v1"), actor, seed=5, T=40, exploration_type=ExplorationType.MODE
+        partial(gym, "CartPole-v1"),
+        actor,
+        seed=5,
+        T=40,
+        exploration_type=ExplorationType.MODE,
     )
 
 
@@ -244,7 +277,9 @@ class Generous(TensorDictModuleBase):
 
 
 def test_environments_read_what_the_policy_said_besides():
-    batch = assert_same_batches(partial(ReadsPolicyOutputs, max_steps=3), lambda env: Generous())[0]
+    batch = assert_same_batches(
+        partial(ReadsPolicyOutputs, max_steps=3), lambda env: Generous()
+    )[0]
     assert torch.equal(batch["next", "reward"], batch["bonus"])
 
 
@@ -263,7 +298,9 @@ def recurrent(kind: str, *, python_based: bool = True) -> tuple[Any, Any]:
         GymEnv("CartPole-v1"), Compose(InitTracker(), cell.make_tensordict_primer())
     )
     head = TensorDictModule(
-        lambda x: nn.functional.one_hot((x.sum(-1) > 0).long(), 2), ["embed"], ["action"]
+        lambda x: nn.functional.one_hot((x.sum(-1) > 0).long(), 2),
+        ["embed"],
+        ["action"],
     )
     return env, TensorDictSequential(cell, head)
 
@@ -286,9 +323,13 @@ def test_batched_environments_with_recurrent_modules_give_the_same_batches(kind)
         return cls(input_size=1, hidden_size=8, in_key="observation", out_key="embed")
 
     def make() -> Any:
-        env = mocks.CountingBatchedEnv(max_steps=torch.tensor([1, 2, 4]), batch_size=(3,))
+        env = mocks.CountingBatchedEnv(
+            max_steps=torch.tensor([1, 2, 4]), batch_size=(3,)
+        )
         floats = DTypeCastTransform(torch.int32, torch.float32, in_keys=["observation"])
-        return TransformedEnv(env, Compose(floats, InitTracker(), cell().make_tensordict_primer()))
+        return TransformedEnv(
+            env, Compose(floats, InitTracker(), cell().make_tensordict_primer())
+        )
 
     head = TensorDictModule(
         lambda x: (x.sum(-1, keepdim=True) > 0).to(torch.int8), ["embed"], ["action"]
@@ -355,7 +396,9 @@ def test_flags_below_the_root_are_truncated_at_the_end_of_batches(name, more):
     """
 
     def make() -> Any:
-        return with_truncated(mocks.NestedCountingEnv(**{"max_steps": 5, **NESTED[name]}))
+        return with_truncated(
+            mocks.NestedCountingEnv(**{"max_steps": 5, **NESTED[name]})
+        )
 
     mine = assert_same_batches(make, counts, T=7, batches=3, set_truncated=True, **more)
     for batch in mine:
@@ -385,7 +428,9 @@ def test_flags_below_the_root_are_truncated_by_workers_too(place):
 
 def test_nothing_can_be_marked_where_there_is_no_flag_or_it_is_left_out():
     with pytest.raises(BadOption, match="has no 'truncated' flag"):
-        Collector(mocks.NestedCountingEnv(), None, frames_per_batch=4, set_truncated=True)
+        Collector(
+            mocks.NestedCountingEnv(), None, frames_per_batch=4, set_truncated=True
+        )
     with pytest.raises(
         BadOption, match="marks next.data.truncated, which compact_obs=True leaves out"
     ):
@@ -425,12 +470,16 @@ def test_heterogeneous_agents_on_a_device_give_the_same_batches(env, device):
 @pytest.mark.parametrize("place", ["threads", "processes"])
 def test_heterogeneous_agents_on_a_device_are_the_same_in_workers(place, device):
     if place == "processes" and device != "device":
-        pytest.skip("one start of processes is enough: workers are told nothing else by the others")
+        pytest.skip(
+            "one start of processes is enough: workers are told nothing else by the others"
+        )
     env = HETEROGENEOUS["alone"]
     options = {"frames_per_batch": 12, device: "cpu"}
     with Collector([env] * 2, het_policy(env()), **options) as c:
         expected = [c.next().clone() for _ in range(2)]
-    with MultiSyncCollector([env] * 2, het_policy(env()), backend=place, **options) as c:
+    with MultiSyncCollector(
+        [env] * 2, het_policy(env()), backend=place, **options
+    ) as c:
         for batch in expected:
             got = c.next()
             assert got.device == batch.device
@@ -439,7 +488,9 @@ def test_heterogeneous_agents_on_a_device_are_the_same_in_workers(place, device)
 
 
 def test_processes_give_the_same_batches():
-    make = partial(ParallelEnv, 2, partial(mocks.CountingEnv, max_steps=3), mp_start_method="fork")
+    make = partial(
+        ParallelEnv, 2, partial(mocks.CountingEnv, max_steps=3), mp_start_method="fork"
+    )
     mine, theirs = both(make, batches=2)
     for a, b in zip(mine, theirs, strict=True):
         assert_equal(a, b)
@@ -449,7 +500,12 @@ def test_the_inner_environments_steps_are_those_of_the_torchrl_environment():
     class Derived(GymEnv):
         pass
 
-    for name in ("CartPole-v1", "Pendulum-v1", "MountainCarContinuous-v0", "Acrobot-v1"):
+    for name in (
+        "CartPole-v1",
+        "Pendulum-v1",
+        "MountainCarContinuous-v0",
+        "Acrobot-v1",
+    ):
         batches = []
         for cls in (GymEnv, Derived):
             with Collector(
@@ -493,11 +549,17 @@ def test_an_env_creator_is_a_function_that_makes_environments():
 
 def test_the_printed_example_of_the_seed():
     with Collector(
-        lambda: GymEnv("Pendulum-v1"), None, frames_per_batch=200, max_frames_per_traj=50
+        lambda: GymEnv("Pendulum-v1"),
+        None,
+        frames_per_batch=200,
+        max_frames_per_traj=50,
     ) as collector:
         mine = collector.rollout()
     with Collector(
-        lambda: gymnasium.make("Pendulum-v1"), None, frames_per_batch=200, max_frames_per_traj=50
+        lambda: gymnasium.make("Pendulum-v1"),
+        None,
+        frames_per_batch=200,
+        max_frames_per_traj=50,
     ) as c:
         other = c.rollout()
     assert {k: (v.shape, v.dtype) for k, v in mine.items(True, True)} == {
@@ -513,8 +575,12 @@ def test_masked_actions_stay_in_their_mask():
     with Collector(
         TransformedEnv(Masked(), ActionMask()), None, frames_per_batch=1, seed=0
     ) as collector:
-        assert_equal(torch.cat([collector.rollout().clone() for _ in range(120)]), batch)
-    allowed = batch["action_mask"].gather(-1, batch["action"].long().argmax(-1, keepdim=True))
+        assert_equal(
+            torch.cat([collector.rollout().clone() for _ in range(120)]), batch
+        )
+    allowed = batch["action_mask"].gather(
+        -1, batch["action"].long().argmax(-1, keepdim=True)
+    )
     assert allowed.all()
     assert len(batch["action"].long().argmax(-1).unique()) == 4
 
@@ -539,21 +605,32 @@ class Masked(mocks.EnvBase):
         return self._mask()
 
     def _step(self, tensordict: Any) -> Any:
-        assert tensordict["action_mask"][tensordict["action"].long().argmax()], "a forbidden action"
+        assert tensordict["action_mask"][tensordict["action"].long().argmax()], (
+            "a forbidden action"
+        )
         self.t += 1
-        return self._mask().update({"reward": torch.zeros(1), "done": torch.tensor([self.t >= 9])})
+        return self._mask().update(
+            {"reward": torch.zeros(1), "done": torch.tensor([self.t >= 9])}
+        )
 
     def _set_seed(self, seed: int | None) -> None:
         pass
 
 
-@pytest.mark.parametrize("options", [{"split_trajs": True}, {"trajs_per_batch": 1}], ids=str)
-def test_flags_that_an_environment_does_not_show_are_not_shown_after_splitting_either(options):
+@pytest.mark.parametrize(
+    "options", [{"split_trajs": True}, {"trajs_per_batch": 1}], ids=str
+)
+def test_flags_that_an_environment_does_not_show_are_not_shown_after_splitting_either(
+    options,
+):
     def make() -> Any:
         return mocks.NestedCountingEnv(max_steps=3)
 
     given: dict[str, Any] = {"policy": None, "frames_per_batch": 8}
-    with Collector(make(), **given) as plain, Collector(make(), **given, **options) as split:
+    with (
+        Collector(make(), **given) as plain,
+        Collector(make(), **given, **options) as split,
+    ):
         keys = set(plain.rollout().keys(True, True))
         assert set(next(iter(split)).keys(True, True)) - {("collector", "mask")} == keys
         assert set(split.rollout().keys(True, True)) == keys

@@ -91,7 +91,9 @@ class Numbered:
             for number in part[IDS].flatten().tolist():
                 known.setdefault(number, len(known) - 1)
             part[IDS].apply_(lambda number, known=known: known[int(number)])
-        numbers = [number for known in self.seen.values() for number in known if number >= 0]
+        numbers = [
+            number for known in self.seen.values() for number in known if number >= 0
+        ]
         assert not stacked or len(numbers) == len(set(numbers))
         return batch
 
@@ -117,8 +119,16 @@ SYNC: dict[str, dict[str, Any]] = {
         "init_random_frames": 8,
         "num_workers": 2,
     },
-    "split": {"split_trajs": True, "policy": workers.ByArgument(), "storing_device": "cpu"},
-    "batched": {"envs": [workers.two_counting] * 2, "policy": workers.ones, "trust_policy": True},
+    "split": {
+        "split_trajs": True,
+        "policy": workers.ByArgument(),
+        "storing_device": "cpu",
+    },
+    "batched": {
+        "envs": [workers.two_counting] * 2,
+        "policy": workers.ones,
+        "trust_policy": True,
+    },
     "heterogeneous": {
         "envs": [workers.heterogeneous] * 2,
         "policy": torchrl.collectors.RandomPolicy(),
@@ -130,7 +140,10 @@ SYNC: dict[str, dict[str, Any]] = {
         "policy_factory": None,
     },
     "factories": {
-        "policy_factory": [partial(workers.weighted, 1.0), partial(workers.weighted, 2.0)]
+        "policy_factory": [
+            partial(workers.weighted, 1.0),
+            partial(workers.weighted, 2.0),
+        ]
     },
     "a factory beside a policy": {
         "policy": Weighted(3.0),
@@ -148,7 +161,10 @@ SYNC: dict[str, dict[str, Any]] = {
         "update_at_each_batch": True,
     },
     "versions": {"track_policy_version": True},
-    "hooks": {"post_collect_hook": workers.Noted(1), "pre_collect_hook": workers.Noted(0)},
+    "hooks": {
+        "post_collect_hook": workers.Noted(1),
+        "pre_collect_hook": workers.Noted(0),
+    },
 }
 RANDOM = {
     "heterogeneous",
@@ -161,7 +177,11 @@ QUICK = {"frames that do not divide", "split", "hooks"}
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SYNC]
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in SYNC
+    ],
 )
 def test_batches_are_equal(name: str) -> None:
     options = SYNC[name]
@@ -172,7 +192,9 @@ def test_batches_are_equal(name: str) -> None:
         collector = made(source, **copy.deepcopy(options))
         try:
             batches = [
-                batch.exclude(IDS) if "split_trajs" in options else number(batch, stacked)
+                batch.exclude(IDS)
+                if "split_trajs" in options
+                else number(batch, stacked)
                 for batch in collector
             ]
             return [batch.zero_() if name in RANDOM else batch for batch in batches]
@@ -202,7 +224,9 @@ def test_cat_is_the_first_dimension() -> None:
 def test_a_program_that_looks_into_workers(tmp_path: Any) -> None:
     def program(source: Any) -> Any:
         policy = Weighted(1.0)
-        collector = made(source, policy=policy, track_policy_version=True, total_frames=-1)
+        collector = made(
+            source, policy=policy, track_policy_version=True, total_frames=-1
+        )
         try:
             return list(look(collector, policy, tmp_path / source.__name__))
         finally:
@@ -214,7 +238,10 @@ def test_a_program_that_looks_into_workers(tmp_path: Any) -> None:
 
 def look(collector: Any, policy: Any, folder: Any) -> Iterator[Any]:
     """What a program sees of a collector with two workers, in turn."""
-    yield collector.get_distant_attr("policy.name"), collector.get_distant_attr("frames_per_batch")
+    yield (
+        collector.get_distant_attr("policy.name"),
+        collector.get_distant_attr("frames_per_batch"),
+    )
     yield (
         collector.map_fn("policy.doubled", list_of_args=[(1,), (2,)]),
         collector.getattr_env("max_steps"),
@@ -227,7 +254,10 @@ def look(collector: Any, policy: Any, folder: Any) -> Iterator[Any]:
     yield len(collector.procs), collector.num_workers, collector.policy is policy
     folder.mkdir()
     collector.enable_profile(
-        workers=[0], num_rollouts=2, warmup_rollouts=1, save_path=folder / "{worker_idx}.json"
+        workers=[0],
+        num_rollouts=2,
+        warmup_rollouts=1,
+        save_path=folder / "{worker_idx}.json",
     )
     number, batches = Numbered(), iter(collector)
     yield [number(next(batches), True) for _ in range(2)], (folder / "0.json").exists()
@@ -262,7 +292,8 @@ def look(collector: Any, policy: Any, folder: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["MultiAsyncCollector", pytest.param("AsyncCollector", marks=pytest.mark.slow)]
+    "name",
+    ["MultiAsyncCollector", pytest.param("AsyncCollector", marks=pytest.mark.slow)],
 )
 def test_batches_of_each_worker_are_equal(name: str) -> None:
     """How many batches there are of each worker is a matter of time: those that both have are
@@ -321,7 +352,10 @@ def test_workers_fill_a_shared_replay_buffer(extend: bool) -> None:
 def test_the_last_row_is_marked_in_workers() -> None:
     """TorchRL's workers raise where a batch of a device is marked as truncated."""
     collector = made(
-        muster.compat.torchrl.collectors, set_truncated=True, max_frames_per_traj=9, device="cpu"
+        muster.compat.torchrl.collectors,
+        set_truncated=True,
+        max_frames_per_traj=9,
+        device="cpu",
     )
     try:
         for batch in collector:
@@ -368,7 +402,9 @@ def test_a_program_ends_that_does_not_shut_down(tmp_path: Any) -> None:
         timeout=200,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
-    assert (done.returncode, done.stdout.split()[:2]) == (0, ["collected", "8"]), done.stderr
+    assert (done.returncode, done.stdout.split()[:2]) == (0, ["collected", "8"]), (
+        done.stderr
+    )
 
 
 # --- arguments ------------------------------------------------------------------------------------
@@ -392,9 +428,15 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "a backend without collectors": lambda m: m.Collector(
         ENVS[0], backend="threading", frames_per_batch=8
     ),
-    "an unknown backend": lambda m: m.Collector(ENVS[0], backend="nothing", frames_per_batch=8),
-    "no collectors": lambda m: m.Collector(ENVS[0], num_collectors=0, frames_per_batch=8),
-    "half a collector": lambda m: m.Collector(ENVS[0], num_collectors=0.5, frames_per_batch=8),
+    "an unknown backend": lambda m: m.Collector(
+        ENVS[0], backend="nothing", frames_per_batch=8
+    ),
+    "no collectors": lambda m: m.Collector(
+        ENVS[0], num_collectors=0, frames_per_batch=8
+    ),
+    "half a collector": lambda m: m.Collector(
+        ENVS[0], num_collectors=0.5, frames_per_batch=8
+    ),
     "several directly": lambda m: m.Collector(
         ENVS[0], backend="direct", num_collectors=2, frames_per_batch=8
     ),
@@ -406,10 +448,16 @@ WRONG: dict[str, Callable[[Any], Any]] = {
         ENVS[0], num_collectors=2, sync=1, frames_per_batch=8
     ),
     "an option twice": lambda m: m.Collector(
-        ENVS[0], num_collectors=2, frames_per_batch=8, backend_options={"frames_per_batch": 4}
+        ENVS[0],
+        num_collectors=2,
+        frames_per_batch=8,
+        backend_options={"frames_per_batch": 4},
     ),
     "a reserved option": lambda m: m.Collector(
-        ENVS[0], num_collectors=2, frames_per_batch=8, backend_options={"num_workers": 4}
+        ENVS[0],
+        num_collectors=2,
+        frames_per_batch=8,
+        backend_options={"num_workers": 4},
     ),
     "no environments": lambda m: m.Collector([], backend="process", frames_per_batch=8),
 }
@@ -456,13 +504,20 @@ def test_sync_chooses_a_class() -> None:
     ours = muster.compat.torchrl.collectors
     with pytest.raises(ValueError, match="one value per worker"):
         ours.MultiCollector(ENVS, sync=True, frames_per_batch=[1])
-    for sync, cls in ((True, ours.MultiSyncCollector), (False, ours.MultiAsyncCollector)):
-        collector = ours.MultiCollector(ENVS[:1], Weighted(), sync=sync, frames_per_batch=8)
+    for sync, cls in (
+        (True, ours.MultiSyncCollector),
+        (False, ours.MultiAsyncCollector),
+    ):
+        collector = ours.MultiCollector(
+            ENVS[:1], Weighted(), sync=sync, frames_per_batch=8
+        )
         collector.shutdown()
         assert type(collector) is cls
 
 
-@pytest.mark.parametrize("name", ["SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme"])
+@pytest.mark.parametrize(
+    "name", ["SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme"]
+)
 def test_our_weight_sync_schemes_change_weights_between_batches(name: str) -> None:
     scheme = getattr(weight_update, name)()
     collector = made(
@@ -488,7 +543,10 @@ def test_weights_of_each_worker(ours: bool) -> None:
     scheme = schemes.SharedMemWeightSyncScheme(per_worker_weights=True)
     factories = [partial(workers.weighted, float(worker)) for worker in range(2)]
     collector = made(
-        source, policy_factory=factories, weight_sync_schemes={"policy": scheme}, total_frames=-1
+        source,
+        policy_factory=factories,
+        weight_sync_schemes={"policy": scheme},
+        total_frames=-1,
     )
     try:
         batches = iter(collector)
@@ -520,7 +578,9 @@ FORMS: dict[str, Callable[[Any], Any]] = {
     "nested dict": lambda new: tensors(new).to_dict(),
     "nested dict of the module inside": lambda new: tensors(new.inner).to_dict(),
     "dict by paths": lambda new: dict(tensors(new).items(True, True)),
-    "arrays": lambda new: {name: tensor.numpy() for name, tensor in new.state_dict().items()},
+    "arrays": lambda new: {
+        name: tensor.numpy() for name, tensor in new.state_dict().items()
+    },
 }
 SCHEMES: dict[str, Callable[[], dict[str, Any]]] = {
     "default": dict,
@@ -528,7 +588,10 @@ SCHEMES: dict[str, Callable[[], dict[str, Any]]] = {
         f"{package} {name}": lambda schemes=schemes, name=name: {  # type: ignore[misc]
             "weight_sync_schemes": {"policy": getattr(schemes, name)()}
         }
-        for package, schemes in (("torchrl", torchrl.weight_update), ("muster", weight_update))
+        for package, schemes in (
+            ("torchrl", torchrl.weight_update),
+            ("muster", weight_update),
+        )
         for name in ("SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme")
     },
 }
@@ -549,13 +612,19 @@ WAYS: dict[str, Callable[[Any, Any], None]] = {
 def acted(batches: Iterator[Any]) -> tuple[float, float]:
     """With which weights, and with which buffer that is not saved."""
     batch = next(batches)
-    (weight,), (fixed,) = batch["weight"].unique().tolist(), batch["fixed"].unique().tolist()
+    (weight,), (fixed,) = (
+        batch["weight"].unique().tolist(),
+        batch["fixed"].unique().tolist(),
+    )
     return weight, fixed
 
 
 @pytest.mark.parametrize(
     "scheme",
-    [name if name == "default" else pytest.param(name, marks=pytest.mark.slow) for name in SCHEMES],
+    [
+        name if name == "default" else pytest.param(name, marks=pytest.mark.slow)
+        for name in SCHEMES
+    ],
 )
 def test_weights_come_to_workers_in_any_form(scheme: str) -> None:
     """As to ``Collector``.
@@ -580,7 +649,9 @@ def test_weights_come_to_workers_in_any_form(scheme: str) -> None:
                 assert weight == value, (way, form)
                 assert fixed in (before, value + 0.5), (way, form)
                 before = fixed
-        assert next(batches)["policy_version"].unique().tolist() == [len(WAYS) * len(FORMS)]
+        assert next(batches)["policy_version"].unique().tolist() == [
+            len(WAYS) * len(FORMS)
+        ]
     finally:
         collector.shutdown()
 
@@ -588,8 +659,14 @@ def test_weights_come_to_workers_in_any_form(scheme: str) -> None:
 WRONG_WEIGHTS: dict[str, Callable[[], Any]] = {
     "nothing": dict,
     "a name is missing": lambda: {"inner": {"0": {"weight": torch.ones(2, 2)}}},
-    "an unknown name": lambda: {**workers.Deep(1.0).state_dict(), "other": torch.ones(1)},
-    "another shape": lambda: {**workers.Deep(1.0).state_dict(), "inner.0.bias": torch.ones(3)},
+    "an unknown name": lambda: {
+        **workers.Deep(1.0).state_dict(),
+        "other": torch.ones(1),
+    },
+    "another shape": lambda: {
+        **workers.Deep(1.0).state_dict(),
+        "inner.0.bias": torch.ones(3),
+    },
     "another dtype": lambda: {
         **workers.Deep(1.0).state_dict(),
         "inner.0.bias": torch.ones(2, dtype=torch.float64),
@@ -606,7 +683,10 @@ WRONG_WEIGHTS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize(
     "scheme",
-    [name if name == "default" else pytest.param(name, marks=pytest.mark.slow) for name in SCHEMES],
+    [
+        name if name == "default" else pytest.param(name, marks=pytest.mark.slow)
+        for name in SCHEMES
+    ],
 )
 def test_weights_that_do_not_fit_change_nothing_in_workers(scheme: str) -> None:
     """TorchRL takes some of them, and waits for ever after others."""
@@ -653,8 +733,12 @@ def test_weights_of_each_worker_in_any_form(ours: bool) -> None:
         batches, expected = iter(collector), [0.0, 1.0]
         for number, give in enumerate(FORMS.values()):
             expected[number % 2] = 2.0 + number
-            collector.update_policy_weights_({number % 2: give(workers.Deep(2.0 + number))})
-            assert [part.unique().item() for part in next(batches)["weight"]] == expected
+            collector.update_policy_weights_(
+                {number % 2: give(workers.Deep(2.0 + number))}
+            )
+            assert [
+                part.unique().item() for part in next(batches)["weight"]
+            ] == expected
         with pytest.raises(BadWeights, match=r"shape \(3,\)"):
             collector.update_policy_weights_({1: WRONG_WEIGHTS["another shape"]()})
         assert [part.unique().item() for part in next(batches)["weight"]] == expected
@@ -665,7 +749,9 @@ def test_weights_of_each_worker_in_any_form(ours: bool) -> None:
 def test_torchrls_scheme_with_messages_has_the_same_weights_for_all() -> None:
     """With weights by worker its receiving threads fail, and TorchRL waits for ever."""
     scheme = torchrl.weight_update.MultiProcessWeightSyncScheme()
-    collector = made(muster.compat.torchrl.collectors, weight_sync_schemes={"policy": scheme})
+    collector = made(
+        muster.compat.torchrl.collectors, weight_sync_schemes={"policy": scheme}
+    )
     try:
         with pytest.raises(BadOption, match="SharedMemWeightSyncScheme"):
             collector.update_policy_weights_({0: tensors(Weighted(1.0))})
@@ -683,7 +769,9 @@ class Two(Weighted):
 
 NO_NEWS: dict[str, Callable[[], dict[str, Any]]] = {
     "muster's": lambda: {"policy": weight_update.NoWeightSyncScheme()},
-    "muster's by name": lambda: {"policy": weight_update.WeightSyncScheme.from_backend("direct")},
+    "muster's by name": lambda: {
+        "policy": weight_update.WeightSyncScheme.from_backend("direct")
+    },
     "torchrl's": lambda: {"policy": torchrl.weight_update.NoWeightSyncScheme()},
 }
 
@@ -692,7 +780,11 @@ NO_NEWS: dict[str, Callable[[], dict[str, Any]]] = {
 def test_workers_keep_their_first_weights(name: str) -> None:
     """In TorchRL they die: the policy is sent without weights."""
     policy = workers.Deep(2.0)
-    options = {"policy": policy, "weight_sync_schemes": NO_NEWS[name](), "total_frames": -1}
+    options = {
+        "policy": policy,
+        "weight_sync_schemes": NO_NEWS[name](),
+        "total_frames": -1,
+    }
     collector = made(muster.compat.torchrl.collectors, **options)
     try:
         batches = iter(collector)
@@ -709,7 +801,10 @@ def test_workers_keep_their_first_weights(name: str) -> None:
 def test_a_scheme_for_another_model_leaves_the_policy_its_weights() -> None:
     """In TorchRL the workers die."""
     scheme = torchrl.weight_update.SharedMemWeightSyncScheme()
-    options: dict[str, Any] = {"policy": Two(2.0), "weight_sync_schemes": {"policy.critic": scheme}}
+    options: dict[str, Any] = {
+        "policy": Two(2.0),
+        "weight_sync_schemes": {"policy.critic": scheme},
+    }
     collector = made(muster.compat.torchrl.collectors, total_frames=-1, **options)
     try:
         batches = iter(collector)
@@ -728,7 +823,10 @@ def test_an_updater_of_this_package_takes_every_form() -> None:
         policy_weights=TensorDict.from_module(policy).lock_(),
     )
     collector = made(
-        muster.compat.torchrl.collectors, policy=policy, weight_updater=updater, total_frames=-1
+        muster.compat.torchrl.collectors,
+        policy=policy,
+        weight_updater=updater,
+        total_frames=-1,
     )
     try:
         batches = iter(collector)
@@ -741,7 +839,9 @@ def test_an_updater_of_this_package_takes_every_form() -> None:
         collector.shutdown()
 
 
-@pytest.mark.parametrize("backend", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["thread", pytest.param("process", marks=pytest.mark.slow)]
+)
 def test_evaluations_are_equal(backend: str) -> None:
     def program(source: Any) -> Any:
         evaluator = source.Evaluator(
@@ -756,7 +856,9 @@ def test_evaluations_are_equal(backend: str) -> None:
         finally:
             evaluator.shutdown()
         return {
-            name: value for name, value in found.items() if "fps" not in name and "time" not in name
+            name: value
+            for name, value in found.items()
+            if "fps" not in name and "time" not in name
         }
 
     both(program)
@@ -765,15 +867,25 @@ def test_evaluations_are_equal(backend: str) -> None:
 # --- names ----------------------------------------------------------------------------------------
 
 NAMES = [
-    *("collectors", "collectors.utils", "collectors.weight_update", "collectors.distributed"),
-    *("collectors.distributed.default_configs", "collectors.distributed.ray", "weight_update"),
+    *(
+        "collectors",
+        "collectors.utils",
+        "collectors.weight_update",
+        "collectors.distributed",
+    ),
+    *(
+        "collectors.distributed.default_configs",
+        "collectors.distributed.ray",
+        "weight_update",
+    ),
 ]
 
 
 @pytest.mark.parametrize("path", NAMES)
 def test_every_name_is_there_by_torchrls_path(path: str) -> None:
     theirs, ours = (
-        importlib.import_module(f"{root}.{path}") for root in ("torchrl", "muster.compat.torchrl")
+        importlib.import_module(f"{root}.{path}")
+        for root in ("torchrl", "muster.compat.torchrl")
     )
     public = {name for name in vars(theirs) if name[0].isupper()}
     found = {
@@ -781,7 +893,9 @@ def test_every_name_is_there_by_torchrls_path(path: str) -> None:
         "collectors.weight_update": {
             name for name in public if name.endswith(("Updater", "UpdaterBase"))
         },
-        "collectors.distributed.default_configs": {name for name in public if name.isupper()},
+        "collectors.distributed.default_configs": {
+            name for name in public if name.isupper()
+        },
         "collectors.distributed.ray": {
             "DEFAULT_RAY_INIT_CONFIG",
             "DEFAULT_REMOTE_CLASS_CONFIG",

@@ -71,7 +71,8 @@ def collector(name: str = "MultiSyncCollector", **options: Any) -> Iterator[Any]
     finally:
         opened.shutdown(raise_on_error=False)
         assert not any(
-            worker_calls.is_known(process) and process.is_alive() for process in opened.procs
+            worker_calls.is_known(process) and process.is_alive()
+            for process in opened.procs
         )
         assert folders() == before
 
@@ -93,13 +94,23 @@ PLACES: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[Any], Any], s
     ),
     "policy": (lambda how: {"policy": FailingPolicy(how, 9)}, iterate, "policy"),
     "policy_factory": (
-        lambda how: {"policy_factory": [partial(Weighted, 1.0), partial(workers.fail, how)]},
+        lambda how: {
+            "policy_factory": [partial(Weighted, 1.0), partial(workers.fail, how)]
+        },
         iterate,
         "construct",
     ),
     "init_fn": (lambda how: {"init_fn": FailingHook(how)}, iterate, "construct"),
-    "pre_collect_hook": (lambda how: {"pre_collect_hook": FailingHook(how)}, iterate, "call"),
-    "post_collect_hook": (lambda how: {"post_collect_hook": FailingHook(how)}, iterate, "call"),
+    "pre_collect_hook": (
+        lambda how: {"pre_collect_hook": FailingHook(how)},
+        iterate,
+        "call",
+    ),
+    "post_collect_hook": (
+        lambda how: {"post_collect_hook": FailingHook(how)},
+        iterate,
+        "call",
+    ),
     "set_seed": (
         lambda how: {"envs": failing("set_seed", how)},
         lambda opened: opened.set_seed(1),
@@ -182,7 +193,8 @@ def test_an_error_that_a_worker_survives_is_not_its_end(how: str) -> None:
 
 def test_errors_of_muster_say_where_they_were_raised() -> None:
     with pytest.raises(
-        BadOption, match=r"frames_per_batch=0.* In worker 1 \(pid \d+\), phase construct"
+        BadOption,
+        match=r"frames_per_batch=0.* In worker 1 \(pid \d+\), phase construct",
     ):
         made(ours, frames_per_batch=[4, 0])
 
@@ -190,7 +202,11 @@ def test_errors_of_muster_say_where_they_were_raised() -> None:
 def test_an_error_of_the_replay_buffer_in_a_worker() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(64), shared=True)
     buffer.extend(
-        workers.counting().fake_tensordict().expand(2).clone().set("observation", torch.zeros(2, 7))
+        workers.counting()
+        .fake_tensordict()
+        .expand(2)
+        .clone()
+        .set("observation", torch.zeros(2, 7))
     )
     with (
         collector(policy=workers.ones, replay_buffer=buffer) as opened,
@@ -281,9 +297,15 @@ def test_calls_after_the_death_of_a_worker(call: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["default", "torchrl", "muster"])
 @pytest.mark.parametrize("name", KINDS)
-def test_an_update_does_not_wait_for_a_worker_that_has_failed(name: str, scheme: str) -> None:
+def test_an_update_does_not_wait_for_a_worker_that_has_failed(
+    name: str, scheme: str
+) -> None:
     """TorchRL waits for its acknowledgment without a limit."""
-    options = {"default": {}, "torchrl": torchrl.weight_update, "muster": weight_update}[scheme]
+    options = {
+        "default": {},
+        "torchrl": torchrl.weight_update,
+        "muster": weight_update,
+    }[scheme]
     given = (
         {}
         if options == {}
@@ -308,7 +330,8 @@ def test_an_update_that_a_worker_does_not_take_in_time(monkeypatch: Any) -> None
         next(iter(opened))
         os.kill(opened.procs[1].pid, signal.SIGSTOP)
         with pytest.raises(
-            CollectorTimeout, match=r"not all workers have taken their weights within 0.5 s"
+            CollectorTimeout,
+            match=r"not all workers have taken their weights within 0.5 s",
         ):
             opened.update_policy_weights_(weights(1.0))
         with pytest.raises(CollectorClosed):
@@ -338,7 +361,12 @@ def test_an_error_in_the_background_is_raised_at_the_end(how: str, method: str) 
         with pytest.raises(ValueError if how == "value" else WorkerDied) as caught:
             getattr(opened, method)()
         assert (
-            getattr(caught.value if how == "kill" else caught.value.__cause__, "worker", None) == 1
+            getattr(
+                caught.value if how == "kill" else caught.value.__cause__,
+                "worker",
+                None,
+            )
+            == 1
         )
         opened.shutdown()  # it was raised
 
@@ -362,7 +390,9 @@ def test_ctrl_c_in_workers_is_not_an_error() -> None:
         for process in opened.procs:
             os.kill(process.pid, signal.SIGINT)
         wait_until(
-            lambda: all(worker_calls.exit_code(process) is not None for process in opened.procs)
+            lambda: all(
+                worker_calls.exit_code(process) is not None for process in opened.procs
+            )
         )
         opened.shutdown()
 
@@ -454,7 +484,9 @@ def test_one_entry_is_one_worker(entry: str, name: str, number: int | None) -> N
     }
     with collector(name, num_workers=number, **options) as opened:
         assert opened.num_workers == len(opened.procs) == (number or 1)
-        assert opened.next().shape[-1] == 8 // (number or 1 if name == "MultiSyncCollector" else 1)
+        assert opened.next().shape[-1] == 8 // (
+            number or 1 if name == "MultiSyncCollector" else 1
+        )
 
 
 def test_ids_with_keywords_and_a_class_of_the_program() -> None:

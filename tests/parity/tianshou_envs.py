@@ -12,7 +12,10 @@ from gymnasium import spaces
 from tianshou.algorithm.algorithm_base import Policy
 from tianshou.algorithm.modelfree.ddpg import ContinuousDeterministicPolicy
 from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
-from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy, ProbabilisticActorPolicy
+from tianshou.algorithm.modelfree.reinforce import (
+    DiscreteActorPolicy,
+    ProbabilisticActorPolicy,
+)
 from tianshou.data import Batch
 from tianshou.exploration import GaussianNoise
 from torch import nn
@@ -87,11 +90,23 @@ class Counting(gymnasium.Env[Any, Any]):
             self.ends.append((self.total, self.steps))
         info: dict[str, Any] = {}
         if self.infos != "none":
-            info = {"t": self.t, "deep": {"x": self.t / 2}, "name": f"{self.length}/{self.t}"}
+            info = {
+                "t": self.t,
+                "deep": {"x": self.t / 2},
+                "name": f"{self.length}/{self.t}",
+            }
         if self.infos == "some":
             info = {**info, "seldom": self.t} if self.t % 3 == 2 else info
-            info = {**info, "episode": {"r": float(self.t), "l": self.t}} if done else info
-        return self._observe(), reward, done and not self.truncate, done and self.truncate, info
+            info = (
+                {**info, "episode": {"r": float(self.t), "l": self.t}} if done else info
+            )
+        return (
+            self._observe(),
+            reward,
+            done and not self.truncate,
+            done and self.truncate,
+            info,
+        )
 
     def render(self) -> None:
         self.log.append(("render", self.t))
@@ -110,7 +125,8 @@ class Counting(gymnasium.Env[Any, Any]):
             }
         if self.obs == "pixels":
             return np.array(
-                [[self.length, max(self.t - back, 0)] for back in (3, 2, 1, 0)], np.uint8
+                [[self.length, max(self.t - back, 0)] for back in (3, 2, 1, 0)],
+                np.uint8,
             )
         if self.obs == "text":
             return f"{self.length} {self.t}"
@@ -124,7 +140,11 @@ def plain(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return [plain(part) for part in tree]
     if isinstance(tree, Distribution):
-        return plain(vars(tree)["logits"] if isinstance(tree, Categorical) else tree.base_dist.loc)
+        return plain(
+            vars(tree)["logits"]
+            if isinstance(tree, Categorical)
+            else tree.base_dist.loc
+        )
     if isinstance(tree, torch.Tensor):
         return tree.detach().cpu().numpy().copy()
     return tree.copy() if isinstance(tree, np.ndarray) else tree
@@ -153,7 +173,9 @@ class Body(nn.Module):
 
     def forward(self, obs: Any, state: Any = None, info: Any = None) -> tuple[Any, Any]:
         out = self.net(numbers(obs)).reshape(-1, *self.shape)
-        return ((out, torch.full_like(out, 0.6)) if self.gaussian else torch.tanh(out)), state
+        return (
+            (out, torch.full_like(out, 0.6)) if self.gaussian else torch.tanh(out)
+        ), state
 
 
 class _Noting:
@@ -191,7 +213,9 @@ class _Counter(Policy):
     """
 
     def __init__(self, action_space: spaces.Space[Any], kind: str) -> None:
-        super().__init__(action_space=action_space, action_scaling=False, action_bound_method=None)
+        super().__init__(
+            action_space=action_space, action_scaling=False, action_bound_method=None
+        )
         self.kind = kind
 
     def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
@@ -214,7 +238,9 @@ class _Counter(Policy):
         if state is None:
             return np.zeros((rows, 2))
         if self.kind == "batch":
-            assert state.name.tolist() == [str(int(n)) if n else None for n in state.cell.n]
+            assert state.name.tolist() == [
+                str(int(n)) if n else None for n in state.cell.n
+            ]
             return np.stack([state.h.numpy(), state.cell.n], -1)
         return np.array(state.tolist())
 
@@ -222,9 +248,13 @@ class _Counter(Policy):
         if self.kind == "batch":
             name = np.array([str(int(n)) for n in count[:, 1]], object)
             return Batch(
-                h=torch.as_tensor(count[:, 0]), cell=Batch(n=count[:, 1].copy()), name=name
+                h=torch.as_tensor(count[:, 0]),
+                cell=Batch(n=count[:, 1].copy()),
+                name=name,
             )
-        return {"array": count, "tensor": torch.as_tensor(count), "none": None}[self.kind]
+        return {"array": count, "tensor": torch.as_tensor(count), "none": None}[
+            self.kind
+        ]
 
 
 class Counter(_Noting, _Counter):
@@ -253,7 +283,9 @@ def _values(space: Any) -> Policy:
     if isinstance(space, spaces.Discrete):
         return Dqn(model=Body(5), action_space=space, eps_inference=0.4)
     body = Body(int(np.prod(space.shape)), space.shape)
-    return Deterministic(actor=body, exploration_noise=GaussianNoise(sigma=0.5), action_space=space)
+    return Deterministic(
+        actor=body, exploration_noise=GaussianNoise(sigma=0.5), action_space=space
+    )
 
 
 POLICIES: dict[str, Callable[[Any], Policy]] = {

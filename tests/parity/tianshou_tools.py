@@ -29,10 +29,16 @@ from tests.parity.tianshou_envs import POLICIES, Counting, plain
 BUFFERS: dict[str, Callable[[int], ReplayBuffer]] = {
     "vector": lambda n: VectorReplayBuffer(200 * n, n),
     "small": lambda n: VectorReplayBuffer(13 * n, n),
-    "prioritized": lambda n: PrioritizedVectorReplayBuffer(23 * n, n, alpha=0.6, beta=0.4),
+    "prioritized": lambda n: PrioritizedVectorReplayBuffer(
+        23 * n, n, alpha=0.6, beta=0.4
+    ),
     "cached": lambda n: CachedReplayBuffer(ReplayBuffer(31), n, 20),
-    "stacked": lambda n: VectorReplayBuffer(50 * n, n, stack_num=3, ignore_obs_next=True),
-    "last": lambda n: VectorReplayBuffer(50 * n, n, stack_num=4, save_only_last_obs=True),
+    "stacked": lambda n: VectorReplayBuffer(
+        50 * n, n, stack_num=3, ignore_obs_next=True
+    ),
+    "last": lambda n: VectorReplayBuffer(
+        50 * n, n, stack_num=4, save_only_last_obs=True
+    ),
     "single": lambda n: ReplayBuffer(17),
 }
 
@@ -100,7 +106,9 @@ def play(module: Any, program: Program, kind: Callable[[Any], Any] = sync) -> li
     notes: list[Any] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        collector = kind(module)(policy, venv, buffer, **program.collector, **program.hooks(notes))
+        collector = kind(module)(
+            policy, venv, buffer, **program.collector, **program.hooks(notes)
+        )
         for method, kwargs in program.calls:
             before = len(ends)
             result = getattr(collector, method)(**kwargs)
@@ -140,7 +148,9 @@ def observed(collector: Any, policy: Any, envs: Sequence[Any]) -> dict[str, Any]
 def stats(result: Any) -> dict[str, Any]:
     """The fields of a ``CollectStats`` that do not depend on the clock."""
     assert result.collect_time > 0
-    assert np.isclose(result.collect_speed, result.n_collected_steps / result.collect_time)
+    assert np.isclose(
+        result.collect_speed, result.n_collected_steps / result.collect_time
+    )
     names = ("n_collected_episodes", "n_collected_steps", "pred_dist_std_array")
     found: dict[str, Any] = {name: plain(getattr(result, name)) for name in names}
     by_dim = result.pred_dist_std_array_stat
@@ -171,16 +181,29 @@ def true_episodes(result: Any, ends: Sequence[Any]) -> dict[str, Any]:
 
 
 def _summary(stat: Any) -> Any:
-    return stat and {name: getattr(stat, name) for name in ("mean", "std", "max", "min")}
+    return stat and {
+        name: getattr(stat, name) for name in ("mean", "std", "max", "min")
+    }
 
 
 def contents(buffer: ReplayBuffer) -> dict[str, Any]:
     """Everything a buffer holds, read and unread."""
-    parts = list(buffer.buffers) if isinstance(buffer, ReplayBufferManager) else [buffer]
-    names = ("_insertion_idx", "_size", "last_index", "_ep_return", "_ep_len", "_ep_start_idx")
+    parts = (
+        list(buffer.buffers) if isinstance(buffer, ReplayBufferManager) else [buffer]
+    )
+    names = (
+        "_insertion_idx",
+        "_size",
+        "last_index",
+        "_ep_return",
+        "_ep_len",
+        "_ep_start_idx",
+    )
     found: dict[str, Any] = {
         "memory": plain(buffer._meta),
-        "parts": [{name: plain(getattr(part, name)) for name in names} for part in parts],
+        "parts": [
+            {name: plain(getattr(part, name)) for name in names} for part in parts
+        ],
         "part memory": [plain(part._meta) for part in parts],
         "last_index": buffer.last_index.copy(),
         "length": len(buffer),
@@ -204,7 +227,9 @@ def assert_same(ours: Any, theirs: Any, where: str = "") -> None:
     """Equal in structure, dtype, shape and value; or say where not."""
     if isinstance(theirs, dict):
         assert isinstance(ours, dict), f"{where}: {ours!r}, expected {theirs!r}"
-        assert set(ours) == set(theirs), f"{where}: {sorted(ours)}, expected {sorted(theirs)}"
+        assert set(ours) == set(theirs), (
+            f"{where}: {sorted(ours)}, expected {sorted(theirs)}"
+        )
         for key in theirs:
             assert_same(ours[key], theirs[key], f"{where}.{key}")
     elif isinstance(theirs, list | tuple):
@@ -225,7 +250,9 @@ def assert_same(ours: Any, theirs: Any, where: str = "") -> None:
             np.testing.assert_array_equal(ours, theirs, err_msg=where)
     else:
         numbers = isinstance(ours, Number) and isinstance(theirs, Number)
-        assert numbers or type(ours) is type(theirs), f"{where}: {ours!r}, expected {theirs!r}"
+        assert numbers or type(ours) is type(theirs), (
+            f"{where}: {ours!r}, expected {theirs!r}"
+        )
         assert ours == theirs or (ours != ours and theirs != theirs), (
             f"{where}: {ours!r}, expected {theirs!r}"
         )

@@ -54,7 +54,9 @@ def both(
     results = []
     for cls in (Collector, TorchRLCollector):
         env = make()
-        policy = Scripted(env.full_action_spec) if make_policy is None else make_policy(env)
+        policy = (
+            Scripted(env.full_action_spec) if make_policy is None else make_policy(env)
+        )
         frames = T * max(1, env.batch_size.numel())
         extra = {} if cls is Collector else {"total_frames": -1}
         collector = cls(env, policy, frames_per_batch=frames, **extra, **options)  # type: ignore[operator]
@@ -65,7 +67,9 @@ def both(
         if isinstance(policy, Scripted):
             policy.calls = 0
         torch.manual_seed(0)
-        results.append([batch.clone() for batch, _ in zip(collector, range(batches), strict=False)])
+        results.append(
+            [batch.clone() for batch, _ in zip(collector, range(batches), strict=False)]
+        )
         collector.shutdown()
     return results[0], results[1]
 
@@ -73,17 +77,24 @@ def both(
 def assert_equal(mine: Any, theirs: Any, path: tuple[str, ...] = ()) -> None:
     """The same keys, shapes, dtypes, values and batch sizes; trajectory ids aside."""
     if is_non_tensor(theirs) or (
-        not isinstance(theirs, (TensorDictBase, torch.Tensor)) and not hasattr(theirs, "keys")
+        not isinstance(theirs, (TensorDictBase, torch.Tensor))
+        and not hasattr(theirs, "keys")
     ):
         assert _plain(mine) == _plain(theirs), path
     elif torch.is_tensor(theirs):
         assert torch.is_tensor(mine), path
         assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype), path
-        assert torch.equal(torch.nan_to_num(mine), torch.nan_to_num(theirs)), (path, mine, theirs)
+        assert torch.equal(torch.nan_to_num(mine), torch.nan_to_num(theirs)), (
+            path,
+            mine,
+            theirs,
+        )
     else:
         assert mine.batch_size == theirs.batch_size, path
         if any(isinstance(td, LazyStackedTensorDict) for td in (mine, theirs)):
-            for i, (a, b) in enumerate(zip(mine.unbind(0), theirs.unbind(0), strict=True)):
+            for i, (a, b) in enumerate(
+                zip(mine.unbind(0), theirs.unbind(0), strict=True)
+            ):
                 assert_equal(a, b, (*path, str(i)))
             return
         assert set(mine.keys()) == set(theirs.keys()), path

@@ -168,7 +168,9 @@ class Deep(TensorDictModuleBase):
 
     def __init__(self, value: float = 0.0) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.BatchNorm1d(2, affine=False))
+        self.inner = nn.Sequential(
+            nn.Linear(2, 2), nn.Tanh(), nn.BatchNorm1d(2, affine=False)
+        )
         self.register_buffer("fixed", torch.full((1,), value + 0.5), persistent=False)
         with torch.no_grad():
             for tensor in self.state_dict(keep_vars=True).values():
@@ -176,7 +178,9 @@ class Deep(TensorDictModuleBase):
 
     def forward(self, td: Any) -> Any:
         count = td["observation"]
-        values = torch.cat([tensor.flatten().float() for tensor in self.state_dict().values()])
+        values = torch.cat(
+            [tensor.flatten().float() for tensor in self.state_dict().values()]
+        )
         assert (values == values[0]).all(), "torn weights"
         td["weight"] = values[0].expand(count.shape).clone()
         td["fixed"] = self.fixed.expand(count.shape).clone()
@@ -216,4 +220,6 @@ class Privately:
     """Postprocessing that leaves a private key."""
 
     def __call__(self, batch: Any) -> Any:
-        return batch.set("_private", torch.zeros(batch.shape)).set("seen", torch.ones(batch.shape))
+        return batch.set("_private", torch.zeros(batch.shape)).set(
+            "seen", torch.ones(batch.shape)
+        )

@@ -21,11 +21,17 @@ from playwright.sync_api import Browser, Locator, Page, expect
 from tests.site.pages import browser  # noqa: F401 (a fixture)
 from tests.waits import wait_until
 
-TUTORIAL = Path(__file__).resolve().parents[2] / "docs" / "tutorials" / "first_batches.md"
+TUTORIAL = (
+    Path(__file__).resolve().parents[2] / "docs" / "tutorials" / "first_batches.md"
+)
 VIEWPORT = {"width": 1280, "height": 1000}
 WITHIN_MS = 120_000
 expect.set_options(timeout=WITHIN_MS)
-KERNEL = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
+KERNEL = {
+    "name": "python3",
+    "display_name": "Python 3 (ipykernel)",
+    "language": "python",
+}
 SETTINGS = {
     # otherwise cells out of sight are not in the page
     "notebook-extension/tracker": {"windowingMode": "none"},
@@ -67,10 +73,15 @@ print("goes on", pids, more.numel(), stats.restarts)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tutorial, and a notebook with cells for progress, plots and an interrupt."""
     path = tmp_path_factory.mktemp("notebooks")
-    made = [nbformat.v4.new_code_cell(text.strip()) for text in (PROGRESS, PLOT, ENDLESS, GOES_ON)]
+    made = [
+        nbformat.v4.new_code_cell(text.strip())
+        for text in (PROGRESS, PLOT, ENDLESS, GOES_ON)
+    ]
     tutorial = read_myst_markdown_notebook(TUTORIAL.read_text("utf-8"))
     for name, cells in (("tutorial", tutorial.cells), ("cells", made)):
-        notebook = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": KERNEL})
+        notebook = nbformat.v4.new_notebook(
+            cells=cells, metadata={"kernelspec": KERNEL}
+        )
         nbformat.write(notebook, path / f"{name}.ipynb")
     for name, content in SETTINGS.items():
         file = path / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
@@ -86,14 +97,25 @@ def lab(folder: Path) -> Iterator[str]:
         name: str(folder / name.lower())
         for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
     }
-    own |= {"JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"), "IPYTHONDIR": str(folder / "ipy")}
+    own |= {
+        "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
+        "IPYTHONDIR": str(folder / "ipy"),
+    }
     options = ["--no-browser", "--allow-root", "--port=0", "--IdentityProvider.token="]
     options.append("--LabApp.expose_app_in_browser=True")
-    command = [sys.executable, "-m", "jupyterlab", *options, f"--ServerApp.root_dir={folder}"]
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        *options,
+        f"--ServerApp.root_dir={folder}",
+    ]
     log = folder / "log.txt"
     with (
         open(log, "w") as said,
-        subprocess.Popen(command, env=os.environ | own, cwd=folder, stderr=said) as process,
+        subprocess.Popen(
+            command, env=os.environ | own, cwd=folder, stderr=said
+        ) as process,
     ):
         runtime = Path(own["JUPYTER_RUNTIME_DIR"])
         try:
@@ -132,12 +154,18 @@ def notebook(browser: Browser, lab: str) -> Iterator[Any]:  # noqa: F811
 
 def outputs(page: Page, cell: int) -> Locator:
     """The outputs of a code cell."""
-    return page.locator(".jp-Notebook .jp-CodeCell").nth(cell).locator(".jp-OutputArea-output")
+    return (
+        page.locator(".jp-Notebook .jp-CodeCell")
+        .nth(cell)
+        .locator(".jp-OutputArea-output")
+    )
 
 
 def pictures(where: Locator) -> list[int]:
     """Widths of the pictures that are shown."""
-    return where.locator("img").evaluate_all("images => images.map(image => image.naturalWidth)")
+    return where.locator("img").evaluate_all(
+        "images => images.map(image => image.naturalWidth)"
+    )
 
 
 def run(page: Page, cell: int) -> None:
@@ -147,12 +175,16 @@ def run(page: Page, cell: int) -> None:
     page.keyboard.press("Shift+Enter")
 
 
-def test_the_first_tutorial_runs_and_its_pictures_appear(notebook: Any, folder: Path) -> None:
+def test_the_first_tutorial_runs_and_its_pictures_appear(
+    notebook: Any, folder: Path
+) -> None:
     page = notebook("tutorial.ipynb")
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_text("Run All Cells", exact=True).click()
     cells = page.locator(".jp-Notebook .jp-CodeCell")
-    expect(outputs(page, cells.count() - 1)).to_contain_text("frames/s while collecting")
+    expect(outputs(page, cells.count() - 1)).to_contain_text(
+        "frames/s while collecting"
+    )
     expect(page.locator('.jp-Notebook [data-mime-type$="stderr"]')).to_have_count(0)
     expect(page.locator('.jp-Notebook [data-mime-type$="error"]')).to_have_count(0)
     drawn = pictures(page.locator(".jp-Notebook"))
@@ -164,8 +196,12 @@ def test_the_first_tutorial_runs_and_its_pictures_appear(notebook: Any, folder: 
 def test_progress_plots_and_interrupts(notebook: Any) -> None:
     page = notebook("cells.ipynb")
     run(page, 0)
-    expect(outputs(page, 0)).to_have_count(2)  # one bar that moves, not a line for each batch
-    expect(outputs(page, 0).first).to_contain_text(re.compile("collect ━+ 100% 4.1k/4.1k frames"))
+    expect(outputs(page, 0)).to_have_count(
+        2
+    )  # one bar that moves, not a line for each batch
+    expect(outputs(page, 0).first).to_contain_text(
+        re.compile("collect ━+ 100% 4.1k/4.1k frames")
+    )
     expect(outputs(page, 0).last).to_have_text("4096 collected")
     run(page, 1)
     expect(outputs(page, 1).locator("img")).to_have_count(1)
@@ -177,4 +213,6 @@ def test_progress_plots_and_interrupts(notebook: Any) -> None:
     page.locator(".jp-NotebookPanel-toolbar [data-jp-item-name=interrupt]").click()
     expect(outputs(page, 2).last).to_contain_text("KeyboardInterrupt")
     run(page, 3)
-    expect(outputs(page, 3)).to_have_text(f"goes on {pids} 128 0")  # in the same workers
+    expect(outputs(page, 3)).to_have_text(
+        f"goes on {pids} 128 0"
+    )  # in the same workers

@@ -43,7 +43,9 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(SITE)))
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=str(SITE))
+    )
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -82,7 +84,9 @@ def page(browser: Browser, address: str, seen: list[str]) -> Iterator[Page]:
     opened.route("**/*", only_here)
     opened.on(
         "console",
-        lambda message: seen.append(message.text) if message.type in ("error", "warning") else None,
+        lambda message: (
+            seen.append(message.text) if message.type in ("error", "warning") else None
+        ),
     )
     opened.on("pageerror", lambda error: seen.append(str(error)))
     yield opened
@@ -154,12 +158,22 @@ def test_search_leads_to_a_how_to_page_first(
     links = page.locator("#search-results ul.search li a").all()
     found = [urlsplit(link.get_attribute("href") or "").path for link in links]
     assert found[0] in expected, found[:5]
-    history = [n for n, path in enumerate(found) if path.startswith(("decisions/", "changelog"))]
-    others = [n for n, path in enumerate(found) if not path.startswith(("decisions/", "changelog"))]
+    history = [
+        n
+        for n, path in enumerate(found)
+        if path.startswith(("decisions/", "changelog"))
+    ]
+    others = [
+        n
+        for n, path in enumerate(found)
+        if not path.startswith(("decisions/", "changelog"))
+    ]
     assert not history or min(history) > 4 or min(history) > max(others)
 
 
-def test_a_collectors_parameters_are_grouped_before_its_errors(page: Page, address: str) -> None:
+def test_a_collectors_parameters_are_grouped_before_its_errors(
+    page: Page, address: str
+) -> None:
     page.goto(f"{address}/reference/MultiSyncCollector.html")
     groups = page.locator("article p.rubric")
     names = groups.all_text_contents()
@@ -203,8 +217,12 @@ class Links(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
-        self.anchors |= {given[name] or "" for name in ("id", "name") if given.get(name)}
-        self.targets += [given[name] or "" for name in ("href", "src") if given.get(name)]
+        self.anchors |= {
+            given[name] or "" for name in ("id", "name") if given.get(name)
+        }
+        self.targets += [
+            given[name] or "" for name in ("href", "src") if given.get(name)
+        ]
 
 
 def test_every_link_inside_the_site_leads_somewhere() -> None:
@@ -215,12 +233,18 @@ def test_every_link_inside_the_site_leads_somewhere() -> None:
             parts = urlsplit(target)
             if parts.scheme or parts.netloc:
                 continue
-            path = (SITE / name).parent / unquote(parts.path) if parts.path else SITE / name
+            path = (
+                (SITE / name).parent / unquote(parts.path)
+                if parts.path
+                else SITE / name
+            )
             path = path / "index.html" if path.is_dir() else path
             page = path.resolve().relative_to(SITE).as_posix()
             anchors = found[page].anchors if page in found else None
             if not path.exists() or (
-                parts.fragment and anchors is not None and unquote(parts.fragment) not in anchors
+                parts.fragment
+                and anchors is not None
+                and unquote(parts.fragment) not in anchors
             ):
                 dead.append(f"{name}: {target}")
     assert dead == []
@@ -243,11 +267,16 @@ def test_every_public_name_has_a_page_with_all_its_parameters() -> None:
 def test_llms_txt_names_every_page_and_its_source() -> None:
     text = (SITE / "llms.txt").read_text("utf-8")
     sources = [
-        line.split("](")[1].split(")")[0] for line in text.splitlines() if line.startswith("- [")
+        line.split("](")[1].split(")")[0]
+        for line in text.splitlines()
+        if line.startswith("- [")
     ]
     assert [source for source in sources if not (SITE / source).is_file()] == []
     pages = {
-        Path(source.removeprefix("_sources/")).with_suffix("").with_suffix("").as_posix()
+        Path(source.removeprefix("_sources/"))
+        .with_suffix("")
+        .with_suffix("")
+        .as_posix()
         for source in sources
     }
     assert {

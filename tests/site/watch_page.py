@@ -61,7 +61,9 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def collection(held: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
+def collection(
+    held: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Any, Path]]:
     """A collector with two processes and a page, which collects until the end of the module, and
     its directory.
     """
@@ -100,7 +102,9 @@ def serve() -> Iterator[Callable[..., str]]:
 
     def start(run: Path | list[Path], address: str = "127.0.0.1:0") -> str:
         page = PageAddress(address)
-        server = PageServer(run, page.socket, page.token, film=film_command(trust=False))
+        server = PageServer(
+            run, page.socket, page.token, film=film_command(trust=False)
+        )
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         servers.append(server)
         return page.url
@@ -124,7 +128,9 @@ def look(browser: Browser, serve: Callable[..., str]) -> Iterator[Open]:  # noqa
         page = contexts[-1].new_page()
         page.on(
             "console",
-            lambda said: seen.append(said.text) if said.type in ("error", "warning") else None,
+            lambda said: (
+                seen.append(said.text) if said.type in ("error", "warning") else None
+            ),
         )
         page.on("pageerror", lambda error: seen.append(str(error)))
         page.goto(url)
@@ -172,7 +178,9 @@ def test_numbers_move_for_two_viewers_and_a_reload_keeps_the_history(
     )
     assert executed == sum(terms)
     page.keyboard.press("p")
-    expect(page.get_by_role("button", name="Continue")).to_have_attribute("aria-pressed", "true")
+    expect(page.get_by_role("button", name="Continue")).to_have_attribute(
+        "aria-pressed", "true"
+    )
     stopped = page.locator("#number-frames").inner_text()
     grows(pages[0])
     assert page.locator("#number-frames").inner_text() == stopped
@@ -221,19 +229,28 @@ def test_text_of_a_run_stays_text_and_half_a_line_is_tolerated(
         "policy_path": SCRIPT,
         "frames": 123_456,
     }
-    newest["workers"] = [worker | {"node": SCRIPT, "phase": SCRIPT} for worker in newest["workers"]]
+    newest["workers"] = [
+        worker | {"node": SCRIPT, "phase": SCRIPT} for worker in newest["workers"]
+    ]
     newest["discarded"] = {SCRIPT: 3}
     newest["metrics"] = {SCRIPT: [1.0, 1, 0], "__proto__": [2.0, 1, 0]}
     newest["metrics_at"] = 3
     facts = {"options": {SCRIPT: SCRIPT}, "versions": SCRIPT}
     lines(
         finished,
-        {"kind": "run", "time": 1.0, "env": SCRIPT, "collector": SCRIPT, "every_s": 1.0} | facts,
+        {"kind": "run", "time": 1.0, "env": SCRIPT, "collector": SCRIPT, "every_s": 1.0}
+        | facts,
     )
     lines(
         finished,
         newest,
-        {"kind": "error", "time": 1.0, "id": 99, "text": SCRIPT, "crash_report": SCRIPT},
+        {
+            "kind": "error",
+            "time": 1.0,
+            "id": 99,
+            "text": SCRIPT,
+            "crash_report": SCRIPT,
+        },
     )
     with open(finished / NAME, "a") as file:
         file.write(json.dumps(newest)[:100])
@@ -275,11 +292,17 @@ def test_the_page_computes_the_running_means_of_the_pictures(
         )
         lengths = rng.integers(1, 50, n)
         totals = totals.plus(
-            Episodes(numbers, numbers, rng.normal(frames, 5, n), lengths, flags, flags, infos)
+            Episodes(
+                numbers, numbers, rng.normal(frames, 5, n), lengths, flags, flags, infos
+            )
         )
         entries.append(
             newest
-            | {"time": newest["time"] + frames, "frames": 1000 * frames, "totals": asdict(totals)}
+            | {
+                "time": newest["time"] + frames,
+                "frames": 1000 * frames,
+                "totals": asdict(totals),
+            }
         )
     page = None
     for part in (entries, entries[::3]):
@@ -302,9 +325,15 @@ def test_the_page_computes_the_running_means_of_the_pictures(
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_a_finished_run_is_shown_and_fits(
-    finished: Path, look: Open, serve: Callable[..., str], viewport: dict[str, int], scheme: str
+    finished: Path,
+    look: Open,
+    serve: Callable[..., str],
+    viewport: dict[str, int],
+    scheme: str,
 ) -> None:
-    lines(finished, {"kind": "end", "time": time.time(), "error": "ValueError: of mine"})
+    lines(
+        finished, {"kind": "end", "time": time.time(), "error": "ValueError: of mine"}
+    )
     page = look(serve(finished), viewport=viewport, scheme=scheme)
     expect(page.locator("#state")).to_have_text("crashed: ValueError")
     expect(page.locator("#errors")).to_contain_text("ValueError: of mine")
@@ -334,13 +363,14 @@ def test_equal_errors_are_one_line_and_leave_the_page_to_the_charts(
 ) -> None:
     long = "\n".join(f"  File {n}" for n in range(60))
     for n in range(20):
-        text = (
-            f"EnvError: step {n} raised ValueError: sheep. In worker {n % 3} (pid {n}).\n\n{long}"
-        )
+        text = f"EnvError: step {n} raised ValueError: sheep. In worker {n % 3} (pid {n}).\n\n{long}"
         lines(
             finished,
             error_entry(
-                n, text, crash_report=f"/tmp/{n}", replay=f"muster replay /tmp/{n} --trust"
+                n,
+                text,
+                crash_report=f"/tmp/{n}",
+                replay=f"muster replay /tmp/{n} --trust",
             ),
         )
     for n in range(20, 26):
@@ -360,15 +390,21 @@ def test_equal_errors_are_one_line_and_leave_the_page_to_the_charts(
     expect(sheep.locator("pre")).not_to_be_visible()
     sheep.locator("summary").click()
     expect(sheep.locator("pre")).to_be_visible()
-    assert page.evaluate("document.body.textContent.split('muster replay').length - 1") == 1
+    assert (
+        page.evaluate("document.body.textContent.split('muster replay').length - 1")
+        == 1
+    )
     expect(sheep.locator("code")).to_have_text("muster replay /tmp/19 --trust")
     lines(
         finished,
         error_entry(
-            30, "EnvError: step 30 raised ValueError: sheep. In worker 7 (pid 3).\n\nnew text"
+            30,
+            "EnvError: step 30 raised ValueError: sheep. In worker 7 (pid 3).\n\nnew text",
         ),
     )
-    expect(page.locator("#errors > li").first.locator("summary")).to_contain_text("21 times")
+    expect(page.locator("#errors > li").first.locator("summary")).to_contain_text(
+        "21 times"
+    )
     opened = page.locator("#errors > li").first.locator("pre")
     expect(opened).to_be_visible()
     expect(opened).to_contain_text("new text")
@@ -378,18 +414,28 @@ def test_the_error_that_ends_a_collection_is_first_and_open(
     finished: Path, look: Open, serve: Callable[..., str]
 ) -> None:
     text = "EnvError: step 3 raised. In worker 1."
-    lines(finished, error_entry(1, text, crash_report="/tmp/1", replay="muster replay /tmp/1"))
+    lines(
+        finished,
+        error_entry(1, text, crash_report="/tmp/1", replay="muster replay /tmp/1"),
+    )
     lines(finished, error_entry(2, "OtherError: more"))
     lines(
         finished,
-        {"kind": "end", "time": time.time(), "error": f"{text}\n\nTo see: muster replay /tmp/1"},
+        {
+            "kind": "end",
+            "time": time.time(),
+            "error": f"{text}\n\nTo see: muster replay /tmp/1",
+        },
     )
     page = look(serve(finished))
     first = page.locator("#errors > li").first
     expect(first).to_contain_text("The collection ended with this error.")
     expect(first.locator("pre")).to_be_visible()
     expect(first.locator("code")).to_have_text("muster replay /tmp/1")
-    assert page.evaluate("document.body.textContent.split('muster replay').length - 1") == 1
+    assert (
+        page.evaluate("document.body.textContent.split('muster replay').length - 1")
+        == 1
+    )
 
 
 def test_a_run_with_restarts_is_not_green(
@@ -407,7 +453,10 @@ def test_a_run_with_restarts_is_not_green(
     expect(state).to_have_text("running, 3 restarts in the last minute")
     assert state.evaluate("cell => getComputedStyle(cell).color") != green
     worker = newest["workers"][0]
-    lines(finished, newest | {"restarts": 1, "workers": [worker | {"state": "dropped"}, worker]})
+    lines(
+        finished,
+        newest | {"restarts": 1, "workers": [worker | {"state": "dropped"}, worker]},
+    )
     expect(state).to_have_text("running, 1 of 2 workers dropped")
     later = {"time": time.time() + 100, "batches": newest["batches"] + 1}
     lines(finished, newest | later | {"workers": [worker]})
@@ -430,7 +479,11 @@ def test_the_headline_is_the_end_of_the_curve(
         "length_sum": 200 * 8.5,
         "success_sum": 0,
     }
-    squares = {"return_squares": 200 * 21.25**2, "length_squares": 200 * 8.5**2, "origin": 0.0}
+    squares = {
+        "return_squares": 200 * 21.25**2,
+        "length_squares": 200 * 8.5**2,
+        "origin": 0.0,
+    }
     lines(finished, newest | {"totals": newest["totals"] | sums | squares})
     page = look(serve(finished))
     expect(page.locator("#number-return")).to_have_text("21.3")
@@ -451,7 +504,9 @@ def test_a_page_says_how_its_run_has_ended(tmp_path: Path, look: Open) -> None:
     expect(page.locator("#over")).to_contain_text(f"muster watch {tmp_path}")
 
 
-def test_a_page_says_that_the_process_of_its_run_has_exited(tmp_path: Path, look: Open) -> None:
+def test_a_page_says_that_the_process_of_its_run_has_exited(
+    tmp_path: Path, look: Open
+) -> None:
     command = [sys.executable, "-c", PARENT, str(tmp_path)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -467,7 +522,10 @@ def test_a_page_says_that_the_process_of_its_run_has_exited(tmp_path: Path, look
 
 @pytest.mark.parametrize(
     ("machine", "text"),
-    [({}, "its process does not answer for 1:"), ({"machine": "x"}, "lost: no news for 1:")],
+    [
+        ({}, "its process does not answer for 1:"),
+        ({"machine": "x"}, "lost: no news for 1:"),
+    ],
     ids=["alive", "elsewhere"],
 )
 def test_a_run_without_news_does_not_answer_or_is_lost(
@@ -479,7 +537,11 @@ def test_a_run_without_news_does_not_answer_or_is_lost(
 ) -> None:
     history = RunHistory.read(finished)
     (finished / NAME).unlink()
-    lines(finished, history.about | machine, history.snapshots[-1] | {"time": time.time() - 100})
+    lines(
+        finished,
+        history.about | machine,
+        history.snapshots[-1] | {"time": time.time() - 100},
+    )
     page = look(serve(finished))
     expect(page.locator("#state")).to_contain_text(text)
 
@@ -496,7 +558,11 @@ def test_a_run_without_news_does_not_answer_or_is_lost(
     ],
 )
 def test_the_state_says_how_a_run_has_ended(
-    finished: Path, look: Open, serve: Callable[..., str], end: dict[str, Any], text: str
+    finished: Path,
+    look: Open,
+    serve: Callable[..., str],
+    end: dict[str, Any],
+    text: str,
 ) -> None:
     lines(finished, {"kind": "end", "time": time.time(), **end})
     page = look(serve(finished))
@@ -554,8 +620,21 @@ def test_a_run_that_restarts_often_or_stalls_says_so(
     append(0, batches=3, restarts=4)
     expect(state).to_have_text("restarting often: 4 restarts in the last minute")
     expect(page.locator("#number-restarts")).to_have_attribute("data-alarm", "true")
-    worker = {"index": 0, "pid": 1, "frames": 1, "share": 1.0, "frames_per_s": 1, "restarts": 0}
-    worker |= {"policy_lag": 0, "state": "working", "phase": "idle", "node": "", "lane": ""}
+    worker = {
+        "index": 0,
+        "pid": 1,
+        "frames": 1,
+        "share": 1.0,
+        "frames_per_s": 1,
+        "restarts": 0,
+    }
+    worker |= {
+        "policy_lag": 0,
+        "state": "working",
+        "phase": "idle",
+        "node": "",
+        "lane": "",
+    }
     append(-61, batches=3, restarts=4, workers=[worker])
     append(-400, batches=3, restarts=4, workers=[worker])
     expect(state).to_contain_text("(the workers are idle: the program asks for none)")
@@ -627,13 +706,17 @@ def test_own_metrics_are_charts_and_can_be_smoothed(tmp_path: Path, look: Open) 
             [4, 2, 1],
         ]
         expect(page.locator("#own-0")).to_have_attribute("data-value", "1")
-        expect(page.locator("#own section").nth(1)).to_contain_text("3 values not finite")
+        expect(page.locator("#own section").nth(1)).to_contain_text(
+            "3 values not finite"
+        )
         page.locator("#settings summary").click()
         page.locator("#set-smooth").select_option("0.6")
         average = (4 * 0.36 + 2 * 0.6 + 1) / 1.96
         shown = "Number(document.querySelector('#own-0').dataset.value)"
         wait_until(lambda: abs(page.evaluate(shown) - average) < 1e-9)
-        expect(page.locator("#held")).to_have_text("Batches you still hold: 1")  # the newest
+        expect(page.locator("#held")).to_have_text(
+            "Batches you still hold: 1"
+        )  # the newest
     expect(page.locator("#held")).to_have_text("Batches you still hold: 0")
 
 
@@ -658,7 +741,10 @@ def test_several_runs_share_the_charts(
             metrics_at=2000,
         )
     lines(tmp_path / "b", error_entry(0, "EnvError: of b"))
-    lines(tmp_path / "b", {"kind": "end", "time": time.time(), "error": "", "signal": "SIGTERM"})
+    lines(
+        tmp_path / "b",
+        {"kind": "end", "time": time.time(), "error": "", "signal": "SIGTERM"},
+    )
     page = look(serve([tmp_path / "a", tmp_path / "b"]), viewport=viewport)
     rows = page.locator("#runs tr")
     expect(rows).to_have_count(2)
@@ -672,7 +758,9 @@ def test_several_runs_share_the_charts(
     expect(page.locator("#title")).to_have_text("b")
     expect(page.locator("#state")).to_have_text("ended by SIGTERM")
     expect(page.locator("#errors-card")).to_contain_text("EnvError: of b")
-    chart, errors = (page.locator(each).bounding_box() for each in ("#own-0", "#errors-card"))
+    chart, errors = (
+        page.locator(each).bounding_box() for each in ("#own-0", "#errors-card")
+    )
     assert chart is not None
     assert errors is not None
     assert errors["y"] > chart["y"] + chart["height"], "errors are below the charts"
@@ -707,10 +795,12 @@ def test_the_film_of_an_episode_is_made_when_a_viewer_asks_for_it(
     expect(page.locator("#film-note")).to_contain_text(
         f"{best.length} steps, environment 0; {best.length + 1} frames"
     )
-    page.wait_for_function("document.querySelector('#film').readyState >= 2", timeout=WITHIN_MS)
-    assert page.evaluate("document.querySelector('#film').duration * 50") == pytest.approx(
-        best.length + 1, abs=0.6
+    page.wait_for_function(
+        "document.querySelector('#film').readyState >= 2", timeout=WITHIN_MS
     )
+    assert page.evaluate(
+        "document.querySelector('#film').duration * 50"
+    ) == pytest.approx(best.length + 1, abs=0.6)
     assert page.evaluate(
         "[document.querySelector('#film').videoWidth, document.querySelector('#film').videoHeight]"
     ) == [

@@ -84,7 +84,11 @@ def test_modes_of_every_module(where: str) -> None:
     calls = policy.calls
     with collector(where, policy, counting(5)) as c:
         assert shown(c.next()) == [[False, False, False]]
-        assert (policy.training, policy.net.training, policy.frozen.training) == (True, True, False)
+        assert (policy.training, policy.net.training, policy.frozen.training) == (
+            True,
+            True,
+            False,
+        )
         policy.eval()  # does not matter: they act in evaluation mode in any case
         assert shown(c.next()) == [[False, False, False]]
         assert not policy.training
@@ -106,7 +110,9 @@ def test_batch_normalisation_and_dropout_act_alike_here_and_in_workers() -> None
     batches = {}
     for where in WHERE:
         policy = policies.gaussian(
-            nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+            nn.Sequential(
+                nn.BatchNorm1d(2), nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1)
+            )
         )
         torch.manual_seed(0)
         for parameter in policy.parameters():
@@ -114,9 +120,12 @@ def test_batch_normalisation_and_dropout_act_alike_here_and_in_workers() -> None
         before = state_of(policy)
         with collector(where, policy, partial(Pushing, 5)) as c:
             c.next()
-            policy(torch.randn(64, 2, generator=torch.Generator().manual_seed(1)))  # as in training
+            policy(
+                torch.randn(64, 2, generator=torch.Generator().manual_seed(1))
+            )  # as in training
             assert changed(policy, before) == [
-                f"net.0.{n}" for n in ("running_mean", "running_var", "num_batches_tracked")
+                f"net.0.{n}"
+                for n in ("running_mean", "running_var", "num_batches_tracked")
             ]
             before = state_of(policy)
             c.update_policy_weights_(policy.net)
@@ -125,7 +134,9 @@ def test_batch_normalisation_and_dropout_act_alike_here_and_in_workers() -> None
         assert all(module.training for module in policy.modules())
         rows = batches[where].reshape(-1)
         expected = copy.deepcopy(policy).eval().distribution(rows["observation"])
-        torch.testing.assert_close(expected.log_prob(rows["action"]), rows["action_log_prob"])
+        torch.testing.assert_close(
+            expected.log_prob(rows["action"]), rows["action_log_prob"]
+        )
     for where in ("processes", "threads"):
         assert_same(batches["here"], batches[where])
 
@@ -141,11 +152,17 @@ class Pushing(CountingEnv):
 def test_batch_normalisation_acts_in_a_single_environment() -> None:
     """In training mode it refuses a single row."""
     policy = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
-    with Collector(counting(5), policies.categorical(policy), num_envs=1, frames_per_batch=8) as c:
+    with Collector(
+        counting(5), policies.categorical(policy), num_envs=1, frames_per_batch=8
+    ) as c:
         assert c.next().shape == (1, 8)
     with (
         Collector(
-            counting(5), policies.categorical(policy), num_envs=1, frames_per_batch=8, **AS_GIVEN
+            counting(5),
+            policies.categorical(policy),
+            num_envs=1,
+            frames_per_batch=8,
+            **AS_GIVEN,
         ) as c,
         pytest.raises(PolicyError, match="Expected more than 1 value"),
     ):
@@ -160,9 +177,15 @@ def test_a_resumed_collection_acts_in_the_same_mode_from_its_first_call_on(
 ) -> None:
     def make() -> Collector:
         torch.manual_seed(0)
-        net = nn.Sequential(copy.deepcopy(layer), nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 2))
+        net = nn.Sequential(
+            copy.deepcopy(layer), nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 2)
+        )
         return Collector(
-            counting(5), policies.categorical(net), num_envs=1, frames_per_batch=64, seed=0
+            counting(5),
+            policies.categorical(net),
+            num_envs=1,
+            frames_per_batch=64,
+            seed=0,
         )
 
     with make() as first, make() as second:
@@ -178,7 +201,11 @@ def test_dropout_needs_no_module_calls() -> None:
     net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2))
     for options, path in (({}, "numpy executor"), (AS_GIVEN, "module")):
         with Collector(
-            counting(5), policies.categorical(net), num_envs=2, frames_per_batch=8, **options
+            counting(5),
+            policies.categorical(net),
+            num_envs=2,
+            frames_per_batch=8,
+            **options,
         ) as c:
             c.next()
             assert c.stats().policy_path == path
@@ -202,7 +229,11 @@ def test_the_modes_are_the_users_again_after_an_error(fails: str) -> None:
     policy = Failing()
     modes = policy.modes()
     env = partial(Raising, 5) if fails == "environment" else counting(5, noise=True)
-    expected = {"environment": EnvError, "policy": PolicyError, "Ctrl-C": KeyboardInterrupt}[fails]
+    expected = {
+        "environment": EnvError,
+        "policy": PolicyError,
+        "Ctrl-C": KeyboardInterrupt,
+    }[fails]
     with Collector(env, policy, num_envs=2, frames_per_batch=16) as c:
         with pytest.raises(expected):
             c.next()
@@ -233,7 +264,9 @@ def test_hooks_of_the_user_run_in_the_users_modes() -> None:
         name: lambda *_: seen.append(policy.modes())
         for name in ("pre_collect_hook", "post_collect_hook", "on_batch")
     }
-    with Collector(counting(5, noise=True), policy, num_envs=2, frames_per_batch=16, **hooks) as c:
+    with Collector(
+        counting(5, noise=True), policy, num_envs=2, frames_per_batch=16, **hooks
+    ) as c:
         c.fake_tensordict()
         c.next()
         c.collect(n_step=8, bootstrap=False)
@@ -260,7 +293,9 @@ def test_every_call_of_the_policy_is_in_evaluation_mode() -> None:
         c.collect(n_step=8, bootstrap=True)
         c.collect(n_step=8, no_grad=False)
         c.collect(n_episode=2)
-    with Collector(counting(5, noise=True), policy, init_random_frames=16, **options) as c:
+    with Collector(
+        counting(5, noise=True), policy, init_random_frames=16, **options
+    ) as c:
         c.next()
         c.next()
     assert calls
@@ -272,8 +307,13 @@ def test_every_call_of_the_policy_is_in_evaluation_mode() -> None:
 def test_in_the_background_the_copy_has_the_mode(mode: Any) -> None:
     policy, buffer = Showing(), Extends()
     policy.frozen.eval()
-    options: dict[str, Any] = {"replay_buffer": buffer, "execution": Execution(policy_mode=mode)}
-    with Collector(counting(5), policy, num_envs=2, frames_per_batch=16, **options) as c:
+    options: dict[str, Any] = {
+        "replay_buffer": buffer,
+        "execution": Execution(policy_mode=mode),
+    }
+    with Collector(
+        counting(5), policy, num_envs=2, frames_per_batch=16, **options
+    ) as c:
         c.start()
         for training in (False, True):
             policy.train(training)
@@ -284,11 +324,17 @@ def test_in_the_background_the_copy_has_the_mode(mode: Any) -> None:
     assert all(shown(batch) == expected for batch in buffer.batches)
 
 
-def test_in_the_background_a_function_acts_in_the_modes_of_the_thread_that_trains() -> None:
+def test_in_the_background_a_function_acts_in_the_modes_of_the_thread_that_trains() -> (
+    None
+):
     """Its modules are not copied: changing their mode would change that of the training."""
     policy, buffer = Showing(), Extends()
     with Collector(
-        counting(5), lambda obs: policy(obs), num_envs=2, frames_per_batch=16, replay_buffer=buffer
+        counting(5),
+        lambda obs: policy(obs),
+        num_envs=2,
+        frames_per_batch=16,
+        replay_buffer=buffer,
     ) as c:
         assert shown(c.rollout()) == [[False] * 3]
         c.start()
@@ -309,7 +355,9 @@ def test_functions_of_agents_too() -> None:
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("kind", ["function", "TensorDictModule"])
-def test_functions_act_with_their_modules_in_evaluation_mode(where: str, kind: str) -> None:
+def test_functions_act_with_their_modules_in_evaluation_mode(
+    where: str, kind: str
+) -> None:
     drop = nn.Dropout(0.5)
 
     def see(obs: Any) -> Any:
@@ -318,7 +366,9 @@ def test_functions_act_with_their_modules_in_evaluation_mode(where: str, kind: s
     policy: Any = see
     if kind == "TensorDictModule":
         policy = TensorDictModule(
-            lambda obs: (see(obs)[0], see(obs)[1]["seen"]), ["observation"], ["action", "seen"]
+            lambda obs: (see(obs)[0], see(obs)[1]["seen"]),
+            ["observation"],
+            ["action", "seen"],
         )
     with collector(where, policy) as c:
         assert c.next()["seen"].unique().tolist() == [1.0]
@@ -338,7 +388,9 @@ def living() -> nn.Module:
 
 @pytest.mark.parametrize("where", ["here", "threads", "server"])
 @pytest.mark.parametrize(
-    "policy", [{"policy": live}, {"policy_factory": living}], ids=["function", "factory"]
+    "policy",
+    [{"policy": live}, {"policy_factory": living}],
+    ids=["function", "factory"],
 )
 def test_modules_that_threads_share_with_the_user_keep_their_mode(
     where: str, policy: dict[str, Any]
@@ -347,7 +399,9 @@ def test_modules_that_threads_share_with_the_user_keep_their_mode(
     LIVE.train()
     LIVE.frozen.eval()
     modes = LIVE.modes()
-    with collector(where, env=counting(5, noise=True), **{"policy": None, **policy}) as c:
+    with collector(
+        where, env=counting(5, noise=True), **{"policy": None, **policy}
+    ) as c:
         c.next()
         assert LIVE.modes() == modes
     assert LIVE.modes() == modes
@@ -369,7 +423,9 @@ def test_layers_that_explore_in_training_mode_only_are_announced(where: str) -> 
     policy = policies.deterministic(NoisyLinear(2, 2))
     nn.init.zeros_(policy.net.weight)
     nn.init.constant_(policy.net.bias, 0.5)
-    with pytest.warns(UserWarning, match=r"class NoisyLinear.*Execution\(policy_mode='as_given'\)"):
+    with pytest.warns(
+        UserWarning, match=r"class NoisyLinear.*Execution\(policy_mode='as_given'\)"
+    ):
         collector(where, policy).shutdown()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -398,7 +454,9 @@ def test_an_evaluation_is_in_evaluation_mode_whatever_is_passed(
     made: str, num_workers: int
 ) -> None:
     policy = OnlyEvaluated()
-    given = {"policy": policy} if made == "policy" else {"policy_factory": OnlyEvaluated}
+    given = (
+        {"policy": policy} if made == "policy" else {"policy_factory": OnlyEvaluated}
+    )
     for options in ({}, AS_GIVEN):
         with Evaluator(
             counting(5), episodes=2, num_workers=num_workers, **given, **options

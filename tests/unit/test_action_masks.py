@@ -28,7 +28,11 @@ SPACES = {
 
 
 def size_of(space: Any) -> int:
-    return int(space.nvec.sum()) if isinstance(space, spaces.MultiDiscrete) else int(space.n)
+    return (
+        int(space.nvec.sum())
+        if isinstance(space, spaces.MultiDiscrete)
+        else int(space.n)
+    )
 
 
 class Masked(gymnasium.Env[Any, Any]):
@@ -41,13 +45,17 @@ class Masked(gymnasium.Env[Any, Any]):
         none_at: step at which the mask allows nothing.
     """
 
-    def __init__(self, space: str = "discrete", where: str = "obs", none_at: int = -1) -> None:
+    def __init__(
+        self, space: str = "discrete", where: str = "obs", none_at: int = -1
+    ) -> None:
         self.action_space, self.where, self.none_at = SPACES[space], where, none_at
         self.n = size_of(self.action_space)
         box = spaces.Box(0, 100, (2,), np.float32)
         mask = spaces.Box(0, 1, (self.n,), np.int8)
         self.observation_space = (
-            spaces.Dict({"position": box, "action_mask": mask}) if where == "obs" else box
+            spaces.Dict({"position": box, "action_mask": mask})
+            if where == "obs"
+            else box
         )
         self.t = 0
 
@@ -68,7 +76,9 @@ class Masked(gymnasium.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         index = np.atleast_1d(action) - getattr(self.action_space, "start", 0)
-        parts = np.split(self.mask(), np.cumsum(getattr(self.action_space, "nvec", [self.n]))[:-1])
+        parts = np.split(
+            self.mask(), np.cumsum(getattr(self.action_space, "nvec", [self.n]))[:-1]
+        )
         assert all(part[i] for part, i in zip(parts, index, strict=True)), (
             f"{action} is not allowed at {self.t}"
         )
@@ -97,7 +107,12 @@ def observed(batch: Any, where: str) -> torch.Tensor:
 @pytest.mark.parametrize("space", SPACES)
 def test_random_actions_are_uniform_over_what_is_allowed(space, where):
     batch = collect(
-        masked(space, where), None, num_envs=2, frames_per_batch=4200, seed=0, **options_of(where)
+        masked(space, where),
+        None,
+        num_envs=2,
+        frames_per_batch=4200,
+        seed=0,
+        **options_of(where),
     )
     n, action = size_of(SPACES[space]), batch["action"]
     assert torch.equal(
@@ -123,7 +138,9 @@ def test_random_actions_are_uniform_over_what_is_allowed(space, where):
 @pytest.mark.parametrize("where", ["obs", "info"])
 @pytest.mark.parametrize("num_envs", [None, 1, 3])
 @pytest.mark.parametrize("space", SPACES)
-def test_a_categorical_head_has_the_distribution_of_masked_logits(space, num_envs, where):
+def test_a_categorical_head_has_the_distribution_of_masked_logits(
+    space, num_envs, where
+):
     torch.manual_seed(0)
     n = size_of(SPACES[space])
     net = nn.Linear(2, n)
@@ -136,7 +153,9 @@ def test_a_categorical_head_has_the_distribution_of_masked_logits(space, num_env
     head = policies.categorical(net)
     batch = collect(masked(space, where), head, **options)
     with torch.no_grad():
-        logits = net(observed(batch, where)).masked_fill(mask_of(batch, where) == 0, -torch.inf)
+        logits = net(observed(batch, where)).masked_fill(
+            mask_of(batch, where) == 0, -torch.inf
+        )
         sizes = list(getattr(SPACES[space], "nvec", [n]))
         index = batch["action"] - int(
             getattr(SPACES[space], "start", 0) if space != "several" else 0
@@ -160,7 +179,8 @@ def test_a_categorical_head_has_the_distribution_of_masked_logits(space, num_env
         mode = collect(masked(space, where), head, **options, exploration_type="mode")
         given = {"action_mask": mask_of(mode, where)}
         assert torch.equal(
-            mode["action"], head.mode(observed(mode, where), **given).to(mode["action"].dtype)
+            mode["action"],
+            head.mode(observed(mode, where), **given).to(mode["action"].dtype),
         )
 
 
@@ -170,11 +190,17 @@ def test_a_head_draws_with_the_masked_probabilities():
             return torch.tensor([2.0, 1.0, 5.0, 0.0, 0.5]).expand(*obs.shape[:-1], 5)
 
     batch = collect(
-        masked(), policies.categorical(Constant()), num_envs=4, frames_per_batch=14_000, seed=0
+        masked(),
+        policies.categorical(Constant()),
+        num_envs=4,
+        frames_per_batch=14_000,
+        seed=0,
     )
     first = batch["action"][:, ::7].reshape(-1)
     expected = torch.tensor([2.0, 1.0, -torch.inf, 0.0, 0.5]).softmax(0)
-    assert torch.allclose(torch.bincount(first, minlength=5) / len(first), expected, atol=0.04)
+    assert torch.allclose(
+        torch.bincount(first, minlength=5) / len(first), expected, atol=0.04
+    )
 
 
 def test_a_loss_over_masked_actions_has_finite_gradients_also_at_blank_rows():
@@ -184,7 +210,9 @@ def test_a_loss_over_masked_actions_has_finite_gradients_also_at_blank_rows():
         "action_mask": torch.tensor([[1, 0, 1, 0, 0]] * 3 + [[0] * 5]),
     }
     distribution = head.distribution(obs)
-    (distribution.log_prob(torch.tensor([0, 2, 0, 0])) + distribution.entropy()).sum().backward()
+    (
+        distribution.log_prob(torch.tensor([0, 2, 0, 0])) + distribution.entropy()
+    ).sum().backward()
     assert head.net.weight.grad.isfinite().all()
     action, extras = head(obs)
     assert (action[:3] % 2 == 0).all()
@@ -194,14 +222,18 @@ def test_a_loss_over_masked_actions_has_finite_gradients_also_at_blank_rows():
 def test_the_greedy_head_chooses_among_what_is_allowed():
     head = policies.deterministic(nn.Linear(2, 5))
     batch = collect(masked(), head, num_envs=2, frames_per_batch=28, seed=0)
-    values = head.net(batch["position"]).masked_fill(batch["action_mask"] == 0, -torch.inf)
+    values = head.net(batch["position"]).masked_fill(
+        batch["action_mask"] == 0, -torch.inf
+    )
     assert torch.equal(batch["action"], values.argmax(-1))
 
 
 @pytest.mark.parametrize("policy", ["random", "head", "greedy"])
 @pytest.mark.parametrize("where", ["obs", "info"])
 @pytest.mark.parametrize("num_envs", [None, 2])
-def test_a_mask_that_allows_nothing_is_an_error_that_names_the_environment(policy, where, num_envs):
+def test_a_mask_that_allows_nothing_is_an_error_that_names_the_environment(
+    policy, where, num_envs
+):
     net = nn.Linear(2, 5)
     made = {
         "random": None,
@@ -214,7 +246,8 @@ def test_a_mask_that_allows_nothing_is_an_error_that_names_the_environment(polic
         source, made, num_envs=num_envs, frames_per_batch=28, seed=0, **options
     ) as collector:
         with pytest.raises(
-            BadEnvOutput, match=r"Masked\[0\]: .*action_mask allows no action.*reset\(\)"
+            BadEnvOutput,
+            match=r"Masked\[0\]: .*action_mask allows no action.*reset\(\)",
         ):
             collector.rollout()
         collector.reset()
@@ -246,7 +279,9 @@ def test_random_frames_at_the_start_and_decorrelation_respect_masks():
 
 
 def test_random_actions_do_not_depend_on_the_size_of_batches():
-    with Collector(masked(), None, num_envs=2, frames_per_batch=28, seed=3) as collector:
+    with Collector(
+        masked(), None, num_envs=2, frames_per_batch=28, seed=3
+    ) as collector:
         expected = collector.rollout()["action"].clone()
     with Collector(masked(), None, num_envs=2, frames_per_batch=4, seed=3) as collector:
         parts = [collector.rollout()["action"].clone() for _ in range(7)]
@@ -269,7 +304,11 @@ class OfDmEnv:
 
             def step(self, action: Any) -> Any:
                 obs, reward, done, _, _ = self.env.step(int(action))
-                return dm_env.termination(reward, obs) if done else dm_env.transition(reward, obs)
+                return (
+                    dm_env.termination(reward, obs)
+                    if done
+                    else dm_env.transition(reward, obs)
+                )
 
             def observation_spec(self) -> Any:
                 position = specs.BoundedArray((2,), np.float32, 0, 100)
@@ -289,7 +328,9 @@ class OfDmEnv:
 
 KINDS: dict[str, dict[str, Any]] = {
     "gymnasium.vector": {"env": lambda: gymnasium.vector.SyncVectorEnv([masked()] * 2)},
-    "EnvPool": {"env": lambda: EnvPoolVectorEnv(GymnasiumEnvPool(masked(), 2, shuffled=True))},
+    "EnvPool": {
+        "env": lambda: EnvPoolVectorEnv(GymnasiumEnvPool(masked(), 2, shuffled=True))
+    },
     "dm_env": {"env": OfDmEnv, "num_envs": 2},
 }
 
@@ -307,7 +348,9 @@ def test_every_kind_of_environment_gives_the_same(kind, random):
 @pytest.mark.parametrize("inference", ["worker", "server"])
 def test_masks_reach_policies_of_worker_processes(inference):
     head = policies.categorical(nn.Linear(2, 5))
-    with Collector([masked()] * 2, head, num_envs=2, frames_per_batch=56, seed=0) as collector:
+    with Collector(
+        [masked()] * 2, head, num_envs=2, frames_per_batch=56, seed=0
+    ) as collector:
         expected = collector.rollout().clone()
     with MultiSyncCollector(
         [masked()] * 2,
@@ -324,7 +367,9 @@ def test_masks_reach_policies_of_worker_processes(inference):
         if inference == "worker":
             assert_same(batch, expected)
         again = head.distribution(batch.select("position", "action_mask"))
-        assert torch.allclose(batch["action_log_prob"], again.log_prob(batch["action"]), atol=1e-5)
+        assert torch.allclose(
+            batch["action_log_prob"], again.log_prob(batch["action"]), atol=1e-5
+        )
 
 
 def test_a_server_cannot_see_masks_in_infos():
@@ -348,7 +393,9 @@ def test_masks_are_for_discrete_actions():
 
 
 def test_taxi_has_its_mask_in_the_info():
-    batch = collect("Taxi-v4", None, num_envs=2, frames_per_batch=200, seed=0, info=["action_mask"])
+    batch = collect(
+        "Taxi-v4", None, num_envs=2, frames_per_batch=200, seed=0, info=["action_mask"]
+    )
     assert batch["info", "action_mask"].gather(-1, batch["action"].unsqueeze(-1)).all()
     assert not batch["info", "action_mask"].all()
 
@@ -363,7 +410,9 @@ def test_torchrls_masked_categorical_reads_the_mask_from_the_batch():
     net, n = nn.Linear(2, 5), ("logits", "mask")
     actor = TensorDictSequential(
         TensorDictModule(net, in_keys=["position"], out_keys=["logits"]),
-        TensorDictModule(lambda mask: mask.bool(), in_keys=["action_mask"], out_keys=["mask"]),
+        TensorDictModule(
+            lambda mask: mask.bool(), in_keys=["action_mask"], out_keys=["mask"]
+        ),
         modules.ProbabilisticActor(
             TensorDictModule(lambda *both: both, in_keys=[*n], out_keys=[*n]),
             in_keys=[*n],
@@ -375,7 +424,9 @@ def test_torchrls_masked_categorical_reads_the_mask_from_the_batch():
     head = policies.categorical(net)
     again = head.distribution(batch.select("position", "action_mask"))
     assert batch["action_mask"].gather(-1, batch["action"].unsqueeze(-1)).all()
-    assert torch.allclose(batch["action_log_prob"], again.log_prob(batch["action"]), atol=1e-5)
+    assert torch.allclose(
+        batch["action_log_prob"], again.log_prob(batch["action"]), atol=1e-5
+    )
 
 
 def test_tianshous_policies_get_the_mask_as_obs_mask():
@@ -394,7 +445,10 @@ def test_tianshous_policies_get_the_mask_as_obs_mask():
             self.observation_space = spaces.Dict({"obs": box, "mask": mask})
 
         def out(self) -> Any:
-            return {"obs": np.array([self.t, 0], np.float32), "mask": self.mask().astype(bool)}, {}
+            return {
+                "obs": np.array([self.t, 0], np.float32),
+                "mask": self.mask().astype(bool),
+            }, {}
 
     class Values(nn.Module):
         def forward(self, obs: Any, state: Any = None, info: Any = None) -> Any:
@@ -402,7 +456,9 @@ def test_tianshous_policies_get_the_mask_as_obs_mask():
             return torch.arange(5.0).flip(0).expand(len(obs), 5), state
 
     policy = DiscreteQLearningPolicy(
-        model=Values(), action_space=SPACES["discrete"], observation_space=Named().observation_space
+        model=Values(),
+        action_space=SPACES["discrete"],
+        observation_space=Named().observation_space,
     )
     collector = TianshouCollector(policy, DummyVectorEnv([Named] * 2))
     collector.reset()

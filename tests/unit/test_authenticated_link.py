@@ -67,7 +67,9 @@ def test_both_ends_learn_that_the_other_does_not_know_the_token():
         assert isinstance(ends.node, WrongToken)
         assert to_the_end(ends.to_main)
         assert to_the_end(ends.to_node)
-        assert not any(text in frame.message for frame in ends.handshake for text in (TOKEN, other))
+        assert not any(
+            text in frame.message for frame in ends.handshake for text in (TOKEN, other)
+        )
 
 
 def test_nothing_but_the_handshake_was_sent_before_both_have_proved(ends):
@@ -108,7 +110,10 @@ def test_handshake_of_an_earlier_session_repeated_is_refused(ends, stranger):
         (Frame(b"GET / HTTP/1.0"), "sent 14 bytes where 40 were expected"),
         (Frame(b"x" * 40), "another version of this protocol: b'xxxxxxxx'"),
         (Frame(MAGIC + b"n" * 32, 1), "where 40 were expected"),
-        (Frame(MAGIC + b"n" * 32, 1, b"x"), "announced a message of 40 and a block of 1 bytes"),
+        (
+            Frame(MAGIC + b"n" * 32, 1, b"x"),
+            "announced a message of 40 and a block of 1 bytes",
+        ),
     ],
 )
 def test_what_speaks_something_else_is_refused(stranger, first, why):

@@ -63,7 +63,9 @@ POLICIES: dict[str, Callable[[], Any]] = {
     "module": lambda: Sampling(net()),
     "function": lambda: lambda obs: (obs[:, 2] > 0).long(),
     "recurrent": lambda: Recurrent(6),
-    "tensordict": lambda: TensorDictModule(Chooses(net()), ["observation"], ["action", "logits"]),
+    "tensordict": lambda: TensorDictModule(
+        Chooses(net()), ["observation"], ["action", "logits"]
+    ),
 }
 
 
@@ -141,7 +143,9 @@ def test_rows_of_one_step_and_a_name_that_moves_on(pools):
 
 @pytest.mark.parametrize("random", [True, False])
 def test_action_masks(pools, random):
-    policy = POLICIES["random"] if random else lambda: policies.categorical(net(inputs=2))
+    policy = (
+        POLICIES["random"] if random else lambda: policies.categorical(net(inputs=2))
+    )
     with Twins(partial(torch_envs.Masked, B), policy) as twins:
         twins.alike(6)
         assert twins.replays >= 3
@@ -169,7 +173,9 @@ def test_what_cannot_be_recorded_is_refused_with_its_name(pools, kind):
             for _ in range(4):
                 a = twins.plain.next()
                 assert_same(a, twins.recorded.next())
-        assert_same(a, twins.recorded.next())  # the rows of the refused rollout are not lost
+        assert_same(
+            a, twins.recorded.next()
+        )  # the rows of the refused rollout are not lost
         twins.alike(3)
 
 
@@ -188,7 +194,9 @@ def test_auto_goes_on_row_by_row_and_says_why_once(pools, kind, caplog):
 
 def test_hidden_state_is_noticed_and_its_environments_are_reset(pools):
     env = Kept(partial(torch_envs.HidesState, B))
-    with Collector(on_device(env), frames_per_batch=8 * B, seed=3, capture="auto") as collector:
+    with Collector(
+        on_device(env), frames_per_batch=8 * B, seed=3, capture="auto"
+    ) as collector:
         for _ in range(2):
             collector.next()
         capture = collector.stats().capture
@@ -355,7 +363,9 @@ def test_random_rollouts_between_others(pools):
 
 
 def test_a_graph_goes_with_its_lane(pools):
-    with Collector(on_device(CartPole), frames_per_batch=8 * B, seed=0, capture=True) as collector:
+    with Collector(
+        on_device(CartPole), frames_per_batch=8 * B, seed=0, capture=True
+    ) as collector:
         for _ in range(4):
             collector.next()
         assert collector.stats().capture.graphs == 1
@@ -370,7 +380,9 @@ def test_a_graph_goes_with_its_lane(pools):
 
 
 def test_stats_and_their_table(pools):
-    with Collector(on_device(CartPole), frames_per_batch=8 * B, seed=0, capture=True) as collector:
+    with Collector(
+        on_device(CartPole), frames_per_batch=8 * B, seed=0, capture=True
+    ) as collector:
         assert collector.stats().capture is None
         collector.next()
         assert collector.stats().capture.state == "waiting"
@@ -391,11 +403,15 @@ def test_where_there_is_nothing_to_record():
         Collector(CountingEnv, frames_per_batch=8, capture=True)
     with pytest.raises(BadOption, match="no graphs of operations on cpu"):
         Collector(on_device(CartPole), frames_per_batch=8, capture=True)
-    with pytest.raises(BadOption, match="capture='always': expected True, False or 'auto'"):
+    with pytest.raises(
+        BadOption, match="capture='always': expected True, False or 'auto'"
+    ):
         Collector(on_device(CartPole), frames_per_batch=8, capture="always")
     with pytest.raises(BadOption, match="on_step needs Python between two steps"):
         Collector(on_device(CartPole), frames_per_batch=8, capture=True, on_step=print)
-    with Collector(on_device(CartPole), frames_per_batch=4 * B, capture="auto") as collector:
+    with Collector(
+        on_device(CartPole), frames_per_batch=4 * B, capture="auto"
+    ) as collector:
         collector.next()
         assert collector.stats().capture.state == "refused"
         assert "cpu" in collector.stats().capture.reason
@@ -441,7 +457,9 @@ def test_a_compiled_policy(pools):
 def test_only_steps_on_tensors_are_compiled():
     from muster.testing import CountingEnv
 
-    with pytest.raises(BadOption, match="compile_env is for .*CountingEnv is stepped in host"):
+    with pytest.raises(
+        BadOption, match="compile_env is for .*CountingEnv is stepped in host"
+    ):
         Collector(CountingEnv, frames_per_batch=8, compile_env=True)
 
 
@@ -545,8 +563,14 @@ def test_environments_that_another_object_replaces(pools):
 
 def test_nothing_is_recorded_beside_the_users_thread(pools):
     memory = ReplayMemory(40 * 8 * B, seed=1)
-    given = {"frames_per_batch": 8 * B, "total_frames": 30 * 8 * B, "replay_buffer": memory}
-    with Collector(on_device(CartPole), net_policy(), seed=0, capture="auto", **given) as c:
+    given = {
+        "frames_per_batch": 8 * B,
+        "total_frames": 30 * 8 * B,
+        "replay_buffer": memory,
+    }
+    with Collector(
+        on_device(CartPole), net_policy(), seed=0, capture="auto", **given
+    ) as c:
         c.start()
         wait_until(lambda: not c.is_running())
         assert "background thread" in c.stats().capture.reason
@@ -558,7 +582,9 @@ def net_policy() -> Any:
 
 
 @pytest.mark.parametrize("what", ["wind", "scale", "gravity", "global"])
-def test_numbers_outside_of_the_device_change_between_rollouts(pools, monkeypatch, what):
+def test_numbers_outside_of_the_device_change_between_rollouts(
+    pools, monkeypatch, what
+):
     """A graph has them as constants: it is recorded again."""
     monkeypatch.setattr(torch_envs.Blown, "gravity", 0.1)
     monkeypatch.setitem(globals(), "threshold", 0.0)

@@ -30,7 +30,9 @@ SIZES = [1, 64, 4096]
 Twins = partial(TwinsOnTheHost, rows=None)
 
 
-def cart_pole(B: int = 64, mode: AutoresetMode = AutoresetMode.SAME_STEP) -> Callable[[], Any]:
+def cart_pole(
+    B: int = 64, mode: AutoresetMode = AutoresetMode.SAME_STEP
+) -> Callable[[], Any]:
     return partial(TorchCartPole, B, CUDA, autoreset=mode, max_steps=23)
 
 
@@ -45,7 +47,9 @@ POLICIES: dict[str, Callable[[], Any]] = {
     "head": lambda: policies.categorical(net()),
     "module": lambda: Sampling(net()),
     "recurrent": lambda: Recurrent(16, CUDA),
-    "tensordict": lambda: TensorDictModule(Chooses(net()), ["observation"], ["action", "logits"]),
+    "tensordict": lambda: TensorDictModule(
+        Chooses(net()), ["observation"], ["action", "logits"]
+    ),
 }
 
 
@@ -84,7 +88,9 @@ def test_pixels_masks_and_continuous_actions(mode):
 @OF_MODE
 def test_state_in_every_place(kind, mode):
     make = partial(getattr(torch_envs, kind), 64, CUDA, mode)
-    with Twins(make, lambda: policies.categorical(net(inputs=2)), frames_per_batch=64 * 8) as twins:
+    with Twins(
+        make, lambda: policies.categorical(net(inputs=2)), frames_per_batch=64 * 8
+    ) as twins:
         twins.alike(6)
         assert twins.replays >= 3
 
@@ -110,7 +116,9 @@ def test_with_options(options):
         assert twins.replays >= 2
 
 
-@pytest.mark.parametrize("kind", ["Counts", "Logs", "Synchronizes", "Grows", "DrawsOnHost"])
+@pytest.mark.parametrize(
+    "kind", ["Counts", "Logs", "Synchronizes", "Grows", "DrawsOnHost"]
+)
 def test_what_cannot_be_recorded_leaves_everything_as_it_was(kind):
     make = partial(getattr(torch_envs, kind), 64, CUDA)
     with Twins(make, capture="auto", frames_per_batch=8 * 64) as twins:
@@ -185,7 +193,11 @@ def test_into_a_replay_memory():
 
 def test_a_recording_takes_less_than_a_second_and_the_user_may_draw_meanwhile():
     with Collector(
-        cart_pole(1024), POLICIES["head"](), frames_per_batch=64 * 1024, seed=0, capture=True
+        cart_pole(1024),
+        POLICIES["head"](),
+        frames_per_batch=64 * 1024,
+        seed=0,
+        capture=True,
     ) as collector:
         collector.next()
         torch.cuda.synchronize()
@@ -196,7 +208,9 @@ def test_a_recording_takes_less_than_a_second_and_the_user_may_draw_meanwhile():
         collector.next()
         assert collector.stats().capture.replays == 1
         assert recorded < 5  # the goal is 1; other programs may use the device
-        print(f"recording: {recorded:.2f} s, {collector.stats().capture.nbytes:,} bytes")
+        print(
+            f"recording: {recorded:.2f} s, {collector.stats().capture.nbytes:,} bytes"
+        )
 
 
 @pytest.mark.parametrize("what", ["wind", "scale"])

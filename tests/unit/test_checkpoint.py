@@ -44,7 +44,8 @@ def equal(a: Any, b: Any) -> bool:
     if torch.is_tensor(a):
         alike = a.dtype == b.dtype and a.shape == b.shape
         return alike and (
-            not a.numel() or torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (a, b)))
+            not a.numel()
+            or torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (a, b)))
         )
     if isinstance(a, (np.ndarray, np.generic)):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
@@ -52,7 +53,9 @@ def equal(a: Any, b: Any) -> bool:
         return equal(list(a.items()), list(b.items()))
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(equal, a, b))
-    return struct.pack(">d", a) == struct.pack(">d", b) if isinstance(a, float) else a == b
+    return (
+        struct.pack(">d", a) == struct.pack(">d", b) if isinstance(a, float) else a == b
+    )
 
 
 @st.composite
@@ -61,13 +64,16 @@ def tensors(draw: Any) -> torch.Tensor:
     shape = draw(st.lists(st.integers(0, 3), max_size=3))
     data = draw(
         st.binary(
-            min_size=math.prod(shape) * dtype.itemsize, max_size=math.prod(shape) * dtype.itemsize
+            min_size=math.prod(shape) * dtype.itemsize,
+            max_size=math.prod(shape) * dtype.itemsize,
         )
     )
     if not data:
         return torch.empty(shape, dtype=dtype)
     data = bytes(byte & 1 for byte in data) if dtype == torch.bool else data
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+    )
 
 
 scalars = (
@@ -80,13 +86,19 @@ array_dtypes = (
     | npst.byte_string_dtypes(max_len=3)
 )  # both byte orders
 arrays = array_dtypes.flatmap(
-    lambda dtype: npst.arrays(dtype, npst.array_shapes(min_dims=0, min_side=0, max_side=3))
+    lambda dtype: npst.arrays(
+        dtype, npst.array_shapes(min_dims=0, min_side=0, max_side=3)
+    )
 )
-numbers = arrays.filter(lambda array: array.size > 0).map(lambda array: array.reshape(-1)[0])
+numbers = arrays.filter(lambda array: array.size > 0).map(
+    lambda array: array.reshape(-1)[0]
+)
 keys = st.text() | st.integers() | st.lists(st.text(), max_size=3).map(tuple)
 states = st.recursive(
     scalars | tensors() | arrays | numbers,
-    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(keys, inner),
+    lambda inner: (
+        st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(keys, inner)
+    ),
     max_leaves=12,
 )
 
@@ -106,10 +118,14 @@ def test_a_state_comes_back_with_its_types_its_order_and_every_bit(file, state):
 
 @given(state=states, data=st.data())
 @settings(max_examples=50, deadline=None)
-def test_a_file_with_another_byte_anywhere_is_refused_or_means_the_same(file, state, data):
+def test_a_file_with_another_byte_anywhere_is_refused_or_means_the_same(
+    file, state, data
+):
     save(file, state)
     content = bytearray(file.read_bytes())
-    content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(
+        st.integers(1, 255)
+    )
     file.write_bytes(content)
     try:
         assert equal(load(file), state)
@@ -119,16 +135,27 @@ def test_a_file_with_another_byte_anywhere_is_refused_or_means_the_same(file, st
 
 def test_foreign_and_missing_files_are_refused_by_name(file):
     safetensors.torch.save_file({"w": torch.ones(1)}, file)
-    with pytest.raises(BadCheckpoint, match=r"state\.safetensors is not a Muster checkpoint"):
+    with pytest.raises(
+        BadCheckpoint, match=r"state\.safetensors is not a Muster checkpoint"
+    ):
         load(file)
-    with pytest.raises(BadCheckpoint, match="nothing-here cannot be read: No such file"):
+    with pytest.raises(
+        BadCheckpoint, match="nothing-here cannot be read: No such file"
+    ):
         load(file.with_name("nothing-here"))
     with pytest.raises(BadCheckpoint, match="cannot be read"):
         load(file.parent)
 
 
 def test_other_programs_can_read_the_tensors(file):
-    save(file, {"flag": torch.tensor([True]), "weights": torch.arange(3.0), "mean": np.arange(2)})
+    save(
+        file,
+        {
+            "flag": torch.tensor([True]),
+            "weights": torch.arange(3.0),
+            "mean": np.arange(2),
+        },
+    )
     with safetensors.safe_open(str(file), "pt") as opened:
         found = [opened.get_tensor(name).tolist() for name in sorted(opened.keys())]
     assert found == [[True], [0.0, 1.0, 2.0], [0, 1]]
@@ -136,9 +163,11 @@ def test_other_programs_can_read_the_tensors(file):
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     begins = [8 + length + header[name]["data_offsets"][0] for name in "012"]
-    assert [begin % size for begin, size in zip(begins, (1, 4, 8), strict=True)] == [0, 0, 0], (
-        "aligned, for mmap"
-    )
+    assert [begin % size for begin, size in zip(begins, (1, 4, 8), strict=True)] == [
+        0,
+        0,
+        0,
+    ], "aligned, for mmap"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +182,9 @@ def test_other_programs_can_read_the_tensors(file):
         ({"a": torch.nn.UninitializedParameter()}, "UninitializedParameter"),
     ],
 )
-def test_what_cannot_be_saved_is_named_by_its_place_and_the_old_file_stays(file, state, message):
+def test_what_cannot_be_saved_is_named_by_its_place_and_the_old_file_stays(
+    file, state, message
+):
     save(file, "old")
     with pytest.raises(BadCheckpoint, match=message):
         save(file, state)
@@ -219,7 +250,9 @@ def sealed(rest: bytes) -> str:
     return (b'{"crc32": "%08x",' % zlib.crc32(rest) + rest).decode("latin1")
 
 
-@pytest.mark.parametrize("what", [b"[" * 100_000 + b"]" * 100_000, b"9" * 5000, b'"\xff"', b"{"])
+@pytest.mark.parametrize(
+    "what", [b"[" * 100_000 + b"]" * 100_000, b"9" * 5000, b'"\xff"', b"{"]
+)
 @pytest.mark.parametrize("inner", [False, True])
 def test_a_sealed_header_that_is_no_json_is_refused(file, what, inner):
     quoted = json.dumps(sealed(b'"x": ' + what)).encode()
@@ -250,15 +283,20 @@ def test_a_sealed_header_that_lies_is_refused(file, state):
     about = {"format": 2, "state": state}
     crc = f"{zlib.crc32(b'torch.uint8 [0]'):08x}"
     text = sealed(json.dumps({"tensors": {"0": crc}, "about": about})[1:].encode())
-    safetensors.torch.save_file({"0": torch.empty(0, dtype=torch.uint8)}, file, {"muster": text})
+    safetensors.torch.save_file(
+        {"0": torch.empty(0, dtype=torch.uint8)}, file, {"muster": text}
+    )
     with pytest.raises(
-        BadCheckpoint, match="is damaged|or damaged: '1' is missing|or damaged: '-2' is missing"
+        BadCheckpoint,
+        match="is damaged|or damaged: '1' is missing|or damaged: '-2' is missing",
     ):
         load(file)
 
 
 def test_another_format_is_refused(file):
-    text = sealed(json.dumps({"tensors": {}, "about": {"format": 99, "state": None}})[1:].encode())
+    text = sealed(
+        json.dumps({"tensors": {}, "about": {"format": 99, "state": None}})[1:].encode()
+    )
     safetensors.torch.save_file({}, file, {"muster": text})
     with pytest.raises(
         BadCheckpoint, match=r"^\S+ has format 99, and this version of Muster reads 2"
@@ -268,9 +306,12 @@ def test_another_format_is_refused(file):
 
 def test_a_dtype_that_is_never_written_is_refused(file):
     text = sealed(
-        json.dumps({"tensors": {"0": "00000000"}, "about": {"format": 2, "state": {"tensor": 0}}})[
-            1:
-        ].encode()
+        json.dumps(
+            {
+                "tensors": {"0": "00000000"},
+                "about": {"format": 2, "state": {"tensor": 0}},
+            }
+        )[1:].encode()
     )
     entry = {"dtype": "F8_E8M0", "shape": [8], "data_offsets": [0, 8]}
     header = json.dumps({"__metadata__": {"muster": text}, "0": entry}).encode()

@@ -44,7 +44,9 @@ def assert_chosen(batch: Any, seeds: Any = SEEDS) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("frames", [4, 28])
-def test_each_episode_has_the_seed_at_its_number(options: dict[str, Any], frames: int) -> None:
+def test_each_episode_has_the_seed_at_its_number(
+    options: dict[str, Any], frames: int
+) -> None:
     given = {"num_envs": 4, "frames_per_batch": frames, "total_frames": 5 * frames}
     with Collector(SeededEnv, None, episode_seeds=SEEDS, **given, **options) as c:
         ids = set()
@@ -62,7 +64,9 @@ def scripted(mode: AutoresetMode) -> SyncVectorEnv:
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_gymnasiums_vector_environments(mode: AutoresetMode) -> None:
-    with Collector(partial(scripted, mode), None, frames_per_batch=30, episode_seeds=SEEDS) as c:
+    with Collector(
+        partial(scripted, mode), None, frames_per_batch=30, episode_seeds=SEEDS
+    ) as c:
         for _ in range(2):
             assert_chosen(c.next())
 
@@ -86,7 +90,9 @@ class Failing(gymnasium.Wrapper[Any, Any, Any, Any]):
 def test_after_an_error_the_next_episodes_follow_in_the_list(fails_at: int) -> None:
     """In the first row of a batch, in the middle of one, and where an episode has just ended."""
     env, _ = recorded(lambda i: Failing(fails_at if i == 0 else 0))
-    with Collector(env, None, num_envs=2, frames_per_batch=20, episode_seeds=SEEDS) as c:
+    with Collector(
+        env, None, num_envs=2, frames_per_batch=20, episode_seeds=SEEDS
+    ) as c:
         with pytest.raises(EnvError, match="planned"):
             for _ in range(3):
                 assert_chosen(c.next())
@@ -118,7 +124,11 @@ class Dying(SeededEnv):
 
 
 def test_a_crash_report_of_the_first_rollout_has_the_chosen_seed(tmp_path: Any) -> None:
-    options: dict[str, Any] = {"num_envs": 3, "frames_per_batch": 30, "crash_dir": tmp_path}
+    options: dict[str, Any] = {
+        "num_envs": 3,
+        "frames_per_batch": 30,
+        "crash_dir": tmp_path,
+    }
     collector = MultiSyncCollector([Dying], None, episode_seeds=[8, 3, 11], **options)
     with collector as c, pytest.raises(WorkerDied) as raised:
         c.next()
@@ -128,7 +138,11 @@ def test_a_crash_report_of_the_first_rollout_has_the_chosen_seed(tmp_path: Any) 
 
 
 def test_an_interrupted_collection_continues_in_the_list(tmp_path: Any) -> None:
-    options: dict[str, Any] = {"num_envs": 3, "frames_per_batch": 21, "episode_seeds": SEEDS}
+    options: dict[str, Any] = {
+        "num_envs": 3,
+        "frames_per_batch": 21,
+        "episode_seeds": SEEDS,
+    }
     with Collector(SeededEnv, None, **options) as c:
         c.next()
         c.set_seed(0)
@@ -143,18 +157,24 @@ def test_an_interrupted_collection_continues_in_the_list(tmp_path: Any) -> None:
 
 
 def test_set_seed_begins_the_list_again_within_an_episode() -> None:
-    with Collector(SeededEnv, None, num_envs=2, frames_per_batch=6, episode_seeds=SEEDS) as c:
+    with Collector(
+        SeededEnv, None, num_envs=2, frames_per_batch=6, episode_seeds=SEEDS
+    ) as c:
         c.next()
         c.set_seed(9)
         batch = c.next()
         firsts = batch["observation"][:, 0, 0].tolist()
         assert firsts == SEEDS[:2]
         later = batch[IDS] - batch[IDS][:, :1] + torch.arange(2)[:, None]
-        assert torch.equal(batch["observation"][..., 0].long(), torch.tensor(SEEDS)[later % 5])
+        assert torch.equal(
+            batch["observation"][..., 0].long(), torch.tensor(SEEDS)[later % 5]
+        )
 
 
 def test_seeds_of_environments_are_used_once() -> None:
-    with Collector(SeededEnv, None, num_envs=3, frames_per_batch=30, seed=[6, 2, 9]) as c:
+    with Collector(
+        SeededEnv, None, num_envs=3, frames_per_batch=30, seed=[6, 2, 9]
+    ) as c:
         shown = c.next()["observation"][..., 0]
     assert shown[:, 0].tolist() == [6, 2, 9]
     assert shown[:, -1].tolist() == [-1, -1, -1]
@@ -164,7 +184,12 @@ def test_seeds_of_environments_are_used_once() -> None:
 def test_an_evaluation_plays_the_scenarios(workers: int) -> None:
     seeds = [4, 9, 2, 14, 6, 1, 3]
     with Evaluator(
-        SeededEnv, None, episodes=7, num_envs=2, num_workers=workers, episode_seeds=seeds
+        SeededEnv,
+        None,
+        episodes=7,
+        num_envs=2,
+        num_workers=workers,
+        episode_seeds=seeds,
     ) as evaluator:
         for _ in range(2):  # each evaluation begins with the first one
             records = evaluator.evaluate().records
@@ -180,7 +205,10 @@ def test_an_evaluation_plays_the_scenarios(workers: int) -> None:
     [
         ({"episode_seeds": []}, "episode_seeds is an empty list"),
         ({"episode_seeds": "12"}, "episode_seeds='12': expected a list of seeds"),
-        ({"episode_seeds": [1, -2]}, r"episode_seeds\[1\]=-2: expected an integer of at least 0"),
+        (
+            {"episode_seeds": [1, -2]},
+            r"episode_seeds\[1\]=-2: expected an integer of at least 0",
+        ),
         ({"seed": [1, 2.5, 3]}, r"seed\[1\]=2.5: expected an integer"),
         ({"seed": [1, 2]}, "set_seed has 2 seeds for 3 environments"),
     ],
@@ -195,12 +223,16 @@ def test_wrong_lists(options: dict[str, Any], message: str) -> None:
 
 
 def test_an_evaluation_takes_its_seeds_from_one_place() -> None:
-    with pytest.raises(BadOption, match="episode_seeds are the same in each evaluation"):
+    with pytest.raises(
+        BadOption, match="episode_seeds are the same in each evaluation"
+    ):
         Evaluator(SeededEnv, None, episode_seeds=SEEDS, reseed=True)
 
 
 def test_environments_that_cannot_be_seeded_one_by_one() -> None:
-    with pytest.raises(UnsupportedEnv, match=r"episode_seeds: .* cannot be reset with a seed"):
+    with pytest.raises(
+        UnsupportedEnv, match=r"episode_seeds: .* cannot be reset with a seed"
+    ):
         Collector(TorchCartPole(4), None, frames_per_batch=8, episode_seeds=SEEDS)
 
 
@@ -234,7 +266,9 @@ def test_every_row_tells_the_seed_of_its_episode(options: dict[str, Any]) -> Non
             real = batch[IDS] >= 0
             assert torch.equal(batch[SEED][real], shown[real])
             assert (batch[SEED][~real] == -1).all()
-            assert turn == 1 or bool((batch[SEED] >= 0).any()) == bool(options or turn == 2)
+            assert turn == 1 or bool((batch[SEED] >= 0).any()) == bool(
+                options or turn == 2
+            )
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
@@ -248,15 +282,23 @@ def test_seeds_of_vector_environments_are_told(mode: AutoresetMode) -> None:
 
 
 def test_seeds_are_told_by_workers_and_after_a_load() -> None:
-    options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 20, "track_seeds": True}
+    options: dict[str, Any] = {
+        "num_envs": 2,
+        "frames_per_batch": 20,
+        "track_seeds": True,
+    }
     with MultiSyncCollector([SeededEnv] * 2, None, seed=3, **options) as c:
         for _ in range(2):
             batch = c.next()
             assert torch.equal(batch[SEED], batch["observation"][..., 0].long())
-    with Collector(SeededEnv, None, seed=3, num_envs=2, frames_per_batch=2, track_seeds=True) as c:
+    with Collector(
+        SeededEnv, None, seed=3, num_envs=2, frames_per_batch=2, track_seeds=True
+    ) as c:
         c.next()
         state = c.state_dict()
-    with Collector(SeededEnv, None, num_envs=2, frames_per_batch=2, track_seeds=True) as c:
+    with Collector(
+        SeededEnv, None, num_envs=2, frames_per_batch=2, track_seeds=True
+    ) as c:
         c.load_state_dict(state)
         batch = c.next()
         assert torch.equal(batch[SEED], batch["observation"][..., 0].long())
@@ -264,5 +306,7 @@ def test_seeds_are_told_by_workers_and_after_a_load() -> None:
 
 
 def test_seeds_that_cannot_be_known_are_refused() -> None:
-    with pytest.raises(UnsupportedEnv, match=r"track_seeds: .* resets its environments itself"):
+    with pytest.raises(
+        UnsupportedEnv, match=r"track_seeds: .* resets its environments itself"
+    ):
         Collector(TorchCartPole(4), None, frames_per_batch=8, track_seeds=True)

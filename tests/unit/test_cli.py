@@ -57,7 +57,9 @@ def recorded(capsys: Any, path: Path, *argv: Any) -> tuple[str, Any]:
 
 
 def test_collect_records_exactly_what_was_asked_for(tmp_path, capsys):
-    out, recording = recorded(capsys, tmp_path / "a", "CartPole-v1", "--frames", "4k", "--seed", 3)
+    out, recording = recorded(
+        capsys, tmp_path / "a", "CartPole-v1", "--frames", "4k", "--seed", 3
+    )
     assert len(recording) == 4000
     assert recording.lost is None
     assert recording.meta["env"] == "CartPole-v1"
@@ -68,7 +70,9 @@ def test_collect_records_exactly_what_was_asked_for(tmp_path, capsys):
     mean = sum(e.episode_return for e in ended) / len(ended)
     assert f"return {mean:,.1f} ±" in out
     assert "4,000 in" in out
-    assert re.search(r"time +env \d+%.* policy \d+%.* copy \d+%.* rest \d+%.* record \d+%", out)
+    assert re.search(
+        r"time +env \d+%.* policy \d+%.* copy \d+%.* rest \d+%.* record \d+%", out
+    )
     command = re.search(r'read it +python -c "(.+)"', out)
     assert command is not None
     assert str(tmp_path / "a") in command.group(1)
@@ -77,17 +81,34 @@ def test_collect_records_exactly_what_was_asked_for(tmp_path, capsys):
 def test_a_full_disk_ends_the_recording_and_says_so(tmp_path, capsys):
     with files_limited_to(5000):
         said = refused(
-            capsys, "collect", "CartPole-v1", "--frames", "8000", "--quiet", "--out", tmp_path / "a"
+            capsys,
+            "collect",
+            "CartPole-v1",
+            "--frames",
+            "8000",
+            "--quiet",
+            "--out",
+            tmp_path / "a",
         )
     assert f"Could not record into {tmp_path / 'a'}: File too large" in said
     assert "another --out" in said
     assert load(tmp_path / "a").lost is not None
 
 
-@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1", "MountainCarContinuous-v0"])
+@pytest.mark.parametrize(
+    "env", ["CartPole-v1", "Pendulum-v1", "MountainCarContinuous-v0"]
+)
 def test_mlp_fits_discrete_and_continuous_actions(env, tmp_path, capsys):
     _, recording = recorded(
-        capsys, tmp_path / "a", env, "--frames", "160", "--num-envs", "4", "--policy", "mlp"
+        capsys,
+        tmp_path / "a",
+        env,
+        "--frames",
+        "160",
+        "--num-envs",
+        "4",
+        "--policy",
+        "mlp",
     )
     batch = recording.batch(0)
     assert batch["action_log_prob"].isfinite().all()
@@ -108,10 +129,16 @@ def test_mujoco_is_recorded_in_the_dtype_of_the_network(
 ):
     argv = ["HalfCheetah-v5", "--frames", "40", "--num-envs", "2", "--policy", policy]
     _, recording = recorded(
-        capsys, tmp_path / "a", *argv, *([] if obs_dtype is None else ["--obs-dtype", obs_dtype])
+        capsys,
+        tmp_path / "a",
+        *argv,
+        *([] if obs_dtype is None else ["--obs-dtype", obs_dtype]),
     )
     batch = recording.batch(0)
-    assert (batch["observation"].dtype, batch["next", "observation"].dtype) == (stored, stored)
+    assert (batch["observation"].dtype, batch["next", "observation"].dtype) == (
+        stored,
+        stored,
+    )
     assert batch["action"].dtype == torch.float32
 
 
@@ -149,7 +176,11 @@ def test_workers_record_the_data_of_as_many_groups(tmp_path, capsys):
         4,
     ]
     out, recording = recorded(capsys, tmp_path / "a", *argv)
-    assert (recording.meta["workers"], recording.meta["envs"], len(recording)) == (2, 4, 1600)
+    assert (recording.meta["workers"], recording.meta["envs"], len(recording)) == (
+        2,
+        4,
+        1600,
+    )
     options: dict[str, Any] = {
         "num_envs": 4,
         "frames_per_batch": 800,
@@ -161,17 +192,23 @@ def test_workers_record_the_data_of_as_many_groups(tmp_path, capsys):
     for number, batch in enumerate(expected):
         assert batch.shape == (2, 4, 100)
         assert (
-            recording.batch(number)["next", "observation"] == batch["next", "observation"]
+            recording.batch(number)["next", "observation"]
+            == batch["next", "observation"]
         ).all()
         assert (
-            recording.batch(number)["collector", "traj_ids"] == batch["collector", "traj_ids"]
+            recording.batch(number)["collector", "traj_ids"]
+            == batch["collector", "traj_ids"]
         ).all()
     assert "1,600 in 2 batches" in out
     assert re.search(r"^workers   2$", out, re.MULTILINE)
     assert re.search(
-        r"^in them   env \d+%.* policy \d+%.* copy \d+%.* rest \d+%.* idle \d+%", out, re.MULTILINE
+        r"^in them   env \d+%.* policy \d+%.* copy \d+%.* rest \d+%.* idle \d+%",
+        out,
+        re.MULTILINE,
     )
-    assert re.search(r"^here      waiting \d+%.* record \d+%.* rest \d+%", out, re.MULTILINE)
+    assert re.search(
+        r"^here      waiting \d+%.* record \d+%.* rest \d+%", out, re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize("where", [[], ["--threads"]])
@@ -192,7 +229,10 @@ def test_batches_of_single_workers_come_as_they_are_ready(where, tmp_path, capsy
     _, recording = recorded(capsys, tmp_path / "a", *argv)
     assert (recording.batches, len(recording)) == (6, 1200)
     assert recording.batch(0).batch_size == (4, 50)
-    assert {int(recording.batch(n)["collector", "traj_ids"][0, 0]) // 4 % 2 for n in range(6)} == {
+    assert {
+        int(recording.batch(n)["collector", "traj_ids"][0, 0]) // 4 % 2
+        for n in range(6)
+    } == {
         0,
         1,
     }
@@ -217,14 +257,18 @@ def test_a_server_acts_for_workers(tmp_path, capsys):
         "server": ["--inference", "server"],
         "alternating": ["--inference", "server", "--alternating"],
     }.items():
-        out, recording = recorded(capsys, tmp_path / name, *argv, "--workers", 2, *where)
+        out, recording = recorded(
+            capsys, tmp_path / name, *argv, "--workers", 2, *where
+        )
         assert ("(policy: server: " in out) == bool(where)
         recordings[name] = torch.cat(
             [recording.batch(number)["observation"] for number in range(2)], 2
         )
         assert recordings[name].shape == (2, 4, 100, 4)
     assert torch.equal(recordings["again"], recordings["server"])
-    assert torch.equal(recordings["workers"], recordings["alternating"])  # one worker in each half
+    assert torch.equal(
+        recordings["workers"], recordings["alternating"]
+    )  # one worker in each half
     assert not torch.equal(
         recordings["workers"], recordings["server"]
     )  # one stream of random numbers for both
@@ -284,7 +328,9 @@ def test_a_dropped_worker_is_told_at_once(failing, capsys):
     code, out, err = run(capsys, *failing, "--on-failure", "drop")
     assert code == 0
     assert re.search(r"^workers   2  dropped [01]$", out, re.MULTILINE), out
-    assert err.startswith("muster: a worker is dropped, and the others go on without it: ")
+    assert err.startswith(
+        "muster: a worker is dropped, and the others go on without it: "
+    )
     assert "simulator gone" in err
     assert "Traceback" not in err
 
@@ -308,7 +354,8 @@ def test_counts(text, number):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "k", "-5", "0", "1.5", "1e-3", "nan", "inf", "1e999999999", "0x10", "1 000"]
+    "text",
+    ["", "k", "-5", "0", "1.5", "1e-3", "nan", "inf", "1e999999999", "0x10", "1 000"],
 )
 def test_no_counts(text, capsys):
     with pytest.raises(ValueError, match="frames"):
@@ -353,7 +400,13 @@ def test_env_ids_that_import_are_refused(evil, capsys):
 
 def test_env_ids_that_import_are_allowed_when_asked(evil, capsys):
     code, _, _ = run(
-        capsys, "collect", "evil_module:CartPole-v1", "--frames", "80", "--allow-import", "--quiet"
+        capsys,
+        "collect",
+        "evil_module:CartPole-v1",
+        "--frames",
+        "80",
+        "--allow-import",
+        "--quiet",
     )
     assert code == 0
     assert (evil / "ran").exists()
@@ -383,7 +436,14 @@ def test_pickles_are_refused_with_the_way_out(evil, name, capsys):
 
     torch.save({"x": Evil()}, evil / name)
     err = refused(
-        capsys, "collect", "CartPole-v1", "--frames", "80", "--policy", name, "--allow-import"
+        capsys,
+        "collect",
+        "CartPole-v1",
+        "--frames",
+        "80",
+        "--policy",
+        name,
+        "--allow-import",
     )
     assert "pickle" in err
     assert "save_file" in err
@@ -416,7 +476,10 @@ def test_an_error_in_allowed_code_shows_where(evil, capsys):
         (["CartPole-v1", "--async"], "--async is about workers: add --workers N"),
         (["CartPole-v1", "--threads"], "--threads is about workers"),
         (["CartPole-v1", "--on-failure", "drop"], "--on-failure is about workers"),
-        (["CartPole-v1", "--inference", "server"], "--inference is about workers: add --workers N"),
+        (
+            ["CartPole-v1", "--inference", "server"],
+            "--inference is about workers: add --workers N",
+        ),
         (["CartPole-v1", "--alternating"], "--alternating is about workers"),
         (
             ["CartPole-v1", "--workers", "2", "--alternating"],
@@ -466,7 +529,11 @@ def test_environments_that_cannot_be_made(capsys):
 
     gymnasium.register("MusterBroken-v0", Broken)
     try:
-        for more in (["--policy", "random"], ["--policy", "mlp"], ["--workers", "2", "--threads"]):
+        for more in (
+            ["--policy", "random"],
+            ["--policy", "mlp"],
+            ["--workers", "2", "--threads"],
+        ):
             assert "no display" in refused(
                 capsys, "collect", "MusterBroken-v0", "--frames", "80", *more
             )
@@ -509,8 +576,18 @@ def test_weights_from_a_file_act(tmp_path, capsys):
         ("head", {f"net.{k}": v for k, v in module.state_dict().items()}),
     ):
         save_file(state, tmp_path / f"{name}.safetensors")
-        argv = ["--policy", tmp_path / f"{name}.safetensors", "--out", tmp_path / name, "--quiet"]
-        assert run(capsys, "collect", "CartPole-v1", "--frames", "80", *argv) == (0, "", "")
+        argv = [
+            "--policy",
+            tmp_path / f"{name}.safetensors",
+            "--out",
+            tmp_path / name,
+            "--quiet",
+        ]
+        assert run(capsys, "collect", "CartPole-v1", "--frames", "80", *argv) == (
+            0,
+            "",
+            "",
+        )
         recording = load(tmp_path / name)
         assert (recording.batch(0)["action"] == 1).all()
         assert "MLP 4-32-16-8-2 tanh" in recording.meta["policy"]
@@ -525,8 +602,17 @@ def test_weights_from_a_file_act(tmp_path, capsys):
         ({"0.weight": torch.zeros(2, 4)}, "expected the state_dict"),
         ({"0.weight": torch.zeros(2, 4), "0.bias": torch.zeros(3)}, "layer 0"),
         ({**net(4, 16, 2).state_dict(), "2.weight": torch.zeros(2, 15)}, "layer 2"),
-        ({**net(4, 16, 2).state_dict(), "0.bias": torch.full((16,), torch.nan)}, "not finite"),
-        ({**net(4, 16, 2).state_dict(), "0.bias": torch.zeros(16, dtype=torch.int64)}, "0.bias"),
+        (
+            {**net(4, 16, 2).state_dict(), "0.bias": torch.full((16,), torch.nan)},
+            "not finite",
+        ),
+        (
+            {
+                **net(4, 16, 2).state_dict(),
+                "0.bias": torch.zeros(16, dtype=torch.int64),
+            },
+            "0.bias",
+        ),
         ({**net(4, 16, 2).state_dict(), "log_std": torch.zeros(2)}, "log_std"),
         ({}, "expected the state_dict"),
     ],
@@ -534,7 +620,13 @@ def test_weights_from_a_file_act(tmp_path, capsys):
 def test_weights_that_do_not_fit(state, said, tmp_path, capsys):
     save_file(state, tmp_path / "net.safetensors")
     err = refused(
-        capsys, "collect", "CartPole-v1", "--frames", "80", "--policy", tmp_path / "net.safetensors"
+        capsys,
+        "collect",
+        "CartPole-v1",
+        "--frames",
+        "80",
+        "--policy",
+        tmp_path / "net.safetensors",
     )
     assert "net.safetensors" in err
     assert said in err
@@ -580,7 +672,15 @@ def test_stopping_keeps_what_was_collected(
         write(self, batch)
 
     monkeypatch.setattr(Recorder, "write", signalled)
-    argv = ["collect", "CartPole-v1", "--frames", "100k", "--out", str(tmp_path / "r"), *workers]
+    argv = [
+        "collect",
+        "CartPole-v1",
+        "--frames",
+        "100k",
+        "--out",
+        str(tmp_path / "r"),
+        *workers,
+    ]
     assert main(argv) == code
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     out, err = capfd.readouterr()
@@ -650,9 +750,13 @@ def descendants(pid: int) -> set[int]:
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just ended
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+            parents[int(stat.parent.name)] = int(
+                stat.read_text().rpartition(")")[2].split()[1]
+            )
     found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
+    while (
+        more := {child for child, parent in parents.items() if parent in found} - found
+    ):
         found |= more
     return found
 
@@ -671,7 +775,11 @@ heavy = {"torch", "tensordict", "gymnasium", "numpy", "safetensors"} & set(sys.m
 print("\\nRESULT", codes, sorted(heavy))
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
     )
     result = done.stdout.splitlines()[-1]
     assert re.fullmatch(r"RESULT \[0, 0, 0, [01]\] \[\]", result), result
@@ -701,14 +809,20 @@ def test_lines_are_limited_by_time_not_by_batches(capsys):
         always(1000, "the summary follows anyway")
     out = capsys.readouterr().out
     assert re.fullmatch(
-        r"collect  50%  500/1k frames  38.2k frames/s  episodes 4,321  return 21.5  eta 0:00\n", out
+        r"collect  50%  500/1k frames  38.2k frames/s  episodes 4,321  return 21.5  eta 0:00\n",
+        out,
     )
 
 
 def test_the_summary_adds_up():
     values, columns = [1.0, 4.0, 4.0, 9.0], np.zeros((4, 4), np.int64)
     episodes = Episodes(
-        columns[0], columns[1], np.array(values), np.arange(0, 8, 2), columns[2] > 0, columns[3] > 0
+        columns[0],
+        columns[1],
+        np.array(values),
+        np.arange(0, 8, 2),
+        columns[2] > 0,
+        columns[3] > 0,
     )
     totals = EpisodeTotals().plus(episodes)
     text = summary(stats(discarded={"worker died": 12}), totals, recording_s=10.0)
@@ -733,7 +847,10 @@ def test_the_summary_says_where_the_time_of_workers_went():
         "here      waiting 50% ▇▇▇▇▇  record 25% ▇▇  rest 25% ▇▇",
     ]
     text = summary(
-        stats(workers=workers, wait_s=6.0), EpisodeTotals(), recording_s=None, elapsed_s=4.0
+        stats(workers=workers, wait_s=6.0),
+        EpisodeTotals(),
+        recording_s=None,
+        elapsed_s=4.0,
     )
     assert "idle 0%" in text  # what a lost worker had done counts, its time does not
     assert text.endswith("here      waiting 100% ▇▇▇▇▇▇▇▇▇▇  rest 0%")
@@ -743,7 +860,9 @@ def test_workers_have_a_line_each_as_far_as_they_fit():
     lines = worker_lines(
         [
             worker(0),
-            worker(1, phase="dead", frames_per_s=0.0, share=0.25, restarts=3, policy_lag=12),
+            worker(
+                1, phase="dead", frames_per_s=0.0, share=0.25, restarts=3, policy_lag=12
+            ),
         ]
     )
     assert lines == [
@@ -763,10 +882,17 @@ def test_workers_of_nodes_say_where_they_are():
         worker(2, node="1 (b)"),
     ]
     assert worker_lines(nodes)[2].endswith("restarts 0  lag 0  node 1 (b)")
-    text = summary(stats(workers=tuple(nodes), unseen=2048), EpisodeTotals(), recording_s=None)
-    assert "\nworkers   3 on 2 nodes: 0 (a) 50%, 1 (b) 50%  unseen at most 2,048 frames\n" in text
+    text = summary(
+        stats(workers=tuple(nodes), unseen=2048), EpisodeTotals(), recording_s=None
+    )
+    assert (
+        "\nworkers   3 on 2 nodes: 0 (a) 50%, 1 (b) 50%  unseen at most 2,048 frames\n"
+        in text
+    )
     assert "\nengine" not in text
-    text = summary(stats(workers=tuple(nodes), engine="ray"), EpisodeTotals(), recording_s=None)
+    text = summary(
+        stats(workers=tuple(nodes), engine="ray"), EpisodeTotals(), recording_s=None
+    )
     assert "\nengine    ray\n" in text
     many = tuple(worker(n, node=f"{n} (a)", share=0.05) for n in range(20))
     text = summary(stats(workers=many), EpisodeTotals(), recording_s=None)
@@ -800,7 +926,13 @@ def test_the_bar_looks_for_itself_while_no_batch_comes():
 
 
 def test_numbers_are_short():
-    assert [short(n) for n in (7, 999, 38_200, 1e6, 2.5e9)] == ["7", "999", "38.2k", "1M", "2.5B"]
+    assert [short(n) for n in (7, 999, 38_200, 1e6, 2.5e9)] == [
+        "7",
+        "999",
+        "38.2k",
+        "1M",
+        "2.5B",
+    ]
     assert [clock(s) for s in (0, 61, 3725)] == ["0:00", "1:01", "1:02:05"]
 
 
@@ -865,7 +997,8 @@ def test_doctor_says_what_it_found(capsys):
     assert code == (1 if "BAD" in out else 0)
     assert "2." in re.search(r"torch +(\S+)", out).group(1)  # type: ignore[union-attr]
     assert re.search(
-        r"\n  workers +from a fork server, in milliseconds; open files for [\d,]+\n", out
+        r"\n  workers +from a fork server, in milliseconds; open files for [\d,]+\n",
+        out,
     )
     assert re.search(r"\n  shared +anonymous memory \(memfd\)\n", out)
 
@@ -873,8 +1006,16 @@ def test_doctor_says_what_it_found(capsys):
 @pytest.mark.parametrize(
     ("platform", "files", "said"),
     [
-        ("linux", 100, {"workers": "from a fork server, in milliseconds; open files for 20"}),
-        ("linux", 10, {"workers": "from a fork server, in milliseconds; open files for 0"}),
+        (
+            "linux",
+            100,
+            {"workers": "from a fork server, in milliseconds; open files for 20"},
+        ),
+        (
+            "linux",
+            10,
+            {"workers": "from a fork server, in milliseconds; open files for 0"},
+        ),
         ("linux", None, {"shared": "anonymous memory (memfd)"}),
         (
             "darwin",
@@ -896,7 +1037,9 @@ def test_doctor_counts_the_descriptors_of_a_worker_right():
     from muster import MultiSyncCollector
 
     def files_of(count: int) -> int:
-        with MultiSyncCollector(["CartPole-v1"] * count, None, frames_per_batch=count) as collector:
+        with MultiSyncCollector(
+            ["CartPole-v1"] * count, None, frames_per_batch=count
+        ) as collector:
             collector.next()
             return len(os.listdir("/proc/self/fd"))
 
@@ -920,7 +1063,15 @@ def test_the_number_of_environments_has_one_name_in_all_commands(capsys, tmp_pat
     ):
         assert "--num-envs 0: expected at least 1" in refused(capsys, *argv, name, "0")
     code, _, _ = run(
-        capsys, "collect", "CartPole-v1", "--frames", "12", "--out", tmp_path / "a", name, "3"
+        capsys,
+        "collect",
+        "CartPole-v1",
+        "--frames",
+        "12",
+        "--out",
+        tmp_path / "a",
+        name,
+        "3",
     )
     assert code == 0
     assert load(tmp_path / "a").meta["envs"] == 3
@@ -941,7 +1092,15 @@ def test_the_number_of_environments_has_one_name_in_all_commands(capsys, tmp_pat
     ],
 )
 def test_frames_are_rounded_up_on_request(options, frames, capsys, tmp_path):
-    argv = ("collect", "CartPole-v1", "--frames", "12", "--round-up", "--out", tmp_path / "a")
+    argv = (
+        "collect",
+        "CartPole-v1",
+        "--frames",
+        "12",
+        "--round-up",
+        "--out",
+        tmp_path / "a",
+    )
     code, _, _ = run(capsys, *argv, *options)
     assert code == 0
     assert len(load(tmp_path / "a")) == frames
@@ -1015,7 +1174,9 @@ def test_quiet_prints_nothing_but_errors(capfd, tmp_path):
     assert capfd.readouterr() == ("", "")
     with prepared(Collect("CartPole-v1", 8, quiet=True), 0):
         warnings.warn("a worker was restarted", stacklevel=1)
-        logging.getLogger("muster.workers.slow_construction").warning("Waiting for workers 0, 1.")
+        logging.getLogger("muster.workers.slow_construction").warning(
+            "Waiting for workers 0, 1."
+        )
         with StopSignals(quiet=True) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
     assert stop.exit_code == 143
@@ -1037,10 +1198,20 @@ def test_quiet_prints_nothing_but_errors(capfd, tmp_path):
 )
 def test_a_dataset_id_that_is_none_shows_the_form(name, capsys, tmp_path):
     pytest.importorskip("minari")
-    run(capsys, "collect", "CartPole-v1", "--frames", "800", "--out", tmp_path / "a", "--quiet")
+    run(
+        capsys,
+        "collect",
+        "CartPole-v1",
+        "--frames",
+        "800",
+        "--out",
+        tmp_path / "a",
+        "--quiet",
+    )
     said = refused(capsys, "export", tmp_path / "a", "--to", "minari", "--out", name)
     assert (
-        f"{name!r} is not an id of a Minari dataset: expected NAME-vN or NAMESPACE/NAME-vN" in said
+        f"{name!r} is not an id of a Minari dataset: expected NAME-vN or NAMESPACE/NAME-vN"
+        in said
     )
     assert "such as cartpole/ppo-v0" in said
 
@@ -1053,7 +1224,8 @@ def test_the_command_that_replays_a_failure_is_that_of_the_error(capsys):
     error.worker, error.replay_command = 0, "muster replay /tmp/a --trust"
     with (
         pytest.raises(
-            EnvError, match=r"^Failing\[0\].step raised.\nSee it happen again with: (.*)$"
+            EnvError,
+            match=r"^Failing\[0\].step raised.\nSee it happen again with: (.*)$",
         ) as caught,
         prepared(Collect("CartPole-v1", 8), 0),
     ):

@@ -23,7 +23,16 @@ from tests.command_line import refused, run
 from tests.fakes.ray_cluster import cluster, environment, needs_ray
 from tests.waits import free_port, without_delays
 
-COLLECT = ("collect", "CartPole-v1", "--frames", "1600", "--num-envs", "4", "--seed", "5")
+COLLECT = (
+    "collect",
+    "CartPole-v1",
+    "--frames",
+    "1600",
+    "--num-envs",
+    "4",
+    "--seed",
+    "5",
+)
 BIN = Path(sys.executable).parent
 LIMIT_S = 110
 
@@ -31,8 +40,14 @@ LIMIT_S = 110
 @contextmanager
 def process(*argv: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
     """A program that does not outlive the test."""
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([BIN / argv[0], *argv[1:]], env=os.environ | environ, **pipes) as started:
+    pipes: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
+    with subprocess.Popen(
+        [BIN / argv[0], *argv[1:]], env=os.environ | environ, **pipes
+    ) as started:
         try:
             yield started
         finally:
@@ -72,10 +87,15 @@ def assert_same(recording: Path, expected: Path) -> None:
 def test_nodes_record_what_local_workers_record(
     expected: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = run(capsys, *COLLECT, "--backend", "mp", "--nodes", 2, "--out", tmp_path / "a")
+    code, out, err = run(
+        capsys, *COLLECT, "--backend", "mp", "--nodes", 2, "--out", tmp_path / "a"
+    )
     assert (code, err) == (0, "")
     assert_same(tmp_path / "a", expected)
-    assert (load(tmp_path / "a").meta["nodes"], load(tmp_path / "a").meta["backend"]) == (2, "mp")
+    assert (
+        load(tmp_path / "a").meta["nodes"],
+        load(tmp_path / "a").meta["backend"],
+    ) == (2, "mp")
     assert re.search(
         r"^workers   2 on 2 nodes: 0 \(\S+\) 50%, 1 \(\S+\) 50%$", out, re.MULTILINE
     ), out
@@ -94,7 +114,9 @@ def test_workers_of_a_node_share_its_batches_or_have_their_own(
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_are_nodes_of_the_first(expected: Path, tmp_path: Path) -> None:
+def test_ranks_of_torchrun_are_nodes_of_the_first(
+    expected: Path, tmp_path: Path
+) -> None:
     argv = [*COLLECT, "--backend", "torchrun", "--out", str(tmp_path / "a")]
     with process("torchrun", "--nproc-per-node=3", "-m", "muster", *argv) as torchrun:
         code, out, err = end_of(torchrun)
@@ -111,7 +133,9 @@ def test_ctrl_c_under_torchrun_ends_with_a_summary() -> None:
         assert "frames/s" in torchrun.stdout.readline()
         torchrun.send_signal(signal.SIGINT)
         _, out, err = end_of(torchrun)
-    assert re.search(r"^stopped after [\d,]+ of 100,000,000 frames$", out, re.MULTILINE), err
+    assert re.search(
+        r"^stopped after [\d,]+ of 100,000,000 frames$", out, re.MULTILINE
+    ), err
     assert "on 1 node: 0 (" in out
     assert "was lost" not in err
     assert err.count("stopping after this batch") == 1
@@ -119,7 +143,10 @@ def test_ctrl_c_under_torchrun_ends_with_a_summary() -> None:
 
 @pytest.mark.slow
 def test_nodes_that_somebody_starts(expected: Path, tmp_path: Path) -> None:
-    where, environ = f"127.0.0.1:{free_port()}", {"MUSTER_TOKEN_FILE": token(tmp_path / "token")}
+    where, environ = (
+        f"127.0.0.1:{free_port()}",
+        {"MUSTER_TOKEN_FILE": token(tmp_path / "token")},
+    )
     argv = [
         *COLLECT,
         "--backend",
@@ -148,7 +175,10 @@ def test_nodes_that_somebody_starts(expected: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_node_says_that_its_collector_is_gone(tmp_path: Path) -> None:
-    where, environ = f"127.0.0.1:{free_port()}", {"MUSTER_TOKEN_FILE": token(tmp_path / "token")}
+    where, environ = (
+        f"127.0.0.1:{free_port()}",
+        {"MUSTER_TOKEN_FILE": token(tmp_path / "token")},
+    )
     argv = (
         "collect",
         "CartPole-v1",
@@ -168,7 +198,11 @@ def test_a_node_says_that_its_collector_is_gone(tmp_path: Path) -> None:
         assert collecting.stdout is not None
         assert "frames/s" in collecting.stdout.readline()
         collecting.kill()
-        assert end_of(node) == (1, "", "muster: the connection to the collector was lost.\n")
+        assert end_of(node) == (
+            1,
+            "",
+            "muster: the connection to the collector was lost.\n",
+        )
 
 
 @pytest.mark.slow
@@ -186,8 +220,12 @@ def test_a_node_with_another_token_is_not_let_in(tmp_path: Path) -> None:
         "30",
     )
     with (
-        process("muster", "node", where, MUSTER_TOKEN_FILE=token(tmp_path / "wrong")) as node,
-        process("muster", *argv, MUSTER_TOKEN_FILE=token(tmp_path / "token")) as collecting,
+        process(
+            "muster", "node", where, MUSTER_TOKEN_FILE=token(tmp_path / "wrong")
+        ) as node,
+        process(
+            "muster", *argv, MUSTER_TOKEN_FILE=token(tmp_path / "token")
+        ) as collecting,
     ):
         code, _, err = end_of(node)
         assert (code, "token" in err) == (1, True), err
@@ -211,7 +249,9 @@ def test_actors_of_a_ray_cluster_are_nodes(expected: Path, tmp_path: Path) -> No
         str(tmp_path / "a"),
     )
     ray = cluster()
-    with process("muster", *argv, **environment(ray.folder), RAY_ADDRESS=ray.address) as collecting:
+    with process(
+        "muster", *argv, **environment(ray.folder), RAY_ADDRESS=ray.address
+    ) as collecting:
         code, out, err = end_of(collecting)
     assert code == 0, err
     assert_same(tmp_path / "a", expected)
@@ -264,7 +304,10 @@ def test_an_actor_has_a_cpu_for_each_worker(capsys: pytest.CaptureFixture[str]) 
             ["--backend", "mp", "--nodes", "2", "--join-timeout", "inf"],
             "--join-timeout inf: expected more than 0",
         ),
-        (["--backend", "mp", "--nodes", "2", "--workers", "0"], "--workers 0: expected at least 1"),
+        (
+            ["--backend", "mp", "--nodes", "2", "--workers", "0"],
+            "--workers 0: expected at least 1",
+        ),
         (
             ["--backend", "mp", "--nodes", "2", "--min-nodes", "1"],
             "--min-nodes: batches of all nodes need all of them",
@@ -275,7 +318,10 @@ def test_an_actor_has_a_cpu_for_each_worker(capsys: pytest.CaptureFixture[str]) 
         ),
         (["--min-nodes", "1"], "--min-nodes is about nodes: add --backend"),
         (["--backend", "torchrun"], "--backend torchrun is for processes of torchrun"),
-        (["--backend", "manual", "--nodes", "2"], "--backend manual needs --bind HOST:PORT"),
+        (
+            ["--backend", "manual", "--nodes", "2"],
+            "--backend manual needs --bind HOST:PORT",
+        ),
         (
             ["--backend", "manual", "--nodes", "2", "--bind", "127.0.0.1:4"],
             "--backend manual needs a token",
@@ -299,7 +345,10 @@ def test_an_actor_has_a_cpu_for_each_worker(capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_options_of_nodes_have_to_fit(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    argv: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("MUSTER_TOKEN", "MUSTER_TOKEN_FILE", "RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -320,11 +369,23 @@ def test_torchrun_and_nodes_have_to_agree(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    environ = {"RANK": "0", "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    environ = {
+        "RANK": "0",
+        "WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert said in refused(
-        capsys, "collect", "CartPole-v1", "--frames", "800", "--backend", "torchrun", *argv
+        capsys,
+        "collect",
+        "CartPole-v1",
+        "--frames",
+        "800",
+        "--backend",
+        "torchrun",
+        *argv,
     )
 
 
@@ -333,7 +394,9 @@ def test_other_hosts_need_a_token(
 ) -> None:
     for name in ("MUSTER_TOKEN", "MUSTER_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
-    err = refused(capsys, *COLLECT, "--backend", "mp", "--nodes", "2", "--bind", "192.0.2.1")
+    err = refused(
+        capsys, *COLLECT, "--backend", "mp", "--nodes", "2", "--bind", "192.0.2.1"
+    )
     assert "need a token" in err
 
 
@@ -348,11 +411,14 @@ def test_a_node_needs_a_token_and_an_address(
     assert "--number -1: nodes are numbered from 0" in refused(
         capsys, "node", "127.0.0.1:4", "--number", -1
     )
-    assert "--wait 0: expected more" in refused(capsys, "node", "127.0.0.1:4", "--wait", 0)
+    assert "--wait 0: expected more" in refused(
+        capsys, "node", "127.0.0.1:4", "--wait", 0
+    )
     code, out, err = run(capsys, "node", f"127.0.0.1:{free_port()}", "--wait", 0.2)
     assert (code, out) == (1, "")
     assert re.fullmatch(
-        r"muster: The main process at 127\.0\.0\.1:\d+ could not be reached for 0\.2 s\.\n", err
+        r"muster: The main process at 127\.0\.0\.1:\d+ could not be reached for 0\.2 s\.\n",
+        err,
     ), err
 
 
@@ -371,7 +437,9 @@ def test_endpoints(bind: str | None, found: tuple[str, int]) -> None:
     assert endpoint(bind) == found
 
 
-@pytest.mark.parametrize("bind", ["host:", ":80", "host:0", "host:65536", "host:-1", "host:http"])
+@pytest.mark.parametrize(
+    "bind", ["host:", ":80", "host:0", "host:65536", "host:-1", "host:http"]
+)
 def test_no_endpoints(bind: str) -> None:
     with pytest.raises(BadOption, match="expected HOST or HOST:PORT"):
         endpoint(bind)

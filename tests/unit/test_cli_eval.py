@@ -85,16 +85,31 @@ def weights(tmp_path):
 
 def test_the_table_and_the_json_are_what_the_evaluator_finds(weights, capsys):
     file, net = weights
-    with Evaluator("CartPole-v1", categorical(net), episodes=9, num_envs=4, seed=3) as evaluator:
+    with Evaluator(
+        "CartPole-v1", categorical(net), episodes=9, num_envs=4, seed=3
+    ) as evaluator:
         expected = evaluator.evaluate()
-    argv = ["CartPole-v1", "--policy", file, "--episodes", 9, "--num-envs", 4, "--seed", 3]
+    argv = [
+        "CartPole-v1",
+        "--policy",
+        file,
+        "--episodes",
+        9,
+        "--num-envs",
+        4,
+        "--seed",
+        3,
+    ]
     code, out, err = run(capsys, *argv)
     low, high = expected.confidence_interval()
     assert (code, err) == (0, "")
     assert "policy    MLP 4-8-2 tanh from net.safetensors, sha256" in out
     assert f"return    {expected.mean:,.2f} ± {expected.std:,.2f} " in out
     assert f"{low:,.2f} to {high:,.2f}" in out
-    assert f"episodes  9   length {expected.length_mean:,.1f}   terminated 9   seeds from 3" in out
+    assert (
+        f"episodes  9   length {expected.length_mean:,.1f}   terminated 9   seeds from 3"
+        in out
+    )
     assert re.search(rf"frames    {expected.frames} in [\d.]+ s\n$", out)
     code, out, err = run(capsys, *argv, "--json")
     found = json.loads(out)
@@ -116,7 +131,10 @@ def test_workers_and_numbers_of_environments_give_the_same(weights, capsys):
         json.loads(run(capsys, *argv, *more)[1])
         for more in ((), ("--num-envs", 1), ("--workers", 2, "--num-envs", 2))
     ]
-    returns = [sorted((r["seed"], r["episode_return"]) for r in each["records"]) for each in found]
+    returns = [
+        sorted((r["seed"], r["episode_return"]) for r in each["records"])
+        for each in found
+    ]
     assert returns[0] == returns[1] == returns[2]
 
 
@@ -125,21 +143,28 @@ def test_a_rule_that_favours_short_episodes_says_so(capsys):
     assert "BIASED" not in run(capsys, *argv)[1]
     for rule, biased in (("fair", True), ("last_even", False), ("first_done", True)):
         code, out, _ = run(capsys, *argv, "--rule", rule)
-        told = f"BIASED: rule {rule} favours short episodes, so the mean is biased.\n" in out
+        told = (
+            f"BIASED: rule {rule} favours short episodes, so the mean is biased.\n"
+            in out
+        )
         assert (code, told) == (0, biased)
         found = json.loads(run(capsys, *argv, "--rule", rule, "--json")[1])
         assert (found["rule"], found["biased"], found["episodes"]) == (rule, biased, 9)
 
 
 def test_what_is_unfinished_is_said(capsys):
-    code, out, _ = run(capsys, "Endless-v0", "--episodes", 2, "--num-envs", 2, "--max-frames", 80)
+    code, out, _ = run(
+        capsys, "Endless-v0", "--episodes", 2, "--num-envs", 2, "--max-frames", 80
+    )
     assert code == 0
     assert "episodes  none ended" in out
     assert (
         "INCOMPLETE: stopped by max_frames; still running: env 0: 820.0 in 40, env 1: 820.0 in 40."
         in out
     )
-    code, out, _ = run(capsys, "Endless-v0", "--episodes", 2, "--num-envs", 2, "--max-steps", 7)
+    code, out, _ = run(
+        capsys, "Endless-v0", "--episodes", 2, "--num-envs", 2, "--max-steps", 7
+    )
     assert "stopped by max_T; still running: env 0: 28.0 in 7" in out
     code, out, _ = run(capsys, "Endless-v0", "--episodes", 3, "--max-episode-steps", 7)
     assert "return    28.00 ± 0.00" in out
@@ -176,20 +201,30 @@ def test_videos_that_cannot_be_made_are_refused_before_or_told_after_the_result(
     tmp_path, capsys, monkeypatch
 ):
     pytest.importorskip("imageio_ffmpeg")
-    code, out, err = run(capsys, "Plain-v0", "--episodes", 3, "--video", "best", "--out", tmp_path)
+    code, out, err = run(
+        capsys, "Plain-v0", "--episodes", 3, "--video", "best", "--out", tmp_path
+    )
     assert code == 2
     assert "return    6.00" in out
     assert "gives no pictures" in err
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
-    assert "pip install 'muster-rl[video]'" in refused(capsys, "Plain-v0", "--video", "best")
+    assert "pip install 'muster-rl[video]'" in refused(
+        capsys, "Plain-v0", "--video", "best"
+    )
 
 
 def test_wrong_requests_are_refused_in_one_line(capsys):
     assert "Similar: CartPole" in refused(capsys, "CartPole-v11")
     assert "add --allow-import" in refused(capsys, "my_envs:Maze-v0")
-    assert "there is no file" in refused(capsys, "CartPole-v1", "--policy", "net.safetensors")
-    assert "--episodes 0: expected at least 1" in refused(capsys, "CartPole-v1", "--episodes", 0)
-    assert "--workers -1: expected at least 0" in refused(capsys, "CartPole-v1", "--workers", -1)
+    assert "there is no file" in refused(
+        capsys, "CartPole-v1", "--policy", "net.safetensors"
+    )
+    assert "--episodes 0: expected at least 1" in refused(
+        capsys, "CartPole-v1", "--episodes", 0
+    )
+    assert "--workers -1: expected at least 0" in refused(
+        capsys, "CartPole-v1", "--workers", -1
+    )
     assert "'longest' is none of best, worst, median" in refused(
         capsys, "CartPole-v1", "--video", "best,longest"
     )

@@ -78,7 +78,9 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     final = [c["rate"] for c in found["candidates"] if c["final"]]
     assert len(final) == 3
     assert final == sorted(final, reverse=True)
-    assert {c["setup"]["groups"] * c["setup"]["num_envs"] for c in found["candidates"]} == {4}
+    assert {
+        c["setup"]["groups"] * c["setup"]["num_envs"] for c in found["candidates"]
+    } == {4}
     assert 0 < found["cpu_share"] <= 1
     with collector_of(found["program"]) as collector:
         assert collector.rollout().numel() == 1000
@@ -113,7 +115,9 @@ def test_the_program_makes_the_policy_that_was_measured(
     monkeypatch.chdir(tmp_path)
     net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     save_file(net.state_dict(), "net.safetensors")
-    Path("agent.py").write_text("def policy(obs):\n    return obs[..., 0].long() * 0 + 1\n")
+    Path("agent.py").write_text(
+        "def policy(obs):\n    return obs[..., 0].long() * 0 + 1\n"
+    )
     tuning = found(Setup(num_envs=2, T=4))
     for policy in ("random", "mlp", "net.safetensors", "agent.py:policy"):
         code = program(Tune("CartPole-v1", policy=policy), tuning)
@@ -124,7 +128,9 @@ def test_the_program_makes_the_policy_that_was_measured(
         if policy == "net.safetensors":
             assert all(
                 torch.equal(a, b)
-                for a, b in zip(collector.policy.parameters(), net.parameters(), strict=True)
+                for a, b in zip(
+                    collector.policy.parameters(), net.parameters(), strict=True
+                )
             )
         if policy == "agent.py:policy":
             assert (batch["action"] == 1).all()
@@ -140,7 +146,9 @@ def test_the_program_has_the_dtype_of_observations(dtype: str) -> None:
 
 
 def test_environments_are_quoted_in_the_program() -> None:
-    code = program(Tune("my'env:Maze-v0"), found(Setup(num_envs=2, groups=3, workers=3)))
+    code = program(
+        Tune("my'env:Maze-v0"), found(Setup(num_envs=2, groups=3, workers=3))
+    )
     assert code.endswith(
         """MultiSyncCollector(["my'env:Maze-v0"] * 3, None, num_envs=2, frames_per_batch=768)"""
     )
@@ -173,7 +181,10 @@ def test_the_program_makes_the_same_network_from_public_names_only(
             assert collector.rollout().shape == (2, 4)
             made = collector.policy.state_dict()
         assert made.keys() == expected.state_dict().keys()
-        assert all(torch.equal(made[name], value) for name, value in expected.state_dict().items())
+        assert all(
+            torch.equal(made[name], value)
+            for name, value in expected.state_dict().items()
+        )
 
 
 @pytest.mark.parametrize(

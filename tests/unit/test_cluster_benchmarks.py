@@ -29,7 +29,12 @@ from muster.cluster.link import Block, LinkLost, Received
 def test_bytes_under_several_tensors_count_once() -> None:
     rows = torch.zeros(5, 3, dtype=torch.float32)
     batch = TensorDict(
-        {"a": rows[:4], "next": {"a": rows[1:]}, "b": torch.zeros(4, 2, dtype=torch.uint8)}, [4]
+        {
+            "a": rows[:4],
+            "next": {"a": rows[1:]},
+            "b": torch.zeros(4, 2, dtype=torch.uint8),
+        },
+        [4],
     )
     assert clusters.covered(batch) == 5 * 3 * 4 + 4 * 2
 
@@ -65,7 +70,9 @@ def test_weights_cost_what_a_step_costs_more_with_them() -> None:
     assert figure.measured == pytest.approx(2.0)  # (500 - 250 ms) / 125 ms
     assert figure.met is False
     assert (
-        clusters.publish_figure({WEIGHTS.name: {**series, "broadcast": _rates()}}, "dist").met
+        clusters.publish_figure(
+            {WEIGHTS.name: {**series, "broadcast": _rates()}}, "dist"
+        ).met
         is None
     )
 
@@ -82,7 +89,9 @@ def test_wall_times_are_bounded_from_above() -> None:
     assert bound.figure(results).met is False
 
 
-def test_the_ideal_takes_the_slowest_of_all_nodes_only_if_they_wait_for_each_other() -> None:
+def test_the_ideal_takes_the_slowest_of_all_nodes_only_if_they_wait_for_each_other() -> (
+    None
+):
     steady = Recording(seconds=[0.1] * 4)
     assert schedule_simulation.ideal(steady, 8, sync=False) == pytest.approx(80.0)
     assert schedule_simulation.ideal(steady, 8, sync=True) == pytest.approx(
@@ -179,8 +188,20 @@ def test_points_are_shown_with_those_that_failed() -> None:
     }
     point |= {"main_us_per_batch": 77.0, "unaccounted": 0}
     results = {
-        "cartpole, Sync": {"points": [point, {"nodes": 256, "error": "not over after 150 s"}]}
+        "cartpole, Sync": {
+            "points": [point, {"nodes": 256, "error": "not over after 150 s"}]
+        }
     }
     _, first, second = schedule_simulation.table(results).splitlines()
-    assert first.split() == ["cartpole,", "Sync", "8", "1,234", "50%", "9", "0.25", "77", "0"]
+    assert first.split() == [
+        "cartpole,",
+        "Sync",
+        "8",
+        "1,234",
+        "50%",
+        "9",
+        "0.25",
+        "77",
+        "0",
+    ]
     assert second.split("256")[1].strip() == "not over after 150 s"

@@ -29,7 +29,9 @@ def test_rollout_in_the_middle_of_a_loop():
     with collector(8) as c:
         rewards = []
         for batch in c:
-            rewards += column(batch, "next", "reward") + column(c.rollout(), "next", "reward")
+            rewards += column(batch, "next", "reward") + column(
+                c.rollout(), "next", "reward"
+            )
         assert rewards == [1, 2, 3] * 5 + [1]
 
 
@@ -70,13 +72,23 @@ def test_every_environment_is_closed_even_if_one_cannot_be():
 def test_stats_before_and_after():
     with collector(num_envs=2) as c:
         fresh = c.stats()
-        assert (fresh.frames, fresh.executed, fresh.batches, fresh.episodes) == (0, 0, 0, 0)
+        assert (fresh.frames, fresh.executed, fresh.batches, fresh.episodes) == (
+            0,
+            0,
+            0,
+            0,
+        )
         assert (fresh.in_flight, fresh.discarded, fresh.frames_per_s) == (0, {}, 0.0)
         for _ in range(3):
             c.rollout()
         stats = c.stats()
     assert isinstance(stats, CollectorStats)
-    assert (stats.frames, stats.executed, stats.batches, stats.episodes) == (12, 12, 3, 4)
+    assert (stats.frames, stats.executed, stats.batches, stats.episodes) == (
+        12,
+        12,
+        3,
+        4,
+    )
     assert stats.frames_per_s > 0
     assert min(stats.env_s, stats.policy_s, stats.copy_s, stats.rest_s) >= 0
     assert stats.policy_path == "random"
@@ -170,9 +182,13 @@ def test_another_storing_device_gets_every_column():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
-@pytest.mark.parametrize("option", ["device", "storing_device", "policy_device", "env_device"])
+@pytest.mark.parametrize(
+    "option", ["device", "storing_device", "policy_device", "env_device"]
+)
 def test_cuda_without_cuda_is_refused(option):
-    with pytest.raises(BadOption, match=f"{option}='cuda:0': this machine.*has no CUDA"):
+    with pytest.raises(
+        BadOption, match=f"{option}='cuda:0': this machine.*has no CUDA"
+    ):
         collector(**{option: "cuda:0"})
 
 
@@ -180,9 +196,13 @@ def test_is_init_is_right_in_memory_that_was_used_before():
     def still(obs: torch.Tensor, is_init: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(obs), dtype=torch.long)
 
-    module = TensorDictModule(still, in_keys=["observation", "is_init"], out_keys=["action"])
+    module = TensorDictModule(
+        still, in_keys=["observation", "is_init"], out_keys=["action"]
+    )
     with Collector(counting(3), module, num_envs=2, frames_per_batch=8) as collector:
         for _ in range(6):
             batch = collector.rollout()
-            assert torch.equal(batch["is_init"][..., 0], batch["observation"][..., 1] == 0)
+            assert torch.equal(
+                batch["is_init"][..., 0], batch["observation"][..., 1] == 0
+            )
             del batch  # so that the slot is used again

@@ -45,7 +45,11 @@ def test_models_are_found_by_path():
     with collector(policy) as c:
         assert c.get_model("policy") is policy
         assert c.get_model("layers") is c.get_model("policy.layers") is policy.layers
-        assert c.get_model("layers[0]") is c.get_model("policy.layers[0]") is policy.layers[0]
+        assert (
+            c.get_model("layers[0]")
+            is c.get_model("policy.layers[0]")
+            is policy.layers[0]
+        )
         assert c.get_model("env") is c.env
         assert c.get_model("env.unwrapped") is c.env
         assert isinstance(c.get_model("policy"), nn.Module)
@@ -53,10 +57,22 @@ def test_models_are_found_by_path():
 
 @pytest.mark.parametrize(
     "path",
-    ["value_net", "", "policy.", "layers[9]", "layers[i]", "policy.layers()", "1 + 1", "a b"],
+    [
+        "value_net",
+        "",
+        "policy.",
+        "layers[9]",
+        "layers[i]",
+        "policy.layers()",
+        "1 + 1",
+        "a b",
+    ],
 )
 def test_unknown_models_are_said_to_be_so(path):
-    with collector(Net()) as c, pytest.raises(BadOption, match="is not known here") as caught:
+    with (
+        collector(Net()) as c,
+        pytest.raises(BadOption, match="is not known here") as caught,
+    ):
         c.get_model(path)
     assert isinstance(caught.value, ValueError)
 
@@ -150,7 +166,10 @@ def test_cascade_execute_evaluates_nothing(path):
 
 
 def test_cascade_execute_of_what_cannot_be_called():
-    with collector(Net()) as c, pytest.raises(BadOption, match="Linear|bool|cannot be called"):
+    with (
+        collector(Net()) as c,
+        pytest.raises(BadOption, match="Linear|bool|cannot be called"),
+    ):
         c.cascade_execute("policy.training")
 
 
@@ -179,10 +198,17 @@ def test_a_fake_batch_is_like_a_real_one(name, kind):
     options = {"num_envs": 2, "frames_per_batch": 8, **BATCHES[name]}
     groups = options.pop("groups", None)
     space = spaces.Dict({"a": spaces.Box(-1, 1, (2, 3)), "b": spaces.Discrete(4)})
-    env = (lambda: SpaceEnv(space, spaces.Discrete(2))) if kind == "function" else counting(3)
+    env = (
+        (lambda: SpaceEnv(space, spaces.Discrete(2)))
+        if kind == "function"
+        else counting(3)
+    )
     policy: Any = muster.policies.categorical(nn.Linear(2, 2))
     if kind == "function":
-        policy = lambda obs: (torch.zeros(obs["b"].shape, dtype=torch.int64), {"x": obs["a"] * 2})  # noqa: E731
+        policy = lambda obs: (  # noqa: E731
+            torch.zeros(obs["b"].shape, dtype=torch.int64),
+            {"x": obs["a"] * 2},
+        )
     with Collector([env] * groups if groups else env, policy, **options) as c:
         fake = c.fake_tensordict()
         executed = c.stats().executed
@@ -208,7 +234,9 @@ def test_a_fake_batch_is_not_counted_and_changes_no_data():
     options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 8, "seed": 1}
     with (
         Collector(
-            counting(3, noise=True), muster.policies.categorical(nn.Linear(3, 2)), **options
+            counting(3, noise=True),
+            muster.policies.categorical(nn.Linear(3, 2)),
+            **options,
         ) as c,
         Collector(counting(3, noise=True), c.policy, **options) as usual,
     ):
@@ -224,14 +252,19 @@ def test_a_fake_batch_is_not_counted_and_changes_no_data():
 
 def test_keywords_for_the_function_that_makes_environments():
     with Collector(
-        CountingEnv, None, frames_per_batch=4, create_env_kwargs={"length": 2, "truncate": True}
+        CountingEnv,
+        None,
+        frames_per_batch=4,
+        create_env_kwargs={"length": 2, "truncate": True},
     ) as c:
         assert column(c.rollout(), "next", "truncated") == [False, True, False, True]
 
 
 def test_keywords_for_each_entry():
     kwargs = [{"length": 2}, {"length": 5}]
-    with Collector([CountingEnv] * 2, None, frames_per_batch=4, create_env_kwargs=kwargs) as c:
+    with Collector(
+        [CountingEnv] * 2, None, frames_per_batch=4, create_env_kwargs=kwargs
+    ) as c:
         assert c.getattr_env("length") == [2, 5]
     with Collector(
         [CountingEnv] * 2, None, frames_per_batch=4, create_env_kwargs={"length": 4}
@@ -247,12 +280,16 @@ def test_keywords_that_are_not_one_for_each(kwargs):
 
 def test_keywords_that_the_function_does_not_know():
     with pytest.raises(EnvError, match="nothing"):
-        Collector(CountingEnv, None, frames_per_batch=4, create_env_kwargs={"nothing": 1})
+        Collector(
+            CountingEnv, None, frames_per_batch=4, create_env_kwargs={"nothing": 1}
+        )
 
 
 def test_keywords_for_an_environment_that_is_made_already():
     with pytest.raises((BadOption, TypeError), match="create_env_kwargs|keyword"):
-        Collector(CountingEnv(), None, frames_per_batch=4, create_env_kwargs={"length": 2})
+        Collector(
+            CountingEnv(), None, frames_per_batch=4, create_env_kwargs={"length": 2}
+        )
 
 
 def test_a_policy_factory_makes_the_policy():
@@ -334,7 +371,10 @@ def test_a_compiled_policy_acts_as_it_is(kind):
 def test_weights_reach_a_compiled_policy():
     policy = Net()
     with collector(policy, compile_policy={"backend": "eager"}) as c:
-        weights = {name: torch.zeros_like(tensor) for name, tensor in policy.state_dict().items()}
+        weights = {
+            name: torch.zeros_like(tensor)
+            for name, tensor in policy.state_dict().items()
+        }
         for index in (0, 1):
             weights["layers.2.bias"] = torch.eye(2)[index]
             c.update_policy_weights_(weights)
@@ -345,7 +385,9 @@ def test_weights_reach_a_compiled_policy():
 def test_heads_are_not_compiled_as_a_whole(option):
     head = muster.policies.categorical(nn.Linear(2, 2))
     match = (
-        "compile its network" if option == "compile_policy" or torch.cuda.is_available() else "CUDA"
+        "compile its network"
+        if option == "compile_policy" or torch.cuda.is_available()
+        else "CUDA"
     )
     with pytest.raises(BadOption, match=match):
         collector(head, **{option: True})
@@ -360,11 +402,18 @@ def test_cuda_graphs_need_cuda(value):
 
 @pytest.mark.parametrize("option", ["no_cuda_sync", "local_init_rb", "use_buffers"])
 @pytest.mark.parametrize(
-    "make", [Collector, muster.MultiSyncCollector, muster.DistributedCollector, muster.Evaluator]
+    "make",
+    [
+        Collector,
+        muster.MultiSyncCollector,
+        muster.DistributedCollector,
+        muster.Evaluator,
+    ],
 )
 def test_arguments_of_torchrl_that_would_have_no_effect_are_refused(make, option):
     with pytest.raises(
-        UnknownOption, match=f"'{option}': it has no effect in Muster.*muster.compat.torchrl"
+        UnknownOption,
+        match=f"'{option}': it has no effect in Muster.*muster.compat.torchrl",
     ):
         make(counting(3), **{option: True})
 
@@ -380,7 +429,9 @@ def names_in(path: Any) -> list[str]:
 def test_a_profile_is_written_after_so_many_rollouts(tmp_path):
     with collector(Net(), worker_idx=0) as c:
         c.enable_profile(
-            num_rollouts=2, warmup_rollouts=1, save_path=tmp_path / "trace_{worker_idx}.json"
+            num_rollouts=2,
+            warmup_rollouts=1,
+            save_path=tmp_path / "trace_{worker_idx}.json",
         )
         assert c.profile_config is not None
         assert c.profile_config.num_rollouts == 2
@@ -389,7 +440,8 @@ def test_a_profile_is_written_after_so_many_rollouts(tmp_path):
         c.rollout()
         assert [path.name for path in tmp_path.iterdir()] == ["trace_0.json"]
         assert any(
-            "addmm" in name or "linear" in name for name in names_in(tmp_path / "trace_0.json")
+            "addmm" in name or "linear" in name
+            for name in names_in(tmp_path / "trace_0.json")
         )
         c.rollout()
         c.disable_profile()
@@ -414,7 +466,9 @@ def test_a_profile_is_ended_by_hand_by_another_one_and_by_shutdown(tmp_path):
 class Listening(CountingEnv):
     """Remembers what its resets were given."""
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> Any:
         self.heard = [*getattr(self, "heard", []), options]
         return super().reset(seed=seed, options=options)
 
@@ -427,7 +481,9 @@ def test_options_of_a_reset_reach_the_environments_once(vector):
         if vector
         else factory
     )
-    with Collector(envs, None, num_envs=None if vector else 2, frames_per_batch=4) as collector:
+    with Collector(
+        envs, None, num_envs=None if vector else 2, frames_per_batch=4
+    ) as collector:
         collector.rollout()
         collector.reset([1], options={"level": 7})
         for _ in range(3):

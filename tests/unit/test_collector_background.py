@@ -99,7 +99,9 @@ class Threshold(nn.Module):
 def failing(at: int = 3, **options: Any) -> Collector:
     """A collector whose environment raises in this step, once."""
     env = FaultyEnv(at, error=lambda: RuntimeError("boom"), length=9)
-    return Collector(env, None, **{"frames_per_batch": 2, "replay_buffer": Extends(), **options})
+    return Collector(
+        env, None, **{"frames_per_batch": 2, "replay_buffer": Extends(), **options}
+    )
 
 
 def run_to_its_end(collector: Collector) -> None:
@@ -117,7 +119,9 @@ def running(
     """A started collector; whatever happens, its thread ends afterwards."""
     buffer, gate = Extends(), Gate()
     gated = env(gate)
-    collector = Collector(gated, policy, replay_buffer=buffer, **{"frames_per_batch": 2, **options})
+    collector = Collector(
+        gated, policy, replay_buffer=buffer, **{"frames_per_batch": 2, **options}
+    )
     try:
         collector.start()
         yield collector, gate, gated, buffer
@@ -162,7 +166,9 @@ def test_a_hanging_environment_is_a_timeout_and_nothing_is_closed():
     with running() as (c, gate, env, _):
         gate.until_blocked()
         for end in (c.async_shutdown, c.shutdown):
-            with pytest.raises(CollectorTimeout, match=r"middle of a batch after 0\.01 s"):
+            with pytest.raises(
+                CollectorTimeout, match=r"middle of a batch after 0\.01 s"
+            ):
                 end(timeout=0.01)
         assert env.closed == 0
         assert c.is_running()
@@ -185,7 +191,11 @@ def test_groups_whole_episodes_and_single_steps_run_in_the_background_too():
     class Rows(Extends):
         add = Extends.extend
 
-    for options in ({"trajs_per_batch": 2}, {"extend_buffer": False}, {"split_trajs": True}):
+    for options in (
+        {"trajs_per_batch": 2},
+        {"extend_buffer": False},
+        {"split_trajs": True},
+    ):
         buffer = Rows()
         with Collector(
             [counting(3)] * 2,
@@ -264,7 +274,8 @@ CALLS: list[Callable[[Collector], Any]] = [
 def test_an_error_in_the_thread_reaches_the_user_at_the_next_call_once(call):
     c = failing()
     with pytest.warns(
-        RuntimeWarning, match="(?s)stopped collecting, because of EnvError: .*boom.*start"
+        RuntimeWarning,
+        match="(?s)stopped collecting, because of EnvError: .*boom.*start",
     ):
         run_to_its_end(c)
     assert not c.is_running()
@@ -313,7 +324,9 @@ def test_what_waits_for_the_batch_that_fails_raises_its_error():
     with running(env=FailingEnv) as (c, gate, _, _):
         gate.until_blocked()
         waiting = threading.Event()
-        letting = threading.Thread(target=lambda: (waiting.wait(PATIENCE), gate.allow(1)))
+        letting = threading.Thread(
+            target=lambda: (waiting.wait(PATIENCE), gate.allow(1))
+        )
         letting.start()
         pause = c.pause()  # so far nothing has failed
         waiting.set()
@@ -326,7 +339,9 @@ def test_what_waits_for_the_batch_that_fails_raises_its_error():
         letting.join()
 
 
-def test_an_error_of_a_thread_that_is_being_ended_is_raised_and_not_announced_too(recwarn):
+def test_an_error_of_a_thread_that_is_being_ended_is_raised_and_not_announced_too(
+    recwarn,
+):
     with running(env=FailingEnv) as (c, gate, _, _):
         gate.until_blocked()
         with pytest.raises(CollectorTimeout):
@@ -370,7 +385,12 @@ def test_leaving_the_context_tells_of_the_error_unless_there_is_another():
 
 def test_weights_published_in_the_middle_of_a_batch_act_from_the_next_one():
     policy = Threshold()
-    with running(policy, frames_per_batch=4, track_policy_version=True) as (c, gate, _, buffer):
+    with running(policy, frames_per_batch=4, track_policy_version=True) as (
+        c,
+        gate,
+        _,
+        buffer,
+    ):
         gate.allow(2)
         gate.until_blocked()
         with torch.no_grad():
@@ -381,7 +401,10 @@ def test_weights_published_in_the_middle_of_a_batch_act_from_the_next_one():
         gate.allow(6)
         buffer.until(2)
         first, second = buffer.batches[:2]
-        assert (first["action"].tolist(), second["action"].tolist()) == ([0] * 4, [1] * 4)
+        assert (first["action"].tolist(), second["action"].tolist()) == (
+            [0] * 4,
+            [1] * 4,
+        )
         assert column(first, "collector", "policy_version") == [0] * 4
         assert column(second, "collector", "policy_version") == [1] * 4
 
@@ -393,7 +416,9 @@ def test_weights_are_never_torn_and_versions_are_those_that_acted():
         "track_policy_version": True,
         "execution": Execution(executor=False),
     }
-    with Collector(counting(5), Threshold(0.0), num_envs=2, replay_buffer=buffer, **options) as c:
+    with Collector(
+        counting(5), Threshold(0.0), num_envs=2, replay_buffer=buffer, **options
+    ) as c:
         c.start()
         for version in range(1, 200):
             c.update_policy_weights_(Threshold(float(version)))

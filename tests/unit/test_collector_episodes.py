@@ -12,7 +12,14 @@ import muster
 from muster import Collector
 from muster.errors import BadOption
 from muster.testing import CountingEnv, FaultyEnv
-from tests.tools import Stopper, assert_accounted, assert_same, column, counting, lengths
+from tests.tools import (
+    Stopper,
+    assert_accounted,
+    assert_same,
+    column,
+    counting,
+    lengths,
+)
 
 
 def ids(batch: Any) -> list[Any]:
@@ -49,7 +56,9 @@ def test_an_interruptor_stops_every_group_of_the_batch():
         def collection_stopped(self) -> bool:
             return True
 
-    with Collector([counting(9)] * 2, None, frames_per_batch=8, interruptor=Stopped()) as c:
+    with Collector(
+        [counting(9)] * 2, None, frames_per_batch=8, interruptor=Stopped()
+    ) as c:
         assert valid(c.rollout()) == [[True, False, False, False]] * 2
         assert_accounted(c)
 
@@ -108,7 +117,9 @@ def test_whole_episodes_may_not_have_holes():
 
 
 def test_split_trajs_has_one_trajectory_per_row():
-    with Collector(lengths(2, 9), None, num_envs=2, frames_per_batch=10, split_trajs=True) as c:
+    with Collector(
+        lengths(2, 9), None, num_envs=2, frames_per_batch=10, split_trajs=True
+    ) as c:
         batch = next(iter(c))
         assert batch.shape == (4, 5)
         assert batch.names == [None, "time"]
@@ -118,7 +129,12 @@ def test_split_trajs_has_one_trajectory_per_row():
             [1, 0, 0, 0, 0],
             [1, 2, 3, 4, 5],
         ]
-        assert ids(batch) == [[0, 0, -1, -1, -1], [2, 2, -1, -1, -1], [4, -1, -1, -1, -1], [1] * 5]
+        assert ids(batch) == [
+            [0, 0, -1, -1, -1],
+            [2, 2, -1, -1, -1],
+            [4, -1, -1, -1, -1],
+            [1] * 5,
+        ]
         assert column(batch, "collector", "mask") == [
             [True] * n + [False] * (5 - n) for n in (2, 2, 1, 5)
         ]
@@ -147,7 +163,9 @@ def test_split_trajs_sees_the_ends_that_set_truncated_made_and_postproc_sees_it_
 
 
 def test_reset_drops_the_episodes_it_cuts_and_counts_them():
-    with Collector(counting(4), None, num_envs=2, frames_per_batch=12, trajs_per_batch=2) as c:
+    with Collector(
+        counting(4), None, num_envs=2, frames_per_batch=12, trajs_per_batch=2
+    ) as c:
         batches = iter(c)
         assert ids(next(batches)) == [0] * 4 + [1] * 4
         assert c.stats().in_flight == 4
@@ -201,7 +219,12 @@ def expand(batch: Any, finals: Any) -> torch.Tensor:
 )
 def test_compact_batches_and_their_final_observations_have_it_all(options):
     def of(compact: bool) -> Collector:
-        chosen = {**options, "num_envs": 3, "frames_per_batch": 21, "compact_obs": compact}
+        chosen = {
+            **options,
+            "num_envs": 3,
+            "frames_per_batch": 21,
+            "compact_obs": compact,
+        }
         if "interruptor" in options:
             chosen["interruptor"] = Stopper(options["interruptor"])
         return Collector(lengths(2, 4, 5), None, seed=0, **chosen)
@@ -215,6 +238,9 @@ def test_compact_batches_and_their_final_observations_have_it_all(options):
             where = expected["collector", "traj_ids"] >= 0
             rebuilt = expand(batch, finals)
             assert torch.equal(rebuilt[where], expected["next", "observation"][where])
-            shown = {(int(e), int(r)) for e, r in zip(finals["env"], finals["row"], strict=True)}
+            shown = {
+                (int(e), int(r))
+                for e, r in zip(finals["env"], finals["row"], strict=True)
+            }
             assert len(shown) == len(finals), "each once"
             assert all(where[e, r] for e, r in shown), "none of what is blank"

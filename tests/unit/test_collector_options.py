@@ -43,13 +43,17 @@ INTEGERS = {
     "seed": [-1, 1.0, "1", True],
 }
 BOOLEANS = {
-    name: [0, 1, None, "yes"] for name in ("reset_at_each_iter", "set_truncated", "return_same_td")
+    name: [0, 1, None, "yes"]
+    for name in ("reset_at_each_iter", "set_truncated", "return_same_td")
 }
 CHOICES = {
     "layout": ["[B, T]", None, 0],
     "validate": ["on", True, None],
     "exploration_type": ["greedy", None, 3],
-    **{f"{kind}device": ["gpu", "cpu:x", 1.5] for kind in ("", "storing_", "policy_", "env_")},
+    **{
+        f"{kind}device": ["gpu", "cpu:x", 1.5]
+        for kind in ("", "storing_", "policy_", "env_")
+    },
 }
 IMPOSSIBLE = [
     (name, value)
@@ -79,7 +83,9 @@ def test_an_execution_is_given_as_one():
         BadOption, match=r"execution=\{'executor': False\}: expected muster.Execution"
     ):
         options(execution={"executor": False})
-    with pytest.raises(BadOption, match="an evaluation always draws from generators of its own"):
+    with pytest.raises(
+        BadOption, match="an evaluation always draws from generators of its own"
+    ):
         Evaluator(CountingEnv, execution=Execution(own_rng=False))
 
 
@@ -117,7 +123,8 @@ def test_exploration_types_by_name_and_as_torchrls_enum(value):
 @pytest.mark.parametrize(("total", "near"), [(20, "16 and 24"), (7, "8")])
 def test_total_frames_is_exact_or_refused(total, near):
     with pytest.raises(
-        BadOption, match=f"total_frames={total} is not a multiple.*nearest possible are {near}"
+        BadOption,
+        match=f"total_frames={total} is not a multiple.*nearest possible are {near}",
     ):
         options(total_frames=total)
 
@@ -130,7 +137,11 @@ def test_total_frames_are_rounded_up_on_request(total, kept):
 
 def test_rounded_up_total_frames_are_collected():
     collector = Collector(
-        CountingEnv, None, frames_per_batch=8, total_frames=20, round_up_total_frames=True
+        CountingEnv,
+        None,
+        frames_per_batch=8,
+        total_frames=20,
+        round_up_total_frames=True,
     )
     with collector:
         assert len(collector) == 3
@@ -158,7 +169,9 @@ def test_sequences_and_mappings_are_lists_and_dicts():
     """``UserList`` and ``UserDict``: as OmegaConf's, no subclasses of list and dict."""
     kwargs = UserList([UserDict(length=2), UserDict(length=3)])
     made = UserList([counting, counting])
-    with Collector(made, None, frames_per_batch=8, create_env_kwargs=kwargs) as collector:
+    with Collector(
+        made, None, frames_per_batch=8, create_env_kwargs=kwargs
+    ) as collector:
         assert lengths_of(collector.next()) == [2, 3]
     with MultiSyncCollector(
         made, None, frames_per_batch=8, create_env_kwargs=kwargs, backend="threads"
@@ -186,7 +199,9 @@ def test_sequences_and_mappings_are_lists_and_dicts():
     ],
 )
 def test_unknown_options_name_the_nearest(wrong, right):
-    with pytest.raises(UnknownOption, match=f"'{wrong}'; did you mean '{right}'") as caught:
+    with pytest.raises(
+        UnknownOption, match=f"'{wrong}'; did you mean '{right}'"
+    ) as caught:
         Collector(CountingEnv, None, frames_per_batch=8, **{wrong: 1})
     assert isinstance(caught.value, TypeError)
 
@@ -203,7 +218,9 @@ SIGNED = [
 
 
 @pytest.mark.parametrize("cls", SIGNED)
-def test_the_signature_of_a_collector_shows_every_option_with_type_default_and_meaning(cls):
+def test_the_signature_of_a_collector_shows_every_option_with_type_default_and_meaning(
+    cls,
+):
     meanings = {
         name
         for line in re.findall(r"^    (\w[\w, ]*):", cls.__init__.__doc__, re.M)
@@ -211,13 +228,17 @@ def test_the_signature_of_a_collector_shows_every_option_with_type_default_and_m
     }
     parameters = inspect.signature(cls).parameters
     assert list(parameters)[:3] == ["create_env_fn", "policy", "frames_per_batch"]
-    assert {p.kind for p in list(parameters.values())[2:]} == {inspect.Parameter.KEYWORD_ONLY}
+    assert {p.kind for p in list(parameters.values())[2:]} == {
+        inspect.Parameter.KEYWORD_ONLY
+    }
     assert meanings == set(parameters)
     assert all(
         p.annotation is not p.empty and not isinstance(p.annotation, str)
         for p in parameters.values()
     )
-    assert [p.name for p in parameters.values() if p.default is p.empty] == ["create_env_fn"]
+    assert [p.name for p in parameters.values() if p.default is p.empty] == [
+        "create_env_fn"
+    ]
     assert "timeouts" not in parameters or parameters["timeouts"].default == {}
 
 
@@ -230,7 +251,9 @@ def test_signatures_of_those_who_pass_options_on():
     shown = inspect.signature(Evaluator).parameters
     assert {"episodes", "max_frames_per_traj", "inference", "timeouts"} <= set(shown)
     assert not {"replay_buffer", "total_frames", "options"} & set(shown)
-    with pytest.raises(UnknownOption, match="'replay_bufer'; did you mean 'replay_buffer'"):
+    with pytest.raises(
+        UnknownOption, match="'replay_bufer'; did you mean 'replay_buffer'"
+    ):
         muster.tune(CountingEnv, None, replay_bufer=[])
 
 
@@ -241,10 +264,13 @@ def test_signatures_of_those_who_pass_options_on():
 )
 def test_help_of_those_who_pass_options_on_shows_their_meaning(function):
     text = "\n".join(
-        inspect.getdoc(each) or "" for each in (function, getattr(function, "__init__", None))
+        inspect.getdoc(each) or ""
+        for each in (function, getattr(function, "__init__", None))
     )
     meanings = {
-        name for line in re.findall(r"^    (\w[\w, ]*):", text, re.M) for name in line.split(", ")
+        name
+        for line in re.findall(r"^    (\w[\w, ]*):", text, re.M)
+        for name in line.split(", ")
     }
     own = {"self", "create_env_fn", "policy"}
     assert set(inspect.signature(function).parameters) - own <= meanings
@@ -284,7 +310,8 @@ def test_threads_of_the_user_are_back_between_batches():
 
 
 @pytest.mark.parametrize(
-    ("kind", "same"), [("random", False), ("mode", True), ("mean", True), ("deterministic", True)]
+    ("kind", "same"),
+    [("random", False), ("mode", True), ("mean", True), ("deterministic", True)],
 )
 def test_exploration_type_decides_whether_heads_draw(kind, same):
     net = torch.nn.Linear(2, 2)

@@ -39,9 +39,19 @@ class Reference:
     """
 
     def __init__(
-        self, lengths: list[int], first: int, total: int, interruptor: Any, **options: Any
+        self,
+        lengths: list[int],
+        first: int,
+        total: int,
+        interruptor: Any,
+        **options: Any,
     ) -> None:
-        self.lengths, self.first, self.total, self.options = lengths, first, total, options
+        self.lengths, self.first, self.total, self.options = (
+            lengths,
+            first,
+            total,
+            options,
+        )
         self.interruptor = interruptor
         self.t, self.episode = [0] * len(lengths), [0] * len(lengths)
         self.executed = 0
@@ -73,7 +83,12 @@ class Reference:
                 self.executed += 1
                 name = self.first + e + self.total * self.episode[e]
                 cell = cells[e][row]
-                cell.update(obs=(self.lengths[e], self.t[e]), steps=self.t[e], id=name, valid=True)
+                cell.update(
+                    obs=(self.lengths[e], self.t[e]),
+                    steps=self.t[e],
+                    id=name,
+                    valid=True,
+                )
                 self.t[e] += 1
                 terminated = self.t[e] == self.lengths[e]
                 truncated = self.t[e] == limit and not terminated
@@ -84,7 +99,9 @@ class Reference:
                     truncated=truncated,
                 )
                 if terminated or truncated:
-                    self.ended.append((name, self.t[e], self.t[e] * (self.t[e] + 1) / 2))
+                    self.ended.append(
+                        (name, self.t[e], self.t[e] * (self.t[e] + 1) / 2)
+                    )
                     self.t[e], self.episode[e] = 0, self.episode[e] + 1
                     if not self.options["reset_when_done"]:
                         over.add(e)
@@ -125,7 +142,9 @@ def assert_batch(
     for name in ("reward", *FLAGS):
         assert column(batch, "next", name) == values(cells, name), name
     for place, flag in enumerate(FLAGS):
-        assert column(batch, flag) == [[cell["was"][place] for cell in row] for row in cells], flag
+        assert column(batch, flag) == [
+            [cell["was"][place] for cell in row] for row in cells
+        ], flag
     assert column(batch, "collector", "traj_ids") == values(cells, "id")
     for key, name in ((("observation",), "obs"), (("next", "observation"), "next")):
         expected = [[list(cell[name] or (0, 0)) for cell in row] for row in cells]
@@ -180,14 +199,17 @@ def test_batches_are_those_of_the_reference(
     frames, limit, order = (
         options[name] for name in ("frames_per_batch", "max_frames_per_traj", "layout")
     )
-    stops = None if groups > 1 else stops  # groups ask one after another, each for itself
+    stops = (
+        None if groups > 1 else stops
+    )  # groups ask one after another, each for itself
     B, total = len(lengths), len(lengths) * groups
     unbatched = unbatched and B == groups == 1
     factory, _ = recorded(lambda i: CountingEnv(lengths[i % B]))
     options["num_envs"] = None if unbatched else B
     reference_stops = StopAfter(stops) if stops is not None else None
     references = [
-        Reference(lengths, g * B, total, reference_stops, **options) for g in range(groups)
+        Reference(lengths, g * B, total, reference_stops, **options)
+        for g in range(groups)
     ]
     interruptor = StopAfter(stops) if stops is not None else None
     T = -(-frames // total)
@@ -195,7 +217,10 @@ def test_batches_are_those_of_the_reference(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         c = Collector(
-            [factory] * groups if groups > 1 else factory, None, interruptor=interruptor, **options
+            [factory] * groups if groups > 1 else factory,
+            None,
+            interruptor=interruptor,
+            **options,
         )
     with c:
         seen = 0
@@ -217,7 +242,9 @@ def test_batches_are_those_of_the_reference(
                 assert_batch(part, cells, steps=limit is not None, masked=masked)
                 seen += sum(cell["valid"] for row in cells for cell in row)
             records = [(e.traj_id, e.length, e.episode_return) for e in c.episodes]
-            assert records == [record for reference in references for record in reference.ended]
+            assert records == [
+                record for reference in references for record in reference.ended
+            ]
             if options["reset_at_each_iter"]:
                 for reference in references:
                     reference.reset(list(range(B)))
@@ -232,7 +259,13 @@ def test_batches_are_those_of_the_reference(
 
 def test_the_reference_itself_on_one_example():
     reference = Reference(
-        [2, 9], 0, 2, None, max_frames_per_traj=3, set_truncated=False, reset_when_done=True
+        [2, 9],
+        0,
+        2,
+        None,
+        max_frames_per_traj=3,
+        set_truncated=False,
+        reset_when_done=True,
     )
     cells = reference.batch(4, 7)
     assert values(cells, "reward") == [[1, 2, 1, 2], [1, 2, 3, 1]]
@@ -305,7 +338,11 @@ def test_after_errors_rows_are_still_true_and_every_frame_is_accounted_for(
     options = {**options, "num_envs": B}
     if whole:
         frames = -(-options["frames_per_batch"] // total) * total
-        options |= {"frames_per_batch": frames, "trajs_per_batch": 2, "set_truncated": False}
+        options |= {
+            "frames_per_batch": frames,
+            "trajs_per_batch": 2,
+            "set_truncated": False,
+        }
     factory, _ = recorded(lambda i: Failing(lengths[i % B], faults if i == 0 else {}))
     calls = []
 
@@ -378,7 +415,10 @@ def _rows(batch: Any, finals: Any) -> list[dict[str, Any]]:
                     "id": int(flat["collector", "traj_ids"][e, t]),
                     "reward": float(flat["next", "reward"][e, t]),
                 }
-                cell |= {"obs": flat["observation"][e, t].tolist(), "after": after[e, t].tolist()}
+                cell |= {
+                    "obs": flat["observation"][e, t].tolist(),
+                    "after": after[e, t].tolist(),
+                }
                 cell |= {name: bool(flat["next", name][e, t]) for name in FLAGS}
                 found.append(cell)
     return found

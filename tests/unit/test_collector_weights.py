@@ -72,7 +72,9 @@ FORMS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("method", [Collector.update_policy_weights_, Collector.receive_weights])
+@pytest.mark.parametrize(
+    "method", [Collector.update_policy_weights_, Collector.receive_weights]
+)
 @pytest.mark.parametrize("keyword", [None, "weights", "policy"])
 def test_every_form_by_position_and_by_keyword(form, method, keyword):
     with collector(Actor()) as c:
@@ -103,7 +105,9 @@ def test_a_copy_on_another_device_follows_when_it_is_told():
         assert c.policy_version == 1
 
 
-@pytest.mark.parametrize("method", [Collector.update_policy_weights_, Collector.receive_weights])
+@pytest.mark.parametrize(
+    "method", [Collector.update_policy_weights_, Collector.receive_weights]
+)
 def test_weights_are_given_once(method):
     with collector(Actor()) as c:
         for keywords in ({"weights": Actor()}, {"policy": Actor()}):
@@ -130,7 +134,9 @@ def test_weights_are_given_once(method):
 def test_of_several_models_all_are_taken_or_none(second):
     with collector(Two()) as c:
         with pytest.raises(BadWeights):
-            c.update_policy_weights_(weights_dict={"actor": Actor(2.0), "critic": second})
+            c.update_policy_weights_(
+                weights_dict={"actor": Actor(2.0), "critic": second}
+            )
         batch = c.rollout()
         assert (batch["weight"][0], batch["value"][0]) == (-1.0, 0.0)
         assert c.policy_version == 0
@@ -150,7 +156,9 @@ def test_what_contradicts_weights_dict_is_refused():
             ((), {"policy": Two()}),
         ):
             with pytest.raises(BadOption, match="weights_dict"):
-                c.update_policy_weights_(*args, weights_dict={"actor": Actor()}, **keywords)
+                c.update_policy_weights_(
+                    *args, weights_dict={"actor": Actor()}, **keywords
+                )
         with pytest.raises(TypeError, match="worker_ids"):
             c.update_policy_weights_(weights_dict={"actor": Actor()}, worker_ids=0)
         assert c.policy_version == 0
@@ -164,7 +172,9 @@ def test_unknown_models_are_refused(unknown):
         with pytest.raises(BadOption, match="is not known here"):
             c.update_policy_weights_(Actor(), model_id=unknown)
         with pytest.raises(BadOption, match="is not known here"):
-            c.update_policy_weights_(weights_dict={"actor": Actor(2.0), unknown: Actor()})
+            c.update_policy_weights_(
+                weights_dict={"actor": Actor(2.0), unknown: Actor()}
+            )
         assert shown(c) == [-1.0]
 
 
@@ -173,7 +183,9 @@ def test_what_has_no_weights_is_no_model():
         c.update_policy_weights_(Actor(), model_id="policy.training")
 
 
-@pytest.mark.parametrize("method", [Collector.update_policy_weights_, Collector.receive_weights])
+@pytest.mark.parametrize(
+    "method", [Collector.update_policy_weights_, Collector.receive_weights]
+)
 def test_a_part_of_the_weights_is_refused_in_every_entry(method):
     policy = Two(1.0, 4.0)
     with collector(policy) as c:
@@ -203,7 +215,9 @@ NESTED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("form", NESTED)
-@pytest.mark.parametrize("method", [Collector.update_policy_weights_, Collector.receive_weights])
+@pytest.mark.parametrize(
+    "method", [Collector.update_policy_weights_, Collector.receive_weights]
+)
 @pytest.mark.parametrize("keyword", [None, "weights", "policy"])
 def test_nested_dicts(form, method, keyword):
     with collector(Two()) as c:
@@ -279,8 +293,14 @@ def test_the_own_parameters_of_a_head_that_a_function_makes_arrive(backend, infe
 
 def test_a_part_stands_for_all_in_the_background():
     buffer, head = Extends(), policies.gaussian(nn.Linear(3, 1))
-    options: dict[str, Any] = {"replay_buffer": buffer, "track_policy_version": True, "seed": 0}
-    with Collector("Pendulum-v1", head, num_envs=2, frames_per_batch=16, **options) as c:
+    options: dict[str, Any] = {
+        "replay_buffer": buffer,
+        "track_policy_version": True,
+        "seed": 0,
+    }
+    with Collector(
+        "Pendulum-v1", head, num_envs=2, frames_per_batch=16, **options
+    ) as c:
         c.start()
         buffer.until(1)
         with torch.no_grad():
@@ -354,11 +374,16 @@ def test_increment_version_counts_weights_that_were_changed_in_another_way():
         policy.weight.data.fill_(1.0)
         c.increment_version()
         batch = c.rollout()
-        assert (batch[VERSION].tolist(), batch["weight"].tolist()) == ([1] * 4, [1.0] * 4)
+        assert (batch[VERSION].tolist(), batch["weight"].tolist()) == (
+            [1] * 4,
+            [1.0] * 4,
+        )
 
 
 def policy_version(kind: str) -> Any:
-    return pytest.importorskip("torchrl.envs.llm.transforms").PolicyVersion(version_type=kind)
+    return pytest.importorskip("torchrl.envs.llm.transforms").PolicyVersion(
+        version_type=kind
+    )
 
 
 def test_torchrls_policy_version_counts():
@@ -429,12 +454,18 @@ def test_parts_that_are_published_one_after_another_in_a_rollout_are_all_taken()
     env.publish = publish
     with collector(Two(), env=env) as c:
         batch = c.rollout()
-        assert (batch["weight"].unique().tolist(), batch["value"].unique().tolist()) == (
+        assert (
+            batch["weight"].unique().tolist(),
+            batch["value"].unique().tolist(),
+        ) == (
             [-1.0],
             [0.0],
         )
         batch = c.rollout()
-        assert (batch["weight"].unique().tolist(), batch["value"].unique().tolist()) == (
+        assert (
+            batch["weight"].unique().tolist(),
+            batch["value"].unique().tolist(),
+        ) == (
             [3.0],
             [2.0],
         )
@@ -466,7 +497,9 @@ def test_an_updater_gets_everything(made):
     policy = Actor()
     updater = Updater(policy)
     with collector(
-        policy, weight_updater=(lambda: updater) if made else updater, track_policy_version=True
+        policy,
+        weight_updater=(lambda: updater) if made else updater,
+        track_policy_version=True,
     ) as c:
         c.init_updater(1, a=2)
         weights = Actor(2.0).state_dict()
@@ -562,18 +595,25 @@ def test_torchrls_schemes_bring_weights(kind):
     sender, receiver = pair(kind, parent)
     policy = Actor(-1.0)
     with collector(
-        policy, worker_idx=0, weight_recv_schemes={"policy": receiver}, track_policy_version=True
+        policy,
+        worker_idx=0,
+        weight_recv_schemes={"policy": receiver},
+        track_policy_version=True,
     ) as c:
         batch = c.rollout()
         assert batch["weight"].unique().tolist() == [1.0], "the parent's first weights"
         first = c.policy_version
-        sender.send(TensorDict.from_module(Actor(2.0)))  # waits for the receiving thread
+        sender.send(
+            TensorDict.from_module(Actor(2.0))
+        )  # waits for the receiving thread
         batch = c.rollout()
         assert batch["weight"].unique().tolist() == [2.0]
         assert batch[VERSION].unique().tolist() == [first + 1]
         assert c._receiver_schemes == {"policy": receiver}
         assert (
-            c.cascade_execute("_receiver_schemes['policy']._get_weights_buffer_from_model", policy)
+            c.cascade_execute(
+                "_receiver_schemes['policy']._get_weights_buffer_from_model", policy
+            )
             is not None
         )
         with pytest.raises(BadOption, match="through schemes"):
@@ -650,7 +690,9 @@ class Scheme:
         self.events: list[str] = []
         self.initialized_on_receiver = False
 
-    def init_on_receiver(self, *, model_id: str, context: Any, worker_idx: int | None) -> None:
+    def init_on_receiver(
+        self, *, model_id: str, context: Any, worker_idx: int | None
+    ) -> None:
         self.initialized_on_receiver = True
         self.context = context
         self.events.append(f"init {model_id} {worker_idx}")

@@ -66,7 +66,11 @@ def test_a_batch_of_one_step_makes_at_most_150_calls(policy):
 def place(code: CodeType) -> tuple[str, str] | None:
     """File and name of a function of Muster's; None: it is another one."""
     path = Path(code.co_filename)
-    return (path.relative_to(ROOT).as_posix(), code.co_name) if path.is_relative_to(ROOT) else None
+    return (
+        (path.relative_to(ROOT).as_posix(), code.co_name)
+        if path.is_relative_to(ROOT)
+        else None
+    )
 
 
 def leads_somewhere(code: CodeType) -> bool:
@@ -74,7 +78,9 @@ def leads_somewhere(code: CodeType) -> bool:
     here = place(code)
     if here is None:
         return code.co_filename.endswith("tensordict/_td.py")
-    return here[0].startswith(("policies/", "envs/")) and here[1].startswith(("act", "step"))
+    return here[0].startswith(("policies/", "envs/")) and here[1].startswith(
+        ("act", "step")
+    )
 
 
 def callers(frame: FrameType) -> list[tuple[str, str]]:
@@ -148,7 +154,9 @@ class Watched(CountingEnv):
         return super().step(action)
 
 
-def below(path: Iterable[tuple[str, str]], *above: tuple[str, str]) -> list[tuple[str, str]]:
+def below(
+    path: Iterable[tuple[str, str]], *above: tuple[str, str]
+) -> list[tuple[str, str]]:
     """What comes after one of these."""
     known = list(path)
     return known[max(known.index(place) for place in above if place in known) + 1 :]
@@ -183,7 +191,11 @@ def test_so_is_that_with_worker_processes(kind):
     ]
     assert below(there.back, SERVE) == CHANNEL[1:]
     of_questions = ("carry_out", "answer", "_answer")  # which ``getattr_env`` asked
-    sending = [function for function in below(there.out, SERVE) if function[1] not in of_questions]
+    sending = [
+        function
+        for function in below(there.out, SERVE)
+        if function[1] not in of_questions
+    ]
     assert [SERVE, *sending] == [*into, *answering]
     assert max(map(len, (out, back, into, answering))) <= 5
 
@@ -194,7 +206,10 @@ def test_so_is_that_with_nodes():
     Back: from its results on, but for what waits as with worker processes.
     """
     post, submit = ("cluster/session.py", "post"), ("workers/proxy.py", "submit")
-    say, finished = ("cluster/node_main.py", "say"), ("cluster/node_proxy.py", "_finished")
+    say, finished = (
+        ("cluster/node_main.py", "say"),
+        ("cluster/node_proxy.py", "_finished"),
+    )
     seen: dict[
         tuple[str, str], list[tuple[str, str]]
     ] = {}  # by what is called, or by thread and what it calls
@@ -204,9 +219,13 @@ def test_so_is_that_with_nodes():
         if event != "call" or not active.is_set():
             return
         function = place(frame.f_code)
-        if frame.f_code.co_filename == queue_links.__file__ and frame.f_code.co_name in (
-            "send",
-            "receive",
+        if (
+            frame.f_code.co_filename == queue_links.__file__
+            and frame.f_code.co_name
+            in (
+                "send",
+                "receive",
+            )
         ):
             function = threading.current_thread().name, frame.f_code.co_name
         if function in (post, submit, say, finished) or (
@@ -216,7 +235,10 @@ def test_so_is_that_with_nodes():
 
     threading.setprofile(note)  # of threads that are started from here on
     try:
-        factories, carrier = [partial(CountingEnv, length=5)], queue_links.QueueCarrier()
+        factories, carrier = (
+            [partial(CountingEnv, length=5)],
+            queue_links.QueueCarrier(),
+        )
         with queue_links.QueueCollector(
             factories, carrier=carrier, frames_per_batch=8, seed=0
         ) as collector:

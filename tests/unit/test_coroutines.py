@@ -20,7 +20,13 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit
 
 from muster import Collector, MultiAsyncCollector, MultiSyncCollector
-from muster.errors import BadOption, BadPolicyOutput, EnvError, PolicyError, UnsupportedEnv
+from muster.errors import (
+    BadOption,
+    BadPolicyOutput,
+    EnvError,
+    PolicyError,
+    UnsupportedEnv,
+)
 from muster.restore.crash_report import CrashReport
 from muster.restore.player import Player
 from muster.rollout.progress import ALL_ORDERS, CELLS, STOP, Phase, Progress
@@ -33,14 +39,20 @@ from tests.tools import assert_accounted, assert_same, collect, column, recorded
 from tests.waits import wait_until
 
 PARTS = spaces.Dict(
-    {"image": spaces.Box(0, 255, (3, 4), np.uint8), "n": spaces.Discrete(3), "word": spaces.Text(5)}
+    {
+        "image": spaces.Box(0, 255, (3, 4), np.uint8),
+        "n": spaces.Discrete(3),
+        "word": spaces.Text(5),
+    }
 )
 SECONDS = 60.0  # a deadline that no test reaches
 EPISODES = {"length": 3, "truncate": True}
 
 
 def sampled(actions: Any = PARTS) -> SpaceEnv:
-    return SpaceEnv(copy.deepcopy(PARTS), copy.deepcopy(actions))  # which have random generators
+    return SpaceEnv(
+        copy.deepcopy(PARTS), copy.deepcopy(actions)
+    )  # which have random generators
 
 
 def awaited(make: Any, *args: Any, **options: Any) -> Any:
@@ -58,7 +70,9 @@ def zeros(obs: Any) -> Any:
 
 def loops() -> list[Any]:
     gc.collect()
-    return [thread for thread in threading.enumerate() if thread.name == "muster-event-loop"]
+    return [
+        thread for thread in threading.enumerate() if thread.name == "muster-event-loop"
+    ]
 
 
 # --- what they return -----------------------------------------------------------------------------
@@ -72,12 +86,21 @@ class TestCoroutineChain(EnvContract):
 
 
 def test_rows_of_environments_that_count() -> None:
-    batch = collect(awaited(CountingEnv, **EPISODES), zeros, num_envs=2, frames_per_batch=10)
+    batch = collect(
+        awaited(CountingEnv, **EPISODES), zeros, num_envs=2, frames_per_batch=10
+    )
 
-    assert column(batch, "observation") == [[[3, 0], [3, 1], [3, 2], [3, 0], [3, 1]]] * 2
-    assert column(batch, "next", "observation") == [[[3, 1], [3, 2], [3, 3], [3, 1], [3, 2]]] * 2
+    assert (
+        column(batch, "observation") == [[[3, 0], [3, 1], [3, 2], [3, 0], [3, 1]]] * 2
+    )
+    assert (
+        column(batch, "next", "observation")
+        == [[[3, 1], [3, 2], [3, 3], [3, 1], [3, 2]]] * 2
+    )
     assert column(batch, "next", "reward") == [[1, 2, 3, 1, 2]] * 2
-    assert column(batch, "next", "truncated") == [[False, False, True, False, False]] * 2
+    assert (
+        column(batch, "next", "truncated") == [[False, False, True, False, False]] * 2
+    )
     assert not batch["next", "terminated"].any()
     assert column(batch, "collector", "traj_ids") == [[0, 0, 0, 2, 2], [1, 1, 1, 3, 3]]
 
@@ -103,10 +126,15 @@ def test_a_batch_is_bit_equal_to_that_of_the_same_environments_without_coroutine
 ) -> None:
     options = {"num_envs": 3, "frames_per_batch": 24, "seed": 1} | options
 
-    assert_same(collect(awaited(make), batches=3, **options), collect(make, batches=3, **options))
+    assert_same(
+        collect(awaited(make), batches=3, **options),
+        collect(make, batches=3, **options),
+    )
 
 
-def test_collected_episodes_are_those_of_the_same_environments_without_coroutines() -> None:
+def test_collected_episodes_are_those_of_the_same_environments_without_coroutines() -> (
+    None
+):
     found = []
     for make in (awaited(ChainEnv), ChainEnv):
         with Collector(make, num_envs=3, seed=2) as c:
@@ -134,7 +162,10 @@ def test_resets_with_seeds_and_options() -> None:
 
 
 def test_worker_processes_and_threads_collect_the_same_as_one_process() -> None:
-    envs, options = [awaited(ChainEnv)] * 2, {"num_envs": 2, "frames_per_batch": 24, "seed": 3}
+    envs, options = (
+        [awaited(ChainEnv)] * 2,
+        {"num_envs": 2, "frames_per_batch": 24, "seed": 3},
+    )
     with Collector(envs, **options) as c:
         expected = [c.rollout().clone() for _ in range(2)]
 
@@ -188,7 +219,9 @@ def test_all_environments_of_a_group_are_awaited_at_the_same_time() -> None:
         timeouts={"step": SECONDS},
     )
 
-    assert (batch["next", "reward"][:, :, 0] == torch.tensor([1.0, 2, 3, 4, 1, 2])).all()
+    assert (
+        batch["next", "reward"][:, :, 0] == torch.tensor([1.0, 2, 3, 4, 1, 2])
+    ).all()
 
 
 def test_threads_deliver_the_group_that_is_ready_first() -> None:
@@ -201,7 +234,9 @@ def test_threads_deliver_the_group_that_is_ready_first() -> None:
             return await super().step(action)
 
     envs = [lambda: Gate(CountingEnv(5)), awaited(CountingEnv, 7)]
-    with MultiAsyncCollector(envs, zeros, num_envs=2, frames_per_batch=8, backend="threads") as c:
+    with MultiAsyncCollector(
+        envs, zeros, num_envs=2, frames_per_batch=8, backend="threads"
+    ) as c:
         lengths = [int(c.next()["observation"].flatten()[0]) for _ in range(3)]
         Gate.opened.set()
         while lengths[-1] == 7:
@@ -226,7 +261,9 @@ def test_the_loop_runs_between_batches_and_ends_with_the_last_collector() -> Non
 
     before = len(loops())
     make, made = recorded(lambda: Beating(CountingEnv(10**6)))
-    collectors = [Collector(make, zeros, num_envs=1, frames_per_batch=2) for _ in range(2)]
+    collectors = [
+        Collector(make, zeros, num_envs=1, frames_per_batch=2) for _ in range(2)
+    ]
     for c in collectors:
         c.rollout()
     assert len(loops()) == max(1, before)
@@ -242,7 +279,10 @@ def test_a_collector_in_a_program_that_runs_an_event_loop_itself() -> None:
     async def notebook() -> Any:
         return collect(awaited(ChainEnv), num_envs=2, frames_per_batch=8, seed=1)
 
-    assert_same(asyncio.run(notebook()), collect(ChainEnv, num_envs=2, frames_per_batch=8, seed=1))
+    assert_same(
+        asyncio.run(notebook()),
+        collect(ChainEnv, num_envs=2, frames_per_batch=8, seed=1),
+    )
 
 
 def test_gradients_are_disabled_in_coroutines() -> None:
@@ -254,7 +294,10 @@ def test_gradients_are_disabled_in_coroutines() -> None:
             return (self.weight * torch.as_tensor(obs)).numpy(), *rest
 
     assert (
-        collect(lambda: Module(CountingEnv()), zeros, num_envs=1, frames_per_batch=2).numel() == 2
+        collect(
+            lambda: Module(CountingEnv()), zeros, num_envs=1, frames_per_batch=2
+        ).numel()
+        == 2
     )
 
 
@@ -265,7 +308,8 @@ def test_an_error_names_the_environment_and_the_others_complete_their_step() -> 
     make, made = faulty(None, fakes.fail, None)
     with Collector(make, zeros, num_envs=3, frames_per_batch=12) as c:
         with pytest.raises(
-            EnvError, match=r"FaultyEnv\[1\]\.step \(row 2 .*ConnectionError: the simulator is gone"
+            EnvError,
+            match=r"FaultyEnv\[1\]\.step \(row 2 .*ConnectionError: the simulator is gone",
         ) as info:
             c.rollout()
         assert isinstance(info.value.__cause__, ConnectionError)
@@ -278,13 +322,20 @@ def test_an_error_names_the_environment_and_the_others_complete_their_step() -> 
 
 
 @pytest.mark.parametrize(("at", "phase"), [(2, "step"), (-1, "reset")])
-def test_a_deadline_cancels_the_coroutine_and_names_its_environment(at: int, phase: str) -> None:
+def test_a_deadline_cancels_the_coroutine_and_names_its_environment(
+    at: int, phase: str
+) -> None:
     make, made = faulty(fakes.hang, None, at=at)
     with Collector(
-        make, zeros, num_envs=2, frames_per_batch=12, timeouts={"step": SECONDS, phase: 1}
+        make,
+        zeros,
+        num_envs=2,
+        frames_per_batch=12,
+        timeouts={"step": SECONDS, phase: 1},
     ) as c:
         with pytest.raises(
-            EnvError, match=rf"FaultyEnv\[0\]\.{phase}.*within 1 s.*timeouts={{'{phase}': ...}}"
+            EnvError,
+            match=rf"FaultyEnv\[0\]\.{phase}.*within 1 s.*timeouts={{'{phase}': ...}}",
         ) as info:
             c.rollout()
         assert isinstance(info.value.__cause__, TimeoutError)
@@ -308,10 +359,14 @@ def test_several_failures_are_one_error() -> None:
 
 def test_a_coroutine_that_ignores_its_cancellation_hangs_nothing() -> None:
     make, made = faulty(fakes.refuse_to_end)
-    with Collector(make, zeros, num_envs=1, frames_per_batch=12, timeouts={"step": 0.1}) as c:
+    with Collector(
+        make, zeros, num_envs=1, frames_per_batch=12, timeouts={"step": 0.1}
+    ) as c:
         with pytest.raises(EnvError, match="within 0.1 s"):
             c.rollout()
-        with pytest.raises(EnvError, match="its last call was cancelled, and still runs"):
+        with pytest.raises(
+            EnvError, match="its last call was cancelled, and still runs"
+        ):
             c.rollout()
     assert made[0].log[:2] == ["ignored", "closed"]
 
@@ -321,12 +376,15 @@ def test_a_coroutine_that_blocks_the_loop_is_named_with_its_line() -> None:
     make, _ = faulty(fakes.block, None)
     options: Any = {"num_envs": 2, "frames_per_batch": 12}
     with (
-        Collector(awaited(CountingEnv), zeros, **options, timeouts={"step": 10}) as other,
+        Collector(
+            awaited(CountingEnv), zeros, **options, timeouts={"step": 10}
+        ) as other,
         Collector(make, zeros, **options, timeouts={"step": 0.1}) as c,
     ):
         other.rollout()
         with pytest.raises(
-            EnvError, match=r"FaultyEnv\[0\].*blocks the event loop at .*coroutines.py:\d+ in step"
+            EnvError,
+            match=r"FaultyEnv\[0\].*blocks the event loop at .*coroutines.py:\d+ in step",
         ):
             c.rollout()
         assert other.rollout().numel() == 12  # on another event loop
@@ -338,7 +396,9 @@ def test_a_coroutine_that_stops_the_loop_is_an_error_and_the_next_call_has_anoth
     stop: Any,
 ) -> None:
     make, _ = faulty(stop, None)
-    with Collector(make, zeros, num_envs=2, frames_per_batch=12, timeouts={"step": None}) as c:
+    with Collector(
+        make, zeros, num_envs=2, frames_per_batch=12, timeouts={"step": None}
+    ) as c:
         with pytest.raises(EnvError, match="its coroutine was cancelled"):
             c.rollout()
         assert c.rollout().shape == (2, 6)
@@ -365,7 +425,9 @@ def test_sys_exit_in_a_coroutine_reaches_the_caller() -> None:
 
 
 @pytest.mark.parametrize("backend", ["threads", "processes"])
-def test_shutdown_cancels_the_coroutines_of_workers(backend: str, tmp_path: Path) -> None:
+def test_shutdown_cancels_the_coroutines_of_workers(
+    backend: str, tmp_path: Path
+) -> None:
     def note(env: FaultyEnv, what: str) -> None:
         (tmp_path / f"{what} {id(env)}").touch()
 
@@ -384,7 +446,11 @@ def test_shutdown_cancels_the_coroutines_of_workers(backend: str, tmp_path: Path
         return len(list(tmp_path.glob(f"{what} *")))
 
     c = MultiAsyncCollector(
-        [lambda: Noting(wait, at=4)], zeros, num_envs=2, frames_per_batch=4, backend=backend
+        [lambda: Noting(wait, at=4)],
+        zeros,
+        num_envs=2,
+        frames_per_batch=4,
+        backend=backend,
     )
     c.next()
     wait_until(lambda: noted("waits") == 2)
@@ -393,7 +459,9 @@ def test_shutdown_cancels_the_coroutines_of_workers(backend: str, tmp_path: Path
     assert noted("cancelled") == noted("closed") == 2
 
 
-def test_a_worker_reports_a_deadline_and_a_killed_one_is_restarted(tmp_path: Path) -> None:
+def test_a_worker_reports_a_deadline_and_a_killed_one_is_restarted(
+    tmp_path: Path,
+) -> None:
     def make(fault: Any) -> Any:
         mark = tmp_path / fault.__name__
         again = mark.exists()
@@ -405,11 +473,25 @@ def test_a_worker_reports_a_deadline_and_a_killed_one_is_restarted(tmp_path: Pat
         envs, zeros, num_envs=None, frames_per_batch=8, seed=1, timeouts={"step": 1}
     ) as c:
         with pytest.raises(
-            EnvError, match=r"raised TimeoutError.*In worker 1 .*environment 1, step 2.*phase step"
+            EnvError,
+            match=r"raised TimeoutError.*In worker 1 .*environment 1, step 2.*phase step",
         ) as info:
             c.rollout()
-        assert (info.value.env_id, info.value.worker, info.value.phase) == (1, 1, "step")
-        assert len(list(Player(CrashReport.load(info.value.crash_report, trust=True)).moves())) == 4
+        assert (info.value.env_id, info.value.worker, info.value.phase) == (
+            1,
+            1,
+            "step",
+        )
+        assert (
+            len(
+                list(
+                    Player(
+                        CrashReport.load(info.value.crash_report, trust=True)
+                    ).moves()
+                )
+            )
+            == 4
+        )
         assert c.rollout().shape == (2, 4)
         assert_accounted(c)
 
@@ -477,9 +559,12 @@ def test_environments_that_cannot_work_are_refused(make: Any, message: str) -> N
 
 def test_vector_environments_refuse_them() -> None:
     with pytest.raises(
-        UnsupportedEnv, match=r"env_fns\[4\] returned CoroutineGymEnv, whose methods are coroutine"
+        UnsupportedEnv,
+        match=r"env_fns\[4\] returned CoroutineGymEnv, whose methods are coroutine",
     ):
-        EnvSlice([CountingEnv, CoroutineGymEnv], 3, AutoresetMode.NEXT_STEP, replaces=False)
+        EnvSlice(
+            [CountingEnv, CoroutineGymEnv], 3, AutoresetMode.NEXT_STEP, replaces=False
+        )
 
 
 def test_a_gymnasium_environment_with_coroutines_and_an_object_of_it() -> None:
@@ -511,7 +596,10 @@ class Served:
             except asyncio.CancelledError:
                 self.log.append("cancelled")
                 raise
-        return obs[..., 1].long() % 2, {"value": obs[..., 1] * 2, "policy_version": self.version}
+        return obs[..., 1].long() % 2, {
+            "value": obs[..., 1] * 2,
+            "policy_version": self.version,
+        }
 
 
 def test_actions_extras_and_version_of_a_coroutine_function() -> None:
@@ -522,7 +610,8 @@ def test_actions_extras_and_version_of_a_coroutine_function() -> None:
             assert torch.equal(batch["action"], t.long() % 2)
             assert torch.equal(batch["value"], t * 2)
             assert (
-                column(batch, "collector", "policy_version") == [list(range(begin, begin + 4))] * 2
+                column(batch, "collector", "policy_version")
+                == [list(range(begin, begin + 4))] * 2
             )
             assert batch["collector", "policy_version"].dtype is torch.int64
         assert "policy_version" not in batch
@@ -535,7 +624,11 @@ def test_versions_of_each_environment_and_of_a_plain_function(tracked: bool) -> 
         return zeros(obs), {"policy_version": np.array([4, 6])}
 
     batch = collect(
-        CountingEnv, policy, num_envs=2, frames_per_batch=6, track_policy_version=tracked
+        CountingEnv,
+        policy,
+        num_envs=2,
+        frames_per_batch=6,
+        track_policy_version=tracked,
     )
     assert column(batch, "collector", "policy_version") == [[4] * 3, [6] * 3]
 
@@ -589,7 +682,9 @@ def plain(policy: Any) -> Any:
 
 @pytest.mark.parametrize("inference", ["worker", "server"])
 @pytest.mark.parametrize("policy", [with_td, with_state, WithModule()])
-def test_kinds_of_coroutine_functions_act_like_plain_functions(policy: Any, inference: str) -> None:
+def test_kinds_of_coroutine_functions_act_like_plain_functions(
+    policy: Any, inference: str
+) -> None:
     twin = {
         with_td: lambda td: plain(with_td)(td),
         with_state: lambda obs, state: plain(with_state)(obs, state),
@@ -620,19 +715,24 @@ def test_policies_of_threads_are_awaited_at_the_same_time() -> None:
             meetings[-1].set()
         return zeros(obs)
 
-    with MultiSyncCollector([CountingEnv] * 2, policy, backend="threads", frames_per_batch=8) as c:
+    with MultiSyncCollector(
+        [CountingEnv] * 2, policy, backend="threads", frames_per_batch=8
+    ) as c:
         assert c.rollout().shape == (2, 4)
 
 
 @pytest.mark.parametrize("inference", ["worker", "server"])
-def test_a_deadline_cancels_the_policy_and_the_next_call_goes_on(inference: str) -> None:
+def test_a_deadline_cancels_the_policy_and_the_next_call_goes_on(
+    inference: str,
+) -> None:
     policy = Served(fakes.hang)
     options: Any = {"frames_per_batch": 12, "timeouts": {"policy": 1}}
     with MultiSyncCollector(
         [CountingEnv], policy, backend="threads", inference=inference, **options
     ) as c:
         with pytest.raises(
-            PolicyError, match=r"policy Served raised TimeoutError.*within 1 s.*'policy'"
+            PolicyError,
+            match=r"policy Served raised TimeoutError.*within 1 s.*'policy'",
         ):
             c.rollout()
         assert c.rollout().shape == (1, 12)
@@ -643,7 +743,8 @@ def test_errors_and_ctrl_c_of_a_policy() -> None:
     policy = Served(fakes.fail)
     with Collector(CountingEnv, policy, num_envs=2, frames_per_batch=12) as c:
         with pytest.raises(
-            PolicyError, match=r"policy Served raised ConnectionError at row 2 .*simulator is gone"
+            PolicyError,
+            match=r"policy Served raised ConnectionError at row 2 .*simulator is gone",
         ):
             c.rollout()
         policy.version, policy.fault = 2, fakes.press

@@ -52,7 +52,13 @@ from muster.restore.action_log import (
     generator_of,
     random_state,
 )
-from muster.restore.crash_report import MOST_FILES, CrashDirectory, CrashReport, EnvFactory, Special
+from muster.restore.crash_report import (
+    MOST_FILES,
+    CrashDirectory,
+    CrashReport,
+    EnvFactory,
+    Special,
+)
 from muster.restore.player import Player, same_bits
 from muster.rng import GroupRng
 from muster.rollout.columns import lane_columns
@@ -108,7 +114,9 @@ class Rig:
     ):
         limit = more.pop("limit_bytes", 1 << 20)
         factories = iter(envs if isinstance(envs, list) else [envs])
-        self.env = build_env(lambda: next(factories), num_envs if isinstance(envs, list) else None)
+        self.env = build_env(
+            lambda: next(factories), num_envs if isinstance(envs, list) else None
+        )
         B = self.env.spec.num_envs
         self.anchors = Anchors(self.env)
         reset = self.env.reset
@@ -148,7 +156,9 @@ class Rig:
         )
         self.lane: Lane = Slot(layout).lanes[0]
 
-    def reset(self, which: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> None:
+    def reset(
+        self, which: Sequence[int] | None = None, seeds: Sequence[int] | None = None
+    ) -> None:
         self.group.reset(which, seeds)
         self.history.reset(which, seeds)
 
@@ -160,10 +170,17 @@ class Rig:
         self.lane.restart()
         rollout(self.group, self.policy, RolloutRequest(0, 0, 0, "policy"), self.lane)
         self.seen += list(self.lane.arrays[OBS][: self.T].copy())
-        self.history.add(self.actions(self.T), self.anchors.take(due=self.group.pending))
+        self.history.add(
+            self.actions(self.T), self.anchors.take(due=self.group.pending)
+        )
 
     def run(
-        self, rollouts: int, *, died: bool = False, index: int | None = 0, phase: str = "step"
+        self,
+        rollouts: int,
+        *,
+        died: bool = False,
+        index: int | None = 0,
+        phase: str = "step",
     ) -> CrashReport:
         """Roll out until an environment fails, or else through; the crash report for that."""
         rows, error, log = self.T, ERROR, None
@@ -171,19 +188,24 @@ class Rig:
             for _ in range(rollouts):
                 self.rollout()
             self.lane.restart()
-            rollout(self.group, self.policy, RolloutRequest(0, 0, 0, "policy"), self.lane)
+            rollout(
+                self.group, self.policy, RolloutRequest(0, 0, 0, "policy"), self.lane
+            )
             rows -= 1  # let the last step be the one that failed: nothing came after it
         except EnvError as raised:
             rows, error = self.lane.done_steps, raised
         steps = rows + 1 if phase == "step" else rows
         flags = (
-            self.lane.arrays[next_of(("terminated",))] | self.lane.arrays[next_of(("truncated",))]
+            self.lane.arrays[next_of(("terminated",))]
+            | self.lane.arrays[next_of(("truncated",))]
         )
         self.seen += list(self.lane.arrays[OBS][: rows + 1].copy())
         if not died:
             log = self.anchors.take()
             log.resets = log.resets[log.resets[:, 1] <= rows]
-            log.special = {n: entry for n, entry in log.special.items() if n < len(log.resets)}
+            log.special = {
+                n: entry for n, entry in log.special.items() if n < len(log.resets)
+            }
         return self.history.crash_report(
             index,
             self.actions(steps),
@@ -196,7 +218,10 @@ class Rig:
 
 
 def cartpoles(B: int, at: int | None = None, failing: int = 0) -> list[Any]:
-    return [FailsAt(gymnasium.make("CartPole-v1"), at if b == failing else None) for b in range(B)]
+    return [
+        FailsAt(gymnasium.make("CartPole-v1"), at if b == failing else None)
+        for b in range(B)
+    ]
 
 
 def replayed(crash_report: CrashReport) -> tuple[Player, list[Any]]:
@@ -220,7 +245,10 @@ def assert_exact(crash_report: CrashReport, rig: Rig, index: int | slice) -> Non
     for row, got in enumerate(reversed(seen)):
         assert same_bits(got, expected[-2 - row]), f"{row + 1} rows before the end"
     assert same_bits(player.observation()[OBS], expected[-1])
-    assert player.verdict() == "The observation before the failure is bit for bit the recorded one."
+    assert (
+        player.verdict()
+        == "The observation before the failure is bit for bit the recorded one."
+    )
 
 
 def saved(crash_report: CrashReport, path: Path, **options: Any) -> CrashReport:
@@ -241,7 +269,12 @@ def saved(crash_report: CrashReport, path: Path, **options: Any) -> CrashReport:
     died=st.booleans(),
     seed=st.sampled_from([0, 3, None]),
     more=st.sampled_from(
-        [{}, {"set_truncated": True}, {"reset_at_each_iter": True}, {"compact_obs": True}]
+        [
+            {},
+            {"set_truncated": True},
+            {"reset_at_each_iter": True},
+            {"compact_obs": True},
+        ]
     ),
     data=st.data(),
 )
@@ -272,7 +305,11 @@ def test_a_crash_report_brings_the_failing_environment_to_the_same_observation(
         assert seed is None
         assert died
         return
-    assert (crash_report.env_ids, crash_report.name, crash_report.max_frames_per_traj) == (
+    assert (
+        crash_report.env_ids,
+        crash_report.name,
+        crash_report.max_frames_per_traj,
+    ) == (
         [10 + index],
         "CartPole-v1",
         limit,
@@ -283,10 +320,14 @@ def test_a_crash_report_brings_the_failing_environment_to_the_same_observation(
 
 @settings(max_examples=20, deadline=None)
 @given(
-    calls=st.lists(st.sampled_from(["rollout", "reset", "reset all", "seed"]), max_size=8),
+    calls=st.lists(
+        st.sampled_from(["rollout", "reset", "reset all", "seed"]), max_size=8
+    ),
     died=st.booleans(),
 )
-def test_resets_and_seeds_of_the_user_are_replayed(calls: list[str], died: bool) -> None:
+def test_resets_and_seeds_of_the_user_are_replayed(
+    calls: list[str], died: bool
+) -> None:
     rig = Rig(cartpoles(2), "CartPole-v1", num_envs=2, T=9, max_frames_per_traj=5)
     for n, call in enumerate(calls):
         if call == "rollout":
@@ -327,7 +368,11 @@ def test_beyond_the_limit_the_crash_report_says_that_the_beginning_is_missing(
     assert main(["replay", str(tmp_path / "a"), "--trust"]) == 2
     # The same history within its limit is not missing anything.
     crash_report = Rig([CountingEnv(10**6)], CountingEnv, num_envs=1, T=10).run(30)
-    assert (crash_report.missing, crash_report.caveat, len(crash_report.actions[ACTION])) == (
+    assert (
+        crash_report.missing,
+        crash_report.caveat,
+        len(crash_report.actions[ACTION]),
+    ) == (
         "",
         "",
         310,
@@ -335,10 +380,18 @@ def test_beyond_the_limit_the_crash_report_says_that_the_beginning_is_missing(
 
 
 def test_one_long_episode_costs_the_others_nothing() -> None:
-    rig = Rig([CountingEnv(10**6), CountingEnv(3)], CountingEnv, num_envs=2, T=10, limit_bytes=3000)
+    rig = Rig(
+        [CountingEnv(10**6), CountingEnv(3)],
+        CountingEnv,
+        num_envs=2,
+        T=10,
+        limit_bytes=3000,
+    )
     crash_report = rig.run(30, index=0)
     assert "beginning is missing" in crash_report.missing
-    other = rig.history.crash_report(1, rig.actions(10), error=ERROR, phase="step", log=ResetLog())
+    other = rig.history.crash_report(
+        1, rig.actions(10), error=ERROR, phase="step", log=ResetLog()
+    )
     assert other.missing == ""
 
 
@@ -360,10 +413,15 @@ def test_after_forgetting_nothing_is_known_until_a_seed_comes() -> None:
 def test_which_environment_it_was_must_be_known_in_a_batch() -> None:
     rig = Rig(cartpoles(2), "CartPole-v1", num_envs=2, T=5)
     assert "not known which environment" in rig.run(0, index=None).missing
-    assert Rig(cartpoles(1), "CartPole-v1", num_envs=1, T=5).run(0, index=None).missing == ""
+    assert (
+        Rig(cartpoles(1), "CartPole-v1", num_envs=1, T=5).run(0, index=None).missing
+        == ""
+    )
 
 
-def test_observations_that_were_stored_in_another_dtype_are_recognised(tmp_path: Path) -> None:
+def test_observations_that_were_stored_in_another_dtype_are_recognised(
+    tmp_path: Path,
+) -> None:
     """MuJoCo observes float64, and the collector had a float32 network."""
     with (
         MultiSyncCollector(
@@ -383,21 +441,31 @@ def test_observations_that_were_stored_in_another_dtype_are_recognised(tmp_path:
     player = Player(crash_report)
     for move in player.moves()[:-1]:
         player.make(move)
-    assert player.verdict() == "The observation before the failure is bit for bit the recorded one."
+    assert (
+        player.verdict()
+        == "The observation before the failure is bit for bit the recorded one."
+    )
     player.close()
 
 
 @pytest.mark.parametrize("died", [False, True])
-def test_what_fails_in_a_reset_is_replayed_from_the_one_before(died: bool, tmp_path: Path) -> None:
+def test_what_fails_in_a_reset_is_replayed_from_the_one_before(
+    died: bool, tmp_path: Path
+) -> None:
     source = partial(FailsAt, CountingEnv(4, noise=True), 3, on_reset=True)
     rig = Rig([CountingEnv(100, noise=True), source()], source, num_envs=2, T=8)
-    crash_report = saved(rig.run(5, died=died, index=1, phase="reset"), tmp_path / "a", trust=True)
+    crash_report = saved(
+        rig.run(5, died=died, index=1, phase="reset"), tmp_path / "a", trust=True
+    )
     player = Player(crash_report)
     moves = player.moves()
     assert [kind for kind, _ in moves].count("reset") == 4
     for move in moves[:-1]:
         player.make(move)
-    assert player.verdict() == "The observation before the failure is bit for bit the recorded one."
+    assert (
+        player.verdict()
+        == "The observation before the failure is bit for bit the recorded one."
+    )
     with pytest.raises(EnvError, match="as asked"):
         player.make(moves[-1])
 
@@ -408,7 +476,9 @@ def test_what_fails_in_a_reset_is_replayed_from_the_one_before(died: bool, tmp_p
 def test_a_vector_environment_is_replayed_as_a_whole_from_its_seeds(
     mode: AutoresetMode, more: Any, died: bool, tmp_path: Path
 ) -> None:
-    make = partial(SyncVectorEnv, [partial(gymnasium.make, "CartPole-v1")] * 3, autoreset_mode=mode)
+    make = partial(
+        SyncVectorEnv, [partial(gymnasium.make, "CartPole-v1")] * 3, autoreset_mode=mode
+    )
     rig = Rig(make(), make, num_envs=None, T=13, max_frames_per_traj=11, **more)
     crash_report = saved(rig.run(4, index=1, died=died), tmp_path / "a", trust=True)
     assert (crash_report.env_ids, crash_report.alone) == ([10, 11, 12], False)
@@ -419,7 +489,11 @@ def test_a_vector_environment_is_replayed_as_a_whole_from_its_seeds(
 
 def test_what_resets_itself_is_truncated_again_where_it_was() -> None:
     rig = Rig(
-        TorchCartPole(3), partial(TorchCartPole, 3), num_envs=None, T=7, max_frames_per_traj=5
+        TorchCartPole(3),
+        partial(TorchCartPole, 3),
+        num_envs=None,
+        T=7,
+        max_frames_per_traj=5,
     )
     crash_report = rig.run(2)
     assert len(crash_report.resets) == 3
@@ -440,8 +514,17 @@ def test_a_torchrl_environment_is_replayed_from_its_seed(tmp_path: Path) -> None
 def test_an_episode_after_one_that_waited_for_the_end_of_its_batch_is_replayed(
     died: bool, rollouts: int
 ) -> None:
-    envs = [FailsAt(CountingEnv(3, noise=True), 3 * rollouts + 1), CountingEnv(9, noise=True)]
-    rig = Rig(envs, partial(CountingEnv, 3, noise=True), num_envs=2, T=9, reset_when_done=False)
+    envs = [
+        FailsAt(CountingEnv(3, noise=True), 3 * rollouts + 1),
+        CountingEnv(9, noise=True),
+    ]
+    rig = Rig(
+        envs,
+        partial(CountingEnv, 3, noise=True),
+        num_envs=2,
+        T=9,
+        reset_when_done=False,
+    )
     crash_report = rig.run(rollouts, died=died, index=0)
     assert len(crash_report.actions[ACTION]) == 2  # since the last noted reset
     assert_exact(crash_report, rig, 0)
@@ -450,7 +533,11 @@ def test_an_episode_after_one_that_waited_for_the_end_of_its_batch_is_replayed(
 def test_composite_actions_and_objects_come_back(tmp_path: Path) -> None:
     spaces = gymnasium.spaces
     space = spaces.Dict(
-        {"move": spaces.Box(-1, 1, (2,)), "word": spaces.Text(5), "kind": spaces.Discrete(3)}
+        {
+            "move": spaces.Box(-1, 1, (2,)),
+            "word": spaces.Text(5),
+            "kind": spaces.Discrete(3),
+        }
     )
     source = partial(SpaceEnv, spaces.Box(-1, 1, (2,)), space)
     env = source()
@@ -459,13 +546,18 @@ def test_composite_actions_and_objects_come_back(tmp_path: Path) -> None:
     assert crash_report.actions["action", "word"].dtype == object
     player, _ = replayed(crash_report)
     player.make(player.moves()[-1])
-    assert str(player.env.unwrapped.actions) == str(env.actions[-len(player.env.actions) :])
+    assert str(player.env.unwrapped.actions) == str(
+        env.actions[-len(player.env.actions) :]
+    )
     assert str(player.action(0)) == str(player.env.actions[0])
     assert type(player.action(0)["kind"]) is type(player.env.actions[0]["kind"])
 
 
 def test_options_of_a_reset_are_given_again(tmp_path: Path) -> None:
-    for options in ({"low": 0.01, "high": 0.02}, {"low": np.float64(0.01), "high": 0.02}):
+    for options in (
+        {"low": 0.01, "high": 0.02},
+        {"low": np.float64(0.01), "high": 0.02},
+    ):
         rig = Rig(cartpoles(1), "CartPole-v1", num_envs=1, T=6)
         rig.rollout()
         rig.reset([0], [9])
@@ -491,7 +583,9 @@ def test_notes_say_the_last_seed_of_an_environment() -> None:
 
 
 @pytest.mark.parametrize("name", ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"])
-def test_every_generator_of_numpy_can_be_saved_and_set(name: str, tmp_path: Path) -> None:
+def test_every_generator_of_numpy_can_be_saved_and_set(
+    name: str, tmp_path: Path
+) -> None:
     env = gymnasium.make("CartPole-v1")
     env.unwrapped.np_random = np.random.Generator(getattr(np.random, name)(4))
     env.unwrapped.np_random.integers(7, dtype=np.int32)
@@ -500,7 +594,9 @@ def test_every_generator_of_numpy_can_be_saved_and_set(name: str, tmp_path: Path
         env.unwrapped.np_random.random(5).tolist(),
         env.unwrapped.np_random.integers(9, size=5).tolist(),
     )
-    crash_report = CrashReport("x", EnvFactory("CartPole-v1"), [0], True, "step", "EnvError", "")
+    crash_report = CrashReport(
+        "x", EnvFactory("CartPole-v1"), [0], True, "step", "EnvError", ""
+    )
     crash_report.special[0] = Special(None, state, None)
     again = saved(crash_report, tmp_path / "a").special[0].state
     assert again is not None
@@ -521,12 +617,16 @@ def test_what_has_no_generator_has_no_state() -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def test_a_file_from_another_machine_is_the_owners_whatever_the_umask(tmp_path: Path) -> None:
+def test_a_file_from_another_machine_is_the_owners_whatever_the_umask(
+    tmp_path: Path,
+) -> None:
     directory = CrashDirectory(tmp_path)
     (tmp_path / "old.crash").touch(0o644)
     before = os.umask(0)
     try:
-        found = [directory.put(name, b"content") for name in ("../new.crash", "old.crash")]
+        found = [
+            directory.put(name, b"content") for name in ("../new.crash", "old.crash")
+        ]
     finally:
         os.umask(before)
     assert found == [tmp_path / "new.crash", tmp_path / "old.crash"]
@@ -581,7 +681,9 @@ def test_nothing_is_unpickled_or_imported_unasked(tmp_path: Path) -> None:
         crash_report = CrashReport("x", factory, [0], True, "step", "EnvError", "")
         assert crash_report.command(Path("c")) == "muster replay c --trust"
         crash_report.save(tmp_path / "c")
-        with pytest.raises(ImportRefused, match=r"If you trust where it comes from, add --trust"):
+        with pytest.raises(
+            ImportRefused, match=r"If you trust where it comes from, add --trust"
+        ):
             CrashReport.load(tmp_path / "c")
         assert not (tmp_path / "ran").exists()
     plain = CrashReport(
@@ -593,12 +695,17 @@ def test_nothing_is_unpickled_or_imported_unasked(tmp_path: Path) -> None:
         "E",
         "",
     )
-    assert saved(plain, tmp_path / "c").factory.kwargs == {"render_mode": None, "n": [1, 2.5]}
+    assert saved(plain, tmp_path / "c").factory.kwargs == {
+        "render_mode": None,
+        "n": [1, 2.5],
+    }
 
 
 def test_an_environment_that_cannot_be_pickled_is_missing(tmp_path: Path) -> None:
     file = (tmp_path / "open").open("w")
-    crash_report = CrashReport("x", EnvFactory(lambda: file), [0], True, "step", "EnvError", "")
+    crash_report = CrashReport(
+        "x", EnvFactory(lambda: file), [0], True, "step", "EnvError", ""
+    )
     again = saved(crash_report, tmp_path / "c")
     file.close()
     assert (
@@ -609,14 +716,20 @@ def test_an_environment_that_cannot_be_pickled_is_missing(tmp_path: Path) -> Non
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_damaged_files_are_refused_with_one_error(tmp_path_factory: Any, data: Any) -> None:
+def test_damaged_files_are_refused_with_one_error(
+    tmp_path_factory: Any, data: Any
+) -> None:
     path = tmp_path_factory.mktemp("d") / "c"
-    CrashReport("x", EnvFactory("CartPole-v1"), [0], True, "step", "EnvError", "").save(path)
+    CrashReport("x", EnvFactory("CartPole-v1"), [0], True, "step", "EnvError", "").save(
+        path
+    )
     content = bytearray(path.read_bytes())
     if data.draw(st.booleans()):
         content = content[: data.draw(st.integers(0, len(content) - 1))]
     else:
-        content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+        content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(
+            st.integers(1, 255)
+        )
     path.write_bytes(content)
     with contextlib.suppress(BadCrashReport):  # some bytes mean nothing
         assert CrashReport.load(path).name == "x"
@@ -624,7 +737,9 @@ def test_damaged_files_are_refused_with_one_error(tmp_path_factory: Any, data: A
 
 def rewritten(path: Path, **changes: Any) -> Path:
     """A crash report with other fields."""
-    CrashReport("x", EnvFactory("CartPole-v1"), [0], True, "step", "EnvError", "").save(path)
+    CrashReport("x", EnvFactory("CartPole-v1"), [0], True, "step", "EnvError", "").save(
+        path
+    )
     checkpoint.save(path, checkpoint.load(path) | changes)
     return path
 
@@ -690,16 +805,28 @@ def test_a_crash_report_that_does_not_fit_its_environment_is_refused(
     tmp_path: Path, field: str, array: Any
 ) -> None:
     crash_report = CrashReport(
-        "x", EnvFactory("CartPole-v1"), [0], True, "step", "EnvError", "", **{field: array}
+        "x",
+        EnvFactory("CartPole-v1"),
+        [0],
+        True,
+        "step",
+        "EnvError",
+        "",
+        **{field: array},
     )
     with pytest.raises(
-        BadCrashReport, match="x takes actions" if field == "actions" else "beyond the 1"
+        BadCrashReport,
+        match="x takes actions" if field == "actions" else "beyond the 1",
     ):
         Player(saved(crash_report, tmp_path / "c"))
 
 
-def test_a_crash_directory_is_made_when_needed_and_never_fills_the_disk(tmp_path: Path) -> None:
-    crash_report = CrashReport("x", EnvFactory("CartPole-v1"), [7], True, "step", "EnvError", "")
+def test_a_crash_directory_is_made_when_needed_and_never_fills_the_disk(
+    tmp_path: Path,
+) -> None:
+    crash_report = CrashReport(
+        "x", EnvFactory("CartPole-v1"), [7], True, "step", "EnvError", ""
+    )
     own = CrashDirectory()
     assert own.path is None
     path = own.save(crash_report)
@@ -712,7 +839,9 @@ def test_a_crash_directory_is_made_when_needed_and_never_fills_the_disk(tmp_path
     given_one = CrashDirectory(tmp_path / "a" / "b")
     paths = [given_one.save(crash_report) for _ in range(MOST_FILES + 3)]
     assert paths[MOST_FILES:] == [None] * 3
-    assert len(list((tmp_path / "a" / "b").iterdir())) == len(set(paths)) - 1 == MOST_FILES
+    assert (
+        len(list((tmp_path / "a" / "b").iterdir())) == len(set(paths)) - 1 == MOST_FILES
+    )
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match="No crash report was written"):
         assert CrashDirectory(tmp_path / "file").save(crash_report) is None
@@ -745,9 +874,13 @@ class Tilted(CartPoleEnv):
         return result
 
 
-def tilted(how: str, path: Path, *, error: type[MusterError] = EnvError, trap: bool = True) -> Path:
+def tilted(
+    how: str, path: Path, *, error: type[MusterError] = EnvError, trap: bool = True
+) -> Path:
     """A crash report of a Tilted that failed in some episode; ``trap``: that fails again."""
-    rig = Rig([Tilted("raise")], partial(Tilted, how if trap else "never"), num_envs=1, T=16)
+    rig = Rig(
+        [Tilted("raise")], partial(Tilted, how if trap else "never"), num_envs=1, T=16
+    )
     crash_report = rig.run(50)
     assert "cannot bear" in crash_report.message
     crash_report.kind = error.__name__
@@ -762,7 +895,10 @@ def command(*args: Any) -> list[str]:
 def test_replay_prints_the_traceback_and_exits_with_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["replay", str(tilted("raise", tmp_path / "c")), "--trust", "--no-pdb"]) == 1
+    assert (
+        main(["replay", str(tilted("raise", tmp_path / "c")), "--trust", "--no-pdb"])
+        == 1
+    )
     out, err = capsys.readouterr()
     assert "Tilted, environment 10, 20" in out
     assert "EnvError in step: Tilted[0].step (row " in out
@@ -837,14 +973,19 @@ def test_replay_of_what_failed_outside_the_environment_plays_all(
     rig.run(0, phase="policy").save(tmp_path / "c")
     assert main(["replay", str(tmp_path / "c")]) == 0
     out = capsys.readouterr().out
-    assert "All actions are played. What failed came after them, in the phase 'policy'." in out
+    assert (
+        "All actions are played. What failed came after them, in the phase 'policy'."
+        in out
+    )
     assert "4 actions and 1 resets." in out
 
 
 @pytest.mark.slow
 def test_replay_says_what_will_end_the_process_before_it_does(tmp_path: Path) -> None:
     done = subprocess.run(
-        command(tilted("kill", tmp_path / "c", error=WorkerDied), "--trust", "--no-pdb"),
+        command(
+            tilted("kill", tmp_path / "c", error=WorkerDied), "--trust", "--no-pdb"
+        ),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -890,7 +1031,9 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def test_replay_on_a_terminal_is_a_debugger_where_the_environment_raised(tmp_path: Path) -> None:
+def test_replay_on_a_terminal_is_a_debugger_where_the_environment_raised(
+    tmp_path: Path,
+) -> None:
     terminal = Terminal(command(tilted("raise", tmp_path / "c"), "--trust"))
     terminal.until("(Pdb) ")
     terminal.type("p 'how', self.how, float(result[0][2]) > 0.15\n")
@@ -901,7 +1044,9 @@ def test_replay_on_a_terminal_is_a_debugger_where_the_environment_raised(tmp_pat
 
 @pytest.mark.slow
 def test_replay_on_a_terminal_stops_before_what_hung(tmp_path: Path) -> None:
-    terminal = Terminal(command(tilted("hang", tmp_path / "c", error=WorkerHung), "--trust"))
+    terminal = Terminal(
+        command(tilted("hang", tmp_path / "c", error=WorkerHung), "--trust")
+    )
     assert "in which the worker hung." in terminal.until("(Pdb) ")
     terminal.type("p env.unwrapped.how, action\n")
     shown = re.search(r"\('hang', ([01])\)", terminal.until("(Pdb) "))

@@ -65,16 +65,23 @@ class Sampling(nn.Module):
         torch.manual_seed(0)
         self.net = nn.Linear(4, 2)
 
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def forward(
+        self, obs: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         drawn = torch.distributions.Categorical(logits=self.net(obs))
         action = drawn.sample()
         return action, {"action_log_prob": drawn.log_prob(action)}
 
 
-def collector(kind: str, env: Any, policy: Any, *, num_envs: int = 2, **options: Any) -> Any:
+def collector(
+    kind: str, env: Any, policy: Any, *, num_envs: int = 2, **options: Any
+) -> Any:
     envs = env if kind == "in process" else [env, env]
     return KINDS[kind](
-        envs, policy, num_envs=num_envs, **{"frames_per_batch": 64, "seed": 3, **options}
+        envs,
+        policy,
+        num_envs=num_envs,
+        **{"frames_per_batch": 64, "seed": 3, **options},
     )
 
 
@@ -98,7 +105,8 @@ def batches(kind: str, env: Any, policy: Any, n: int = 3, **options: Any) -> Any
 
 @KIND
 @pytest.mark.parametrize(
-    ("option", "is_on"), [("policy_device", "cpu"), ("storing_device", DEVICE), ("device", DEVICE)]
+    ("option", "is_on"),
+    [("policy_device", "cpu"), ("storing_device", DEVICE), ("device", DEVICE)],
 )
 def test_a_device_changes_where_a_batch_is_and_nothing_else(kind, option, is_on):
     here = batches(kind, ChainEnv, Parity())
@@ -107,7 +115,9 @@ def test_a_device_changes_where_a_batch_is_and_nothing_else(kind, option, is_on)
         leaves = [leaf for leaf in b.values(True, True) if torch.is_tensor(leaf)]
         assert {leaf.device.type for leaf in leaves} == {torch.device(is_on).type}
         assert_chain(b.cpu())
-        if kind != "first ready":  # the order of batches is that in which workers finish
+        if (
+            kind != "first ready"
+        ):  # the order of batches is that in which workers finish
             assert_same(a, b.cpu())
 
 
@@ -116,7 +126,9 @@ def test_a_batch_is_complete_while_the_device_is_busy(kind):
     """The rows of a slot are reused only after they were copied to the device."""
     expected = batches(kind, ChainEnv, parity, 6, frames_per_batch=4096)
     got = []
-    with collector(kind, ChainEnv, parity, frames_per_batch=4096, storing_device=DEVICE) as running:
+    with collector(
+        kind, ChainEnv, parity, frames_per_batch=4096, storing_device=DEVICE
+    ) as running:
         for _ in range(6):
             torch.cuda._sleep(50_000_000)  # the copy waits in the stream behind it
             got.append(running.next())
@@ -142,7 +154,9 @@ def test_the_same_seed_gives_the_same_batches(kind, make):
     first = batches(kind, "CartPole-v1", policy, policy_device=DEVICE)
     before = torch.cuda.get_rng_state(), torch.get_rng_state()
     second = batches(kind, "CartPole-v1", policy, policy_device=DEVICE)
-    assert all(map(torch.equal, before, (torch.cuda.get_rng_state(), torch.get_rng_state())))
+    assert all(
+        map(torch.equal, before, (torch.cuda.get_rng_state(), torch.get_rng_state()))
+    )
     if kind != "first ready":
         for a, b in zip(first, second, strict=True):
             assert_same(a, b)
@@ -222,20 +236,28 @@ def test_weights_reach_the_policy_on_another_device(kind, trained, acting):
                 policy.shift.fill_(shift)
             running.update_policy_weights_(policy)
             batch = running.next()
-            versions = batch["collector", "policy_version"].reshape(batch["action"].shape)
-            if kind != "first ready":  # there, a rollout may have begun with the weights before
+            versions = batch["collector", "policy_version"].reshape(
+                batch["action"].shape
+            )
+            if (
+                kind != "first ready"
+            ):  # there, a rollout may have begun with the weights before
                 assert (versions == shift + 1).all()
             acted = (versions - 1).clamp(
                 min=0
             )  # the shift of that version; the first weights have none
-            assert torch.equal(batch["action"], (batch["observation"].sum(-1) + acted) % 2), shift
+            assert torch.equal(
+                batch["action"], (batch["observation"].sum(-1) + acted) % 2
+            ), shift
 
 
 @KIND
 def test_a_killed_worker_that_computes_on_the_device_is_restarted(kind, tmp_path):
     if kind in ("in process", "threads"):
         pytest.skip("no process to kill")
-    with oracles(kind, tmp_path, Parity(), policy_device=DEVICE, on_failure="restart") as running:
+    with oracles(
+        kind, tmp_path, Parity(), policy_device=DEVICE, on_failure="restart"
+    ) as running:
         got = [running.next().clone() for _ in range(2)]
         os.kill(running.stats().workers[0].pid, signal.SIGKILL)
         got += [running.next().clone() for _ in range(6)]
@@ -299,7 +321,8 @@ def test_environments_on_the_device(kind, stream):
         after, done = whole["next"], whole["next", "done"][..., 0]
         going_on = ~done[..., :-1]
         assert torch.equal(
-            after["observation"][..., :-1, :][going_on], whole["observation"][..., 1:, :][going_on]
+            after["observation"][..., :-1, :][going_on],
+            whole["observation"][..., 1:, :][going_on],
         )
         ids = whole["collector", "traj_ids"]
         assert torch.equal(ids[..., 1:] != ids[..., :-1], done[..., :-1])
@@ -311,7 +334,9 @@ def test_environments_on_the_device(kind, stream):
         assert torch.equal(after["truncated"], late)
         assert whole["action"].float().mean().item() not in (0, 1)
         logits = net(whole["observation"])
-        log_probs = logits.log_softmax(-1).gather(-1, whole["action"][..., None])[..., 0]
+        log_probs = logits.log_softmax(-1).gather(-1, whole["action"][..., None])[
+            ..., 0
+        ]
         assert torch.allclose(log_probs, whole["action_log_prob"], atol=1e-4)
 
 
@@ -323,14 +348,20 @@ class Remembering(nn.Module):
         self.one = nn.Parameter(torch.ones(1))
 
     def forward(self, obs: torch.Tensor, state: torch.Tensor | None) -> Any:
-        state = obs.new_zeros((*obs.shape[:-1], 1), dtype=torch.float32) if state is None else state
+        state = (
+            obs.new_zeros((*obs.shape[:-1], 1), dtype=torch.float32)
+            if state is None
+            else state
+        )
         state = state + self.one
         return (state[..., 0] % 2).long(), {"state_value": state}, state
 
 
 @pytest.mark.parametrize("kind", ["in process", "processes", "threads"])
 def test_a_recurrent_policy_begins_anew_with_each_episode(kind):
-    for batch in batches(kind, partial(CountingEnv, 5), Remembering(), policy_device=DEVICE):
+    for batch in batches(
+        kind, partial(CountingEnv, 5), Remembering(), policy_device=DEVICE
+    ):
         since = batch["observation"][..., -1]
         assert torch.equal(batch["state_value"][..., 0], since.float() + 1)
         assert torch.equal(batch["action"], (since + 1).long() % 2)
@@ -353,9 +384,13 @@ def test_values_after_the_last_rows():
 def test_collecting_steps_and_episodes_into_a_buffer_on_the_device(envs):
     data = pytest.importorskip("torchrl.data")
     buffer = data.ReplayBuffer(storage=data.LazyTensorStorage(20_000, device=DEVICE))
-    make: Any = partial(TorchCartPole, 16, DEVICE) if envs == "device" else "CartPole-v1"
+    make: Any = (
+        partial(TorchCartPole, 16, DEVICE) if envs == "device" else "CartPole-v1"
+    )
     options = {} if envs == "device" else {"num_envs": 16}
-    with Collector(make, frames_per_batch=160, seed=0, replay_buffer=buffer, **options) as running:
+    with Collector(
+        make, frames_per_batch=160, seed=0, replay_buffer=buffer, **options
+    ) as running:
         steps = running.collect(n_step=320)
         assert len(buffer) == steps.n_collected_steps == 320
         episodes = running.collect(n_episode=20)
@@ -372,7 +407,12 @@ def test_a_replay_buffer_on_the_device_holds_every_frame_once(kind, tmp_path):
     data = pytest.importorskip("torchrl.data")
     buffer = data.ReplayBuffer(storage=data.LazyTensorStorage(1_000, device=DEVICE))
     with oracles(
-        kind, tmp_path, Parity(), policy_device=DEVICE, replay_buffer=buffer, total_frames=256
+        kind,
+        tmp_path,
+        Parity(),
+        policy_device=DEVICE,
+        replay_buffer=buffer,
+        total_frames=256,
     ) as running:
         for _ in running:
             pass
@@ -390,7 +430,10 @@ def test_evaluation():
             partial(CountingEnv, 5), policy, episodes=4, num_envs=2, seed=0
         ) as evaluator:
             found.append(
-                [(r.env_id, r.episode_return, r.length) for r in evaluator.evaluate().records]
+                [
+                    (r.env_id, r.episode_return, r.length)
+                    for r in evaluator.evaluate().records
+                ]
             )
     assert found[0] == found[1]
     assert len(found[0]) == 4
@@ -400,7 +443,10 @@ def test_a_recording_of_batches_on_the_device(tmp_path):
     from muster import load
 
     with Collector(
-        partial(TorchCartPole, 4, DEVICE), frames_per_batch=40, seed=0, record=tmp_path / "run"
+        partial(TorchCartPole, 4, DEVICE),
+        frames_per_batch=40,
+        seed=0,
+        record=tmp_path / "run",
     ) as running:
         got = [running.next().cpu() for _ in range(3)]
     for a, b in zip(got, load(tmp_path / "run"), strict=True):
@@ -412,7 +458,10 @@ def test_a_saved_training_state(tmp_path):
     optimizer = torch.optim.Adam(net.parameters())
     net(torch.ones(1, 4, device=DEVICE)).sum().backward()
     optimizer.step()
-    save_state(tmp_path / "saved", {"net": net.state_dict(), "optimizer": optimizer.state_dict()})
+    save_state(
+        tmp_path / "saved",
+        {"net": net.state_dict(), "optimizer": optimizer.state_dict()},
+    )
     loaded = load_state(tmp_path / "saved")
     other = nn.Linear(4, 2).to(DEVICE)
     again = torch.optim.Adam(other.parameters())
@@ -444,7 +493,9 @@ def test_nodes_get_weights_from_a_policy_on_the_device():
                 policy.shift.fill_(shift)
             running.update_policy_weights_(policy)
             batch = running.next()
-            assert torch.equal(batch["action"], (batch["observation"].sum(-1) + shift) % 2)
+            assert torch.equal(
+                batch["action"], (batch["observation"].sum(-1) + shift) % 2
+            )
 
 
 @pytest.mark.parametrize("B", [1, 64, 5000])
@@ -452,7 +503,9 @@ def test_ids_and_records_are_those_of_the_clock_on_arrays(B):
     """Computed from the batches, bit by bit."""
     clock = TrajectoryClock(np.arange(B), B)
     make = partial(TorchCartPole, B, DEVICE, max_steps=40)
-    with Collector(make, frames_per_batch=B * 50, max_frames_per_traj=30, seed=0) as running:
+    with Collector(
+        make, frames_per_batch=B * 50, max_frames_per_traj=30, seed=0
+    ) as running:
         for _ in range(4):
             batch = running.next().cpu()
             reward, terminated, truncated, done, counts = (
@@ -469,10 +522,14 @@ def test_ids_and_records_are_those_of_the_clock_on_arrays(B):
             steps = np.zeros((50, B), np.int64)
             clock.fill_ids(ids, done)
             clock.fill_step_counts(steps, done)
-            assert (batch["collector", "traj_ids"].reshape(B, 50).T.numpy() == ids).all()
+            assert (
+                batch["collector", "traj_ids"].reshape(B, 50).T.numpy() == ids
+            ).all()
             assert (counts == steps).all()
             expected = clock.advance(reward, terminated, truncated, done)
-            for a, b in zip(expected.columns(), running.episodes.columns(), strict=True):
+            for a, b in zip(
+                expected.columns(), running.episodes.columns(), strict=True
+            ):
                 assert a.dtype == b.dtype
                 assert a.tobytes() == b.tobytes()
         assert_accounted(running)
@@ -481,7 +538,9 @@ def test_ids_and_records_are_those_of_the_clock_on_arrays(B):
 def test_no_batch_waits_for_the_device():
     torch.manual_seed(0)
     head = policies.categorical(nn.Linear(4, 2).to(DEVICE))
-    with Collector(partial(TorchCartPole, 64, DEVICE), head, frames_per_batch=64 * 20) as running:
+    with Collector(
+        partial(TorchCartPole, 64, DEVICE), head, frames_per_batch=64 * 20
+    ) as running:
         for _ in range(3):
             running.next()
         torch.cuda.synchronize()
@@ -495,7 +554,9 @@ def test_no_batch_waits_for_the_device():
 
 
 def test_a_batch_is_the_memory_that_the_environments_write_and_comes_back():
-    with Collector(partial(TorchCartPole, 8, DEVICE), frames_per_batch=80, seed=0) as running:
+    with Collector(
+        partial(TorchCartPole, 8, DEVICE), frames_per_batch=80, seed=0
+    ) as running:
         kept = running.next()["next", "reward"]
         copy_of_it = kept.clone()
         others = {running.next()["observation"].data_ptr() for _ in range(5)}

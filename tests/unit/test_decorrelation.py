@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 from muster import Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadOption, EnvError, WorkerDied
 from muster.policies import categorical
-from muster.testing import ChainEnv, CountingEnv, Fault, FaultyEnv, OracleEnv, TorchCartPole
+from muster.testing import (
+    ChainEnv,
+    CountingEnv,
+    Fault,
+    FaultyEnv,
+    OracleEnv,
+    TorchCartPole,
+)
 from tests.fakes import faults
 from tests.tools import assert_accounted, assert_chain, assert_same, counting, recorded
 
@@ -76,19 +83,27 @@ def test_the_policy_is_not_called_and_draws_what_it_would_draw():
         net = torch.nn.Sequential(torch.nn.Linear(2, 2))
         torch.nn.init.zeros_(net[0].weight)
         with Collector(
-            counting(100), categorical(net), num_envs=3, frames_per_batch=30, seed=4, **options
+            counting(100),
+            categorical(net),
+            num_envs=3,
+            frames_per_batch=30,
+            seed=4,
+            **options,
         ) as c:
             return c.rollout()["action"].tolist()
 
     assert drawn() == drawn(max_decorrelation_steps=7)
-    with Collector(counting(100), never, frames_per_batch=3, max_decorrelation_steps=7) as c:
+    with Collector(
+        counting(100), never, frames_per_batch=3, max_decorrelation_steps=7
+    ) as c:
         with pytest.raises(Exception, match="the policy was called"):
             c.rollout()
         assert c.env.executed > 0
 
 
 @pytest.mark.parametrize(
-    "wait", [{}, {"reset_when_done": False}, {"compact_obs": True}, {"set_truncated": True}]
+    "wait",
+    [{}, {"reset_when_done": False}, {"compact_obs": True}, {"set_truncated": True}],
 )
 @pytest.mark.parametrize("kind", ["stacked", "vector"])
 def test_it_is_the_same_with_every_option_and_kind_of_batch(kind, wait):
@@ -136,7 +151,11 @@ def test_workers_make_the_same_steps(workers, backend, wait, envs):
         (MultiSyncCollector, {"num_workers": workers, "backend": backend}),
     ):
         with cls(
-            [partial(ChainEnv, 5)] * 3, None, reset_when_done=not wait, **options, **more
+            [partial(ChainEnv, 5)] * 3,
+            None,
+            reset_when_done=not wait,
+            **options,
+            **more,
         ) as c:
             runs.append([c.next().clone() for _ in range(3)])
             stats = c.stats()
@@ -161,7 +180,9 @@ def test_a_seed_before_the_first_batch_begins_it_anew_and_later_ones_do_not():
         return Collector(partial(CountingEnv, 20, noise=True), None, **options, **more)
 
     with make(seed=8) as a, make() as b, make(seed=8) as plain:
-        assert first_rows(a, [8])[0] == plain.rollout()["observation"][..., 0, :].tolist()
+        assert (
+            first_rows(a, [8])[0] == plain.rollout()["observation"][..., 0, :].tolist()
+        )
         began, later = first_rows(b, [8, 9])
         assert [row[1] for row in later] == [0] * 5
         assert [row[1] for row in began] != [0] * 5
@@ -184,7 +205,8 @@ def test_a_worker_that_begins_again_makes_random_steps_again():
     assert first["observation"][0, 1] > 0
     assert again["observation"][0, 1] > 0
     assert (
-        stats.discarded["decorrelation"] >= first["observation"][0, 1] + again["observation"][0, 1]
+        stats.discarded["decorrelation"]
+        >= first["observation"][0, 1] + again["observation"][0, 1]
     )
 
 
@@ -193,7 +215,9 @@ def test_a_worker_that_begins_again_makes_random_steps_again():
 
 def test_an_error_on_the_way_is_raised_and_begins_anew():
     make, made = recorded(
-        lambda i: FaultyEnv(3 if i else 99, error=lambda: ValueError("as asked"), length=50)
+        lambda i: FaultyEnv(
+            3 if i else 99, error=lambda: ValueError("as asked"), length=50
+        )
     )
     with Collector(
         make, None, num_envs=2, frames_per_batch=8, max_decorrelation_steps=40, seed=0
@@ -208,20 +232,33 @@ def test_an_error_on_the_way_is_raised_and_begins_anew():
 
 def test_devices_and_resets_before_every_batch_are_refused():
     with pytest.raises(BadOption, match="at once on a device"):
-        Collector(lambda: TorchCartPole(4), None, frames_per_batch=8, max_decorrelation_steps=3)
+        Collector(
+            lambda: TorchCartPole(4),
+            None,
+            frames_per_batch=8,
+            max_decorrelation_steps=3,
+        )
     with pytest.raises(BadOption, match="give one of them"):
         Collector(
-            counting(), None, frames_per_batch=8, max_decorrelation_steps=3, reset_at_each_iter=True
+            counting(),
+            None,
+            frames_per_batch=8,
+            max_decorrelation_steps=3,
+            reset_at_each_iter=True,
         )
     for wrong in (-1, 2.5, None, True):
         with pytest.raises(BadOption, match="max_decorrelation_steps"):
-            Collector(counting(), None, frames_per_batch=8, max_decorrelation_steps=wrong)
+            Collector(
+                counting(), None, frames_per_batch=8, max_decorrelation_steps=wrong
+            )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kills processes")
 def test_a_death_in_the_first_batch_counts_the_random_steps(tmp_path):
     env = partial(
-        OracleEnv, tmp_path / "counts", fault=Fault(faults.Signalled(signal.SIGKILL), at=25)
+        OracleEnv,
+        tmp_path / "counts",
+        fault=Fault(faults.Signalled(signal.SIGKILL), at=25),
     )
     with MultiSyncCollector(
         [env], None, frames_per_batch=40, max_decorrelation_steps=9, seed=0
@@ -246,7 +283,11 @@ def test_legal_actions_of_random_steps_are_not_those_of_the_policy():
         return tensordict
 
     with Collector(
-        lambda: Shifts(masks="info"), ones, frames_per_batch=12, max_decorrelation_steps=3, seed=0
+        lambda: Shifts(masks="info"),
+        ones,
+        frames_per_batch=12,
+        max_decorrelation_steps=3,
+        seed=0,
     ) as c:
         batch = c.rollout()
     assert (batch["cook", "action"] == 1).all()

@@ -27,7 +27,9 @@ class Sampling(nn.Module):
         super().__init__()
         self.net = NET
 
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def forward(
+        self, obs: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         drawn = torch.distributions.Categorical(logits=self.net(obs))
         action = drawn.sample()
         return action, {
@@ -65,9 +67,13 @@ def elsewhere() -> Iterator[None]:
 
 
 def batches(make: Any, *args: Any, **options: Any) -> list[Any]:
-    with make(*args, **{"num_envs": 2, "frames_per_batch": 64, "seed": 0, **options}) as collector:
+    with make(
+        *args, **{"num_envs": 2, "frames_per_batch": 64, "seed": 0, **options}
+    ) as collector:
         got = [collector.next() for _ in range(2)]
-    assert all(leaf.device.type == "cpu" for batch in got for leaf in batch.values(True, True))
+    assert all(
+        leaf.device.type == "cpu" for batch in got for leaf in batch.values(True, True)
+    )
     assert all(batch["observation"].isfinite().all() for batch in got)
     return got
 
@@ -84,14 +90,23 @@ def test_options(options):
 
 def test_environments():
     batches(Collector, "Pendulum-v1")
-    batches(Collector, partial(TorchCartPole, 4, "cpu"), POLICIES["head"](), num_envs=None)
+    batches(
+        Collector, partial(TorchCartPole, 4, "cpu"), POLICIES["head"](), num_envs=None
+    )
     batches(Collector, InfoEnv, info=["t"])
 
 
-@pytest.mark.parametrize("options", [{}, {"inference": "server"}, {"backend": "threads"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"inference": "server"}, {"backend": "threads"}], ids=str
+)
 def test_workers(options):
     with MultiSyncCollector(
-        ["CartPole-v1"] * 2, Sampling(), num_envs=2, frames_per_batch=64, seed=0, **options
+        ["CartPole-v1"] * 2,
+        Sampling(),
+        num_envs=2,
+        frames_per_batch=64,
+        seed=0,
+        **options,
     ) as collector:
         collector.next()
         collector.update_policy_weights_(NET)
@@ -110,10 +125,14 @@ def test_collecting_on_demand_and_values():
 
 
 def test_evaluation():
-    with Evaluator("CartPole-v1", POLICIES["head"](), episodes=3, num_envs=2) as evaluator:
+    with Evaluator(
+        "CartPole-v1", POLICIES["head"](), episodes=3, num_envs=2
+    ) as evaluator:
         assert len(evaluator.evaluate().records) == 3
 
 
 def test_recordings(tmp_path):
-    (expected, _) = batches(Collector, "CartPole-v1", Sampling(), record=tmp_path / "run")
+    (expected, _) = batches(
+        Collector, "CartPole-v1", Sampling(), record=tmp_path / "run"
+    )
     assert torch.equal(next(iter(load(tmp_path / "run")))["action"], expected["action"])

@@ -42,7 +42,8 @@ from tests.tools import assert_same
 
 B = 5
 CUDA = pytest.param(
-    "cuda:0", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    "cuda:0",
+    marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 )
 ON = pytest.mark.parametrize("on", ["cpu", CUDA])
 
@@ -81,7 +82,9 @@ class Run:
         layout = Layout(
             T,
             B,
-            lane_columns(self.group.env.spec, self.policy.columns(), self.group.options),
+            lane_columns(
+                self.group.env.spec, self.policy.columns(), self.group.options
+            ),
             batch_shape=(B,),
         )
         self.slot = Slot(layout, "heap" if device is None else torch.device(device))
@@ -95,7 +98,9 @@ class Run:
     def batch(self) -> Any:
         self.fill()
         block = self.slot.block
-        memory = block.clone() if torch.is_tensor(block) else torch.from_numpy(block.copy())
+        memory = (
+            block.clone() if torch.is_tensor(block) else torch.from_numpy(block.copy())
+        )
         return self.view.tensordict(memory, self.slot).to("cpu")
 
     def batches(self, n: int) -> Any:
@@ -132,12 +137,17 @@ class Argmax(nn.Module):
 class Remembering:
     """Counts steps in a recurrent state, and wants to know where episodes begin."""
 
-    in_keys, out_keys = ("observation", "count", "is_init"), ("action", ("next", "count"))
+    in_keys, out_keys = (
+        ("observation", "count", "is_init"),
+        ("action", ("next", "count")),
+    )
 
     def __call__(self, tensordict: Any) -> Any:
         count = tensordict.get("count", torch.zeros(B))
         count = torch.where(tensordict["is_init"][..., 0], 0.0, count)
-        return tensordict.set("action", count.long() % 2).set(("next", "count"), count + 1)
+        return tensordict.set("action", count.long() % 2).set(
+            ("next", "count"), count + 1
+        )
 
 
 def td_module() -> Any:
@@ -162,7 +172,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def run(
-    kind: str, device: str | None, T: int = 40, mode: Any = AutoresetMode.SAME_STEP, **options: Any
+    kind: str,
+    device: str | None,
+    T: int = 40,
+    mode: Any = AutoresetMode.SAME_STEP,
+    **options: Any,
 ) -> Run:
     env = TorchCartPole(B, device or "cpu", autoreset=mode, max_steps=12)
     # Sampled actions come from torch's noise on a device, from NumPy's on the host; the most
@@ -183,10 +197,14 @@ def test_rows_on_a_device_hold_what_rows_on_the_host_hold(kind, options):
         torch.testing.assert_close(on_host[rounded], on_device[rounded])
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED], ids=str)
+@pytest.mark.parametrize(
+    "mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED], ids=str
+)
 @pytest.mark.parametrize("limit", [None, 7])
 def test_rows_on_a_device_follow_from_each_other(mode, limit):
-    whole, parts = (run("random", "cpu", T, mode, max_frames_per_traj=limit) for T in (60, 20))
+    whole, parts = (
+        run("random", "cpu", T, mode, max_frames_per_traj=limit) for T in (60, 20)
+    )
     batch = whole.batch()
     assert_same(batch, parts.batches(3))
     done = batch["next", "done"][..., 0]
@@ -207,7 +225,9 @@ def test_rows_on_a_device_follow_from_each_other(mode, limit):
 
 def test_modules_hear_where_an_episode_begins():
     recurrent = Run(TorchCartPole(B, max_steps=12), Remembering(), 40, "cpu")
-    recurrent.slot.lanes[0].tensors[IS_INIT][:] = True  # what another rollout may have left there
+    recurrent.slot.lanes[0].tensors[IS_INIT][:] = (
+        True  # what another rollout may have left there
+    )
     batch = recurrent.batches(2)
     begins = torch.ones(B, 80, 1, dtype=torch.bool)
     begins[:, 1:] = batch["next", "done"][:, :-1]
@@ -227,7 +247,9 @@ class Points:
         self.t = 0
 
     def _obs(self) -> torch.Tensor:
-        return torch.linspace(-1, 1, 4 * B, device=self.device).reshape(B, 4) * (1 + self.t % 7)
+        return torch.linspace(-1, 1, 4 * B, device=self.device).reshape(B, 4) * (
+            1 + self.t % 7
+        )
 
     def reset(self, *, seed: Any = None) -> Any:
         self.t = 0
@@ -249,7 +271,10 @@ class Points:
 BOX = spaces.Box(np.array([-1, 0], np.float32), np.array([3, 0.5], np.float32))
 HEADS: dict[str, Any] = {
     "one choice": (lambda: policies.categorical(net(3)), spaces.Discrete(3, start=-1)),
-    "several choices": (lambda: policies.categorical(net(5)), spaces.MultiDiscrete([2, 3])),
+    "several choices": (
+        lambda: policies.categorical(net(5)),
+        spaces.MultiDiscrete([2, 3]),
+    ),
     "yes or no": (lambda: policies.categorical(net(8)), spaces.MultiBinary((2, 2))),
     "gaussian": (lambda: policies.gaussian(net(2), log_std=-0.5), BOX),
     "gaussian by state": (lambda: policies.gaussian(net(4), log_std=None), BOX),
@@ -267,36 +292,55 @@ def test_actions_sampled_on_a_device_have_the_probability_that_the_head_says(nam
     with torch.no_grad():
         distribution = head.to("cpu").distribution(batch["observation"])
     torch.testing.assert_close(
-        batch["action_log_prob"], distribution.log_prob(batch["action"]), atol=1e-4, rtol=1e-4
+        batch["action_log_prob"],
+        distribution.log_prob(batch["action"]),
+        atol=1e-4,
+        rtol=1e-4,
     )
     # Log-probabilities of samples are on average the negative entropy.
     again = distribution.log_prob(distribution.sample())
     spread = float(again.std()) / np.sqrt(again.numel())
-    assert abs(float(batch["action_log_prob"].mean() - again.mean())) < 6 * spread + 1e-6
-    assert torch.equal(torch.stack(sampling.group.env.env.actions, 1).cpu(), batch["action"])
+    assert (
+        abs(float(batch["action_log_prob"].mean() - again.mean())) < 6 * spread + 1e-6
+    )
+    assert torch.equal(
+        torch.stack(sampling.group.env.env.actions, 1).cpu(), batch["action"]
+    )
 
 
 @pytest.mark.parametrize("name", [*HEADS, "greedy", "identity"])
 def test_the_most_probable_action_on_a_device_is_that_on_the_host(name):
     more = {
-        "greedy": (lambda: policies.deterministic(net(3)), spaces.Discrete(3, start=-1)),
+        "greedy": (
+            lambda: policies.deterministic(net(3)),
+            spaces.Discrete(3, start=-1),
+        ),
         "identity": (lambda: policies.deterministic(net(2)), BOX),
     }
     make, space = {**HEADS, **more}[name]
     on_host, on_device = (
-        Run(Points(space), make(), 20, device, "mode").batch() for device in (None, "cpu")
+        Run(Points(space), make(), 20, device, "mode").batch()
+        for device in (None, "cpu")
     )
     torch.testing.assert_close(on_device["action"], on_host["action"])
     if name not in more:
         torch.testing.assert_close(
-            on_device["action_log_prob"], on_host["action_log_prob"], atol=1e-5, rtol=1e-5
+            on_device["action_log_prob"],
+            on_host["action_log_prob"],
+            atol=1e-5,
+            rtol=1e-5,
         )
 
 
 def test_a_network_without_a_head_runs_on_a_device():
-    on_host, on_device = (Run(Points(BOX), net(2), 20, device) for device in (None, "cpu"))
+    on_host, on_device = (
+        Run(Points(BOX), net(2), 20, device) for device in (None, "cpu")
+    )
     torch.testing.assert_close(on_device.batch()["action"], on_host.batch()["action"])
-    assert (on_host.policy.path, on_device.policy.path) == ("numpy executor", "torch executor")
+    assert (on_host.policy.path, on_device.policy.path) == (
+        "numpy executor",
+        "torch executor",
+    )
 
 
 class MaskedPoints(Points):
@@ -306,8 +350,14 @@ class MaskedPoints(Points):
 
     def __init__(self, action_space: Any, device: str = "cpu") -> None:
         super().__init__(action_space, device)
-        nvec = [int(n) for n in getattr(action_space, "nvec", [getattr(action_space, "n", 0)])]
-        self.nvec, self.low = nvec, int(getattr(action_space, "start", 0)) if len(nvec) == 1 else 0
+        nvec = [
+            int(n)
+            for n in getattr(action_space, "nvec", [getattr(action_space, "n", 0)])
+        ]
+        self.nvec, self.low = (
+            nvec,
+            int(getattr(action_space, "start", 0)) if len(nvec) == 1 else 0,
+        )
         mask = spaces.MultiBinary(sum(nvec))
         self.single_observation_space = spaces.Dict(
             {"at": self.single_observation_space, "action_mask": mask}
@@ -322,7 +372,9 @@ class MaskedPoints(Points):
 
     def step(self, action: torch.Tensor) -> Any:
         allowed = self._obs()["action_mask"].split(self.nvec, 1)
-        for part, index in zip(allowed, (action - self.low).reshape(B, -1).unbind(1), strict=True):
+        for part, index in zip(
+            allowed, (action - self.low).reshape(B, -1).unbind(1), strict=True
+        ):
             assert part.gather(1, index[:, None]).all()
         return super().step(action)
 
@@ -332,7 +384,10 @@ class ResetByMask(MaskedPoints):
 
     def __init__(self, action_space: Any) -> None:
         super().__init__(action_space)
-        self.metadata, self.muster_exact = {"autoreset_mode": AutoresetMode.DISABLED}, False
+        self.metadata, self.muster_exact = (
+            {"autoreset_mode": AutoresetMode.DISABLED},
+            False,
+        )
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         return super().reset(seed=seed) if options is None else (self._obs(), {})
@@ -356,7 +411,10 @@ def test_heads_choose_among_allowed_actions(name, device):
     with torch.no_grad():
         distribution = head.distribution(batch.select("at", "action_mask"))
     torch.testing.assert_close(
-        batch["action_log_prob"], distribution.log_prob(batch["action"]), atol=1e-4, rtol=1e-4
+        batch["action_log_prob"],
+        distribution.log_prob(batch["action"]),
+        atol=1e-4,
+        rtol=1e-4,
     )
     again = distribution.log_prob(distribution.sample())
     spread = float(again.std()) / np.sqrt(again.numel())
@@ -374,10 +432,14 @@ def test_the_step_that_tries_out_a_reset_takes_an_allowed_action(name):
 def test_the_most_probable_allowed_action_on_a_device_is_that_on_the_host(name):
     make, space = {
         **MASKED,
-        "greedy": (lambda: policies.deterministic(net(3)), spaces.Discrete(3, start=-1)),
+        "greedy": (
+            lambda: policies.deterministic(net(3)),
+            spaces.Discrete(3, start=-1),
+        ),
     }[name]
     on_host, on_device = (
-        Run(MaskedPoints(space), make(), 20, device, "mode").batch() for device in (None, "cpu")
+        Run(MaskedPoints(space), make(), 20, device, "mode").batch()
+        for device in (None, "cpu")
     )
     torch.testing.assert_close(on_device["action"], on_host["action"])
 
@@ -385,7 +447,8 @@ def test_the_most_probable_allowed_action_on_a_device_is_that_on_the_host(name):
 @pytest.mark.parametrize("name", MASKED)
 def test_random_allowed_actions_are_the_same_on_a_device_and_on_the_host(name):
     on_host, on_device = (
-        Run(MaskedPoints(MASKED[name][1]), None, 50, device).batches(2) for device in (None, "cpu")
+        Run(MaskedPoints(MASKED[name][1]), None, 50, device).batches(2)
+        for device in (None, "cpu")
     )
     assert_same(on_host, on_device)
     counts = [
@@ -438,7 +501,9 @@ def test_no_sample_waits_for_the_device(name):
 )
 def test_no_choice_among_allowed_actions_waits_for_the_device(policy):
     space = MASKED["several choices"][1]
-    short, long = (waits(lambda T: Run(Unchecked(space), policy(), T, "cpu"), T) for T in (8, 32))
+    short, long = (
+        waits(lambda T: Run(Unchecked(space), policy(), T, "cpu"), T) for T in (8, 32)
+    )
     assert short == long
 
 
@@ -461,7 +526,9 @@ def draws(obs: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("policy", [looks, picks, draws])
 def test_waiting_would_be_seen(policy):
-    many, few = (waits(lambda T: Run(TorchCartPole(B), policy, T, "cpu"), n) for n in (32, 8))
+    many, few = (
+        waits(lambda T: Run(TorchCartPole(B), policy, T, "cpu"), n) for n in (32, 8)
+    )
     assert many.total() >= few.total() + 24
 
 

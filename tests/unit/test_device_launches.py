@@ -42,7 +42,9 @@ def hand(T: int) -> Callable[[], Any]:
     return Loop(B, T, "cpu").batch
 
 
-def collecting(policy: Callable[[], Any], **options: Any) -> Callable[[int], Callable[[], Any]]:
+def collecting(
+    policy: Callable[[], Any], **options: Any
+) -> Callable[[int], Callable[[], Any]]:
     def make(T: int) -> Callable[[], Any]:
         env = on_device(partial(TorchCartPole, B, **options))
         return Collector(env, policy(), frames_per_batch=T * B, seed=0).next
@@ -56,7 +58,10 @@ def collecting(policy: Callable[[], Any], **options: Any) -> Callable[[int], Cal
         collecting(lambda: policies.categorical(network("cpu"))),
         collecting(lambda: Sampling(network("cpu"))),
         collecting(lambda: td_policy("cpu")),
-        collecting(lambda: policies.categorical(network("cpu")), autoreset=AutoresetMode.DISABLED),
+        collecting(
+            lambda: policies.categorical(network("cpu")),
+            autoreset=AutoresetMode.DISABLED,
+        ),
     ],
     ids=["head", "plain module", "TensorDictModule", "head, resets by mask"],
 )

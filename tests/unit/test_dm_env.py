@@ -78,7 +78,11 @@ class Scripted(dm_env.Environment):
         self.closed = 0
 
     def reset(self) -> Any:
-        firsts = (i for i, step in enumerate(self.steps) if step.step_type == dm_env.StepType.FIRST)
+        firsts = (
+            i
+            for i, step in enumerate(self.steps)
+            if step.step_type == dm_env.StepType.FIRST
+        )
         del self.steps[: next(firsts, 0)]
         return self._next()
 
@@ -156,9 +160,17 @@ class TestNestedFloats(EnvContract):
         return DmEnv(Scripted(*episodes * 80, observation=spec, action=spec))
 
 
-@pytest.mark.parametrize("options", [{}, {"max_frames_per_traj": 3}], ids=["whole", "cut"])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_frames_per_traj": 3}], ids=["whole", "cut"]
+)
 def test_dm_env_gives_the_transitions_of_the_same_gymnasium_environment(options):
-    options = {"num_envs": 3, "frames_per_batch": 90, "seed": 0, "batches": 2, **options}
+    options = {
+        "num_envs": 3,
+        "frames_per_batch": 90,
+        "seed": 0,
+        "batches": 2,
+        **options,
+    }
     got = collect(lambda: DmEnv(DmChain()), **options)
     assert_same(got, collect(OneWayChain, **options))
     assert got["next", "terminated"].any()
@@ -175,7 +187,10 @@ def test_discount_zero_at_the_last_step_terminates_and_any_other_truncates():
         (1e-9, False),
     ]:
         env = DmEnv(
-            Scripted(dm_env.restart(obs), dm_env.TimeStep(dm_env.StepType.LAST, 1.0, discount, obs))
+            Scripted(
+                dm_env.restart(obs),
+                dm_env.TimeStep(dm_env.StepType.LAST, 1.0, discount, obs),
+            )
         )
         env.reset()
         _, reward, terminated, truncated, info = env.step(0)
@@ -188,8 +203,12 @@ def test_discount_zero_at_the_last_step_terminates_and_any_other_truncates():
     st.lists(st.integers(1, 3), max_size=2),
     st.booleans(),
 )
-def test_array_specs_become_boxes_of_their_own_dtype_shape_and_bounds(dtype, shape, bounded):
-    spec = specs.BoundedArray(shape, dtype, 1, 5) if bounded else specs.Array(shape, dtype)
+def test_array_specs_become_boxes_of_their_own_dtype_shape_and_bounds(
+    dtype, shape, bounded
+):
+    spec = (
+        specs.BoundedArray(shape, dtype, 1, 5) if bounded else specs.Array(shape, dtype)
+    )
     space = DmEnv(Scripted(observation=spec)).observation_space
     assert isinstance(space, spaces.Box)
     assert (space.dtype, space.shape) == (dtype, tuple(shape))
@@ -209,7 +228,9 @@ def test_nested_specs_become_dicts_and_tuples():
     assert DmEnv(Scripted(observation=spec)).observation_space == spaces.Dict(
         {
             "a": spaces.Tuple([spaces.Discrete(3), spaces.MultiBinary((2,))]),
-            "b": spaces.Tuple([spaces.Box(-np.inf, np.inf, (), np.float64), spaces.Dict({})]),
+            "b": spaces.Tuple(
+                [spaces.Box(-np.inf, np.inf, (), np.float64), spaces.Dict({})]
+            ),
         }
     )
 
@@ -221,7 +242,9 @@ def test_actions_come_in_the_dtypes_and_containers_of_their_spec():
         "l": [specs.BoundedArray((2,), np.float32, -1, 1)],
         "p": Pair(specs.Array((), bool), (specs.BoundedArray((), np.int8, 0, 5),)),
     }
-    env = Scripted(dm_env.restart(np.zeros(2)), dm_env.transition(0.0, np.zeros(2)), action=spec)
+    env = Scripted(
+        dm_env.restart(np.zeros(2)), dm_env.transition(0.0, np.zeros(2)), action=spec
+    )
     collect(lambda: DmEnv(env), frames_per_batch=5, seed=0)
     assert len(env.actions) == 5
     for action in env.actions:
@@ -248,11 +271,17 @@ def test_observations_keep_the_spec_dtype_and_python_numbers_take_it():
     assert batch["d"][0].item() == 4
     assert batch["f"].numpy()[0] == np.float32(0.1)
     assert batch["x"].numpy()[0].tolist() == [0.1, 0.2]
-    assert [str(batch[k].dtype) for k in "dfx"] == ["torch.int64", "torch.float32", "torch.float64"]
+    assert [str(batch[k].dtype) for k in "dfx"] == [
+        "torch.int64",
+        "torch.float32",
+        "torch.float64",
+    ]
 
 
 def _only(obs: Any, spec: Any) -> DmEnv:
-    return DmEnv(Scripted(dm_env.restart(obs), dm_env.transition(0.0, obs), observation=spec))
+    return DmEnv(
+        Scripted(dm_env.restart(obs), dm_env.transition(0.0, obs), observation=spec)
+    )
 
 
 @pytest.mark.parametrize(
@@ -268,7 +297,9 @@ def _only(obs: Any, spec: Any) -> DmEnv:
 def test_observations_that_do_not_fit_their_spec_are_named(observation, message):
     make = lambda: _only(observation, specs.Array((2,), np.float64))  # noqa: E731
     if message is None:
-        assert collect(make, frames_per_batch=2)["observation"].numpy().dtype == np.float64
+        assert (
+            collect(make, frames_per_batch=2)["observation"].numpy().dtype == np.float64
+        )
         return
     with pytest.raises(BadEnvOutput, match=message):
         collect(make, frames_per_batch=2)
@@ -286,7 +317,8 @@ def test_observations_that_do_not_fit_their_spec_are_named(observation, message)
 def test_generators_in_their_usual_places_are_seeded(keep):
     options = {"frames_per_batch": 6, "num_envs": 2}
     one, two, other = (
-        collect(lambda: DmEnv(Seeded(keep)), seed=s, **options)["observation"] for s in (3, 3, 4)
+        collect(lambda: DmEnv(Seeded(keep)), seed=s, **options)["observation"]
+        for s in (3, 3, 4)
     )
     assert one.equal(two)
     assert not one.equal(other)
@@ -326,7 +358,10 @@ def test_seeds_that_reach_nothing_are_reported_once():
             "LAST with discount None",
         ),
         (
-            [dm_env.restart(np.zeros(2)), dm_env.truncation(1.0, np.zeros(2), np.ones(2))],
+            [
+                dm_env.restart(np.zeros(2)),
+                dm_env.truncation(1.0, np.zeros(2), np.ones(2)),
+            ],
             r"discount array\(\[1., 1.\]\)",
         ),
     ],
@@ -346,20 +381,26 @@ def test_a_missing_reward_is_named():
 
 @pytest.mark.parametrize("kind", ["reward", "discount"])
 @pytest.mark.parametrize(
-    "spec", [specs.Array((2,), float), {"a": specs.Array((), float)}], ids=["vector", "dict"]
+    "spec",
+    [specs.Array((2,), float), {"a": specs.Array((), float)}],
+    ids=["vector", "dict"],
 )
 def test_rewards_and_discounts_that_are_not_one_number_are_refused(kind, spec):
     with pytest.raises(
-        UnsupportedEnv, match=rf"Scripted.{kind}_spec\(\) is .*expected one number per step"
+        UnsupportedEnv,
+        match=rf"Scripted.{kind}_spec\(\) is .*expected one number per step",
     ):
         DmEnv(Scripted(**{kind: spec}))
 
 
 def test_strings_are_refused_by_name():
     with pytest.raises(
-        UnsupportedSpace, match=r"Scripted.observation_spec\(\)\['a'\]\[1\] is StringArray"
+        UnsupportedSpace,
+        match=r"Scripted.observation_spec\(\)\['a'\]\[1\] is StringArray",
     ):
-        DmEnv(Scripted(observation={"a": [specs.Array((), float), specs.StringArray(())]}))
+        DmEnv(
+            Scripted(observation={"a": [specs.Array((), float), specs.StringArray(())]})
+        )
 
 
 def test_reset_options_are_refused():

@@ -35,7 +35,9 @@ def contributed(collector, batches, node):
 
 
 def is_exact(stats):
-    return stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    return (
+        stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    )
 
 
 def states(collector):
@@ -58,9 +60,9 @@ class TestBeginning:
             assert stats.workers[1].state == "working"
             assert stats.nodes == 1
             batches = iter(collector)
-            assert [next(batches) is not None and nodes_of(collector) for _ in range(4)] == [
-                {1}
-            ] * 4
+            assert [
+                next(batches) is not None and nodes_of(collector) for _ in range(4)
+            ] == [{1}] * 4
 
     def test_who_comes_later_is_used(self):
         carrier = GatedCarrier(3, 1)
@@ -78,9 +80,13 @@ class TestBeginning:
             assert collector.stats().restarts == 0
         assert is_exact(collector.stats())
 
-    def test_who_comes_while_a_batch_is_waited_for_is_ordered_from_at_once(self, tmp_path):
+    def test_who_comes_while_a_batch_is_waited_for_is_ordered_from_at_once(
+        self, tmp_path
+    ):
         carrier = GatedCarrier(2, 0)
-        with elastic(carrier, [gated(tmp_path / "never"), "CartPole-v1"], num_envs=1) as collector:
+        with elastic(
+            carrier, [gated(tmp_path / "never"), "CartPole-v1"], num_envs=1
+        ) as collector:
             opening = threading.Timer(0.5, carrier.gates[1].set)
             opening.start()
             next(iter(collector))
@@ -122,7 +128,9 @@ class TestBeginning:
                 collector.update_policy_weights_()
             carrier.gates[1].set()
             batch = contributed(collector, batches, 1)
-            assert (batch["collector", "policy_version"] == collector.policy_version).all()
+            assert (
+                batch["collector", "policy_version"] == collector.policy_version
+            ).all()
 
     def test_total_frames_does_not_wait_for_nodes(self):
         carrier = GatedCarrier(3, 2)
@@ -146,8 +154,14 @@ class TestBeginning:
     @pytest.mark.parametrize("inference", ["worker", "server"])
     def test_nodes_with_several_workers(self, kind, inference):
         carrier = GatedCarrier(2, 1)
-        options = {"collector_class": kind, "num_workers_per_collector": 2, "inference": inference}
-        with elastic(carrier, policy=net(), on_failure="restart", **options) as collector:
+        options = {
+            "collector_class": kind,
+            "num_workers_per_collector": 2,
+            "inference": inference,
+        }
+        with elastic(
+            carrier, policy=net(), on_failure="restart", **options
+        ) as collector:
             batches = iter(collector)
             next(batches)
             assert nodes_of(collector) == {1}
@@ -208,7 +222,10 @@ class TestLosing:
             wait_until(halves)  # two of 10 steps
             carrier.take(0)
             wait_until(
-                lambda: next(batches) is not None and states(collector)[:2] == ["joining"] * 2
+                lambda: (
+                    next(batches) is not None
+                    and states(collector)[:2] == ["joining"] * 2
+                )
             )
             next(batches)
             assert counters[0].in_flight == counters[1].in_flight == 0
@@ -282,7 +299,9 @@ class TestWaiting:
 
     def test_when_no_node_is_left_that_is_raised_at_the_deadline_every_time(self):
         carrier = GatedCarrier(2, 0)
-        with elastic(carrier, timeouts={"join": 1.0}, on_failure="restart") as collector:
+        with elastic(
+            carrier, timeouts={"join": 1.0}, on_failure="restart"
+        ) as collector:
             next(iter(collector))
             carrier.take(0)
             for _ in range(2):
@@ -303,7 +322,11 @@ class TestWaiting:
         with elastic(carrier, timeouts={"join": 0.5}, on_failure="drop") as collector:
             batches = iter(collector)
             with pytest.warns(UserWarning, match="a worker is dropped"):
-                wait_until(lambda: next(batches) is not None and states(collector)[1] == "dropped")
+                wait_until(
+                    lambda: (
+                        next(batches) is not None and states(collector)[1] == "dropped"
+                    )
+                )
             assert states(collector) == ["working", "dropped"]
             next(batches)
 
@@ -320,7 +343,9 @@ class TestWaiting:
     @pytest.mark.parametrize("on_failure", ["raise", "restart"])
     def test_what_needs_all_waits_for_them_so_long(self, on_failure):
         carrier = GatedCarrier(2, 0)
-        with elastic(carrier, timeouts={"join": 1.0}, on_failure=on_failure) as collector:
+        with elastic(
+            carrier, timeouts={"join": 1.0}, on_failure=on_failure
+        ) as collector:
             next(iter(collector))
             with pytest.raises(WorkerDied, match="has not come within 1 s"):
                 collector.state_dict()
@@ -338,7 +363,9 @@ class TestWaiting:
 
     def test_it_ends_without_those_that_never_came(self):
         carrier = GatedCarrier(4, 3)
-        with elastic(carrier, timeouts={"close": None}) as collector:  # which would wait for ever
+        with elastic(
+            carrier, timeouts={"close": None}
+        ) as collector:  # which would wait for ever
             next(iter(collector))
 
 
@@ -366,7 +393,8 @@ def next_batch(collector):
 class TestUnlike:
     def test_another_number_of_environments_is_refused(self):
         vector = [
-            partial(gymnasium.make_vec, "CartPole-v1", n, vectorization_mode="sync") for n in (2, 3)
+            partial(gymnasium.make_vec, "CartPole-v1", n, vectorization_mode="sync")
+            for n in (2, 3)
         ]
         carrier = GatedCarrier(2, 0)
         with elastic(carrier, vector, num_envs=1, frames_per_batch=12) as collector:
@@ -374,14 +402,17 @@ class TestUnlike:
             next(batches)
             carrier.gates[1].set()
             with pytest.raises(
-                EnvError, match=r"node 1 .* has come with 3 environments .* where 2 in \(2,\)"
+                EnvError,
+                match=r"node 1 .* has come with 3 environments .* where 2 in \(2,\)",
             ):
                 for _ in batches:
                     pass
             next_batch(collector)
         assert is_exact(collector.stats())
 
-    def test_other_observations_are_as_good_as_in_a_collector_that_began_with_them(self):
+    def test_other_observations_are_as_good_as_in_a_collector_that_began_with_them(
+        self,
+    ):
         carrier = GatedCarrier(2, 0)
         with elastic(carrier, ["CartPole-v1", "Acrobot-v1"], num_envs=1) as collector:
             batches = iter(collector)
@@ -415,7 +446,12 @@ class TestUnlike:
 
     def test_too_few_in_time_are_an_error(self):
         with pytest.raises(WorkerDied, match="has not come within"):
-            elastic(GatedCarrier(2, 0), min_nodes=2, timeouts={"join": 0.2}, on_failure="restart")
+            elastic(
+                GatedCarrier(2, 0),
+                min_nodes=2,
+                timeouts={"join": 0.2},
+                on_failure="restart",
+            )
 
     def test_failures_before_the_beginning_are_raised(self):
         with pytest.raises(EnvError, match="NoSuchEnv"):
@@ -426,7 +462,10 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            ({"min_nodes": 1, "sync": True}, "a synchronous batch has the rollouts of all nodes"),
+            (
+                {"min_nodes": 1, "sync": True},
+                "a synchronous batch has the rollouts of all nodes",
+            ),
             ({"min_nodes": 0}, "expected an integer of at least 1"),
             ({"min_nodes": True}, "expected an integer of at least 1"),
             ({"min_nodes": 3}, "min_nodes=3, but there are 2 nodes"),
@@ -434,7 +473,10 @@ class TestOptions:
                 {"collector_kwargs": [{"validate": "off"}, {"validate": "full"}]},
                 r"collector_kwargs\[1\] .* in validate",
             ),
-            ({"create_env_kwargs": [{}] * 3}, "create_env_kwargs has 3 entries for 2 nodes"),
+            (
+                {"create_env_kwargs": [{}] * 3},
+                "create_env_kwargs has 3 entries for 2 nodes",
+            ),
         ],
     )
     def test_what_does_not_go_together_is_refused(self, options, said):

@@ -30,7 +30,9 @@ def pool(make: Any = Chain, num_envs: int = 3, **options: Any) -> Any:
 
 def real(name: str, **options: Any) -> Any:
     envpool = pytest.importorskip("envpool")
-    return EnvPoolVectorEnv(envpool.make_gymnasium(name, **{"num_envs": 3, "seed": 0, **options}))
+    return EnvPoolVectorEnv(
+        envpool.make_gymnasium(name, **{"num_envs": 3, "seed": 0, **options})
+    )
 
 
 class Kinds(OneWayChain):
@@ -164,10 +166,15 @@ def test_the_transitions_of_a_real_pool_are_those_of_its_own_loop_without_the_st
     act = lambda obs: (obs[:, 2] + obs[:, 3] / 2 > 0).astype(np.int64)  # noqa: E731
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "EnvPool")
-        make = partial(real, "CartPole-v1", num_envs=4, seed=3, max_episode_steps=30, num_threads=2)
+        make = partial(
+            real, "CartPole-v1", num_envs=4, seed=3, max_episode_steps=30, num_threads=2
+        )
         pool = make().pool
         batch = collect(
-            make, lambda obs: torch.from_numpy(act(obs.numpy())), frames_per_batch=4 * rows, seed=3
+            make,
+            lambda obs: torch.from_numpy(act(obs.numpy())),
+            frames_per_batch=4 * rows,
+            seed=3,
         )
     obs, _ = pool.reset()
     over, expected = np.zeros(4, bool), [[] for _ in range(4)]
@@ -175,7 +182,13 @@ def test_the_transitions_of_a_real_pool_are_those_of_its_own_loop_without_the_st
         after, reward, terminated, truncated, _ = pool.step(act(obs))
         for i in np.flatnonzero(~over):
             expected[i].append(
-                (*obs[i].tolist(), *after[i].tolist(), reward[i], terminated[i], truncated[i])
+                (
+                    *obs[i].tolist(),
+                    *after[i].tolist(),
+                    reward[i],
+                    terminated[i],
+                    truncated[i],
+                )
             )
         over, obs = terminated | truncated, after
     after = batch["next"]
@@ -197,7 +210,10 @@ def test_the_transitions_of_a_real_pool_are_those_of_its_own_loop_without_the_st
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_bounds_by_which_none_are_meant_are_left_out_and_others_kept(dtype):
     tiny, most = np.finfo(dtype).tiny, np.finfo(dtype).max
-    low, high = np.array([tiny, 0, tiny, -1], dtype), np.array([most, most, 1, 1], dtype)
+    low, high = (
+        np.array([tiny, 0, tiny, -1], dtype),
+        np.array([most, most, 1, 1], dtype),
+    )
 
     def make() -> Any:
         env = CountingEnv()
@@ -218,7 +234,9 @@ def test_bounds_by_which_none_are_meant_are_left_out_and_others_kept(dtype):
 # --- seeds ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"seed": 7}, {"env_seed": [7, 8, 9]}], ids=["seed", "list"])
+@pytest.mark.parametrize(
+    "options", [{"seed": 7}, {"env_seed": [7, 8, 9]}], ids=["seed", "list"]
+)
 def test_the_seed_that_the_pool_was_made_with_is_taken_without_a_word(options):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -251,12 +269,18 @@ def test_the_pools_own_seed_comes_too_late_once_it_runs():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (DMEnvPool, "DMEnvPool is not of type 'gymnasium': make it with envpool.make_gymnasium"),
+        (
+            DMEnvPool,
+            "DMEnvPool is not of type 'gymnasium': make it with envpool.make_gymnasium",
+        ),
         (
             partial(GymnasiumEnvPool, Chain, 4, batch_size=2),
             "asynchronous: it steps batch_size=2 of num_envs=4.*leave",
         ),
-        (partial(GymnasiumEnvPool, Chain, max_num_players=2), "up to 2 players.*PettingZoo"),
+        (
+            partial(GymnasiumEnvPool, Chain, max_num_players=2),
+            "up to 2 players.*PettingZoo",
+        ),
     ],
     ids=["dm", "async", "players"],
 )
@@ -269,7 +293,10 @@ def test_real_pools_that_cannot_be_collected_from_are_refused():
     envpool = pytest.importorskip("envpool")
     for made, message in [
         (envpool.make_dm("CartPole-v1", num_envs=2), "not of type 'gymnasium'"),
-        (envpool.make_gymnasium("CartPole-v1", num_envs=4, batch_size=2), "asynchronous"),
+        (
+            envpool.make_gymnasium("CartPole-v1", num_envs=4, batch_size=2),
+            "asynchronous",
+        ),
         (envpool.make_gymnasium("TicTacToe-v1", num_envs=2), "players"),
     ]:
         assert takes(made)
@@ -291,7 +318,9 @@ def test_pools_are_recognised_and_nothing_else():
 def test_only_one_makes_a_batch():
     pools = [GymnasiumEnvPool(Chain) for _ in range(2)]
     assert adapt(pools[:1], None).spec.num_envs == 3
-    with pytest.raises(BadOption, match="num_envs=2 was given, but GymnasiumEnvPool is a batch"):
+    with pytest.raises(
+        BadOption, match="num_envs=2 was given, but GymnasiumEnvPool is a batch"
+    ):
         adapt(pools, None)
 
 

@@ -24,7 +24,9 @@ from tests.fakes.envpool import GymnasiumEnvPool
 from tests.fakes.telling import Counts
 from tests.tools import assert_accounted, assert_chain, assert_same, collect, column
 
-NO_PARTIAL_RESETS = "EnvPool resets single environments only at the ends of their episodes"
+NO_PARTIAL_RESETS = (
+    "EnvPool resets single environments only at the ends of their episodes"
+)
 
 
 def pools(
@@ -36,7 +38,9 @@ def pools(
     made: list[Any] = []
 
     def factory() -> Any:
-        pool = GymnasiumEnvPool(make, num_envs, batch_size=batch_size, **{"seed": 0, **options})
+        pool = GymnasiumEnvPool(
+            make, num_envs, batch_size=batch_size, **{"seed": 0, **options}
+        )
         made.append(adapt([pool], None))
         return made[-1]
 
@@ -65,7 +69,9 @@ class TestContract(EnvContract):
         with pytest.raises(BadOption, match="max_episode_steps"):
             self.collect(max_frames_per_traj=3)
 
-    def test_neither_the_size_of_batches_nor_their_layout_changes_the_data(self) -> None:
+    def test_neither_the_size_of_batches_nor_their_layout_changes_the_data(
+        self,
+    ) -> None:
         """True only of policies that draw no random numbers, which are tested below."""
 
     def test_every_step_is_accounted_for(self) -> None:
@@ -119,7 +125,9 @@ def test_expected_rows():
         [1, 2, 3, 4, 5, 6, 7, 8, 9, 1],
     ]
     assert batch["observation"][1].tolist() == [[3, t] for t in [0, 1, 2] * 3 + [0]]
-    assert batch["next", "observation"][1].tolist() == [[3, t] for t in [1, 2, 3] * 3 + [1]]
+    assert batch["next", "observation"][1].tolist() == [
+        [3, t] for t in [1, 2, 3] * 3 + [1]
+    ]
     assert column(batch, "next", "terminated")[1] == [False, False, True] * 3 + [False]
     assert batch["collector", "traj_ids"].tolist() == [
         [0, 0, 3, 3, 6, 6, 9, 9, 12, 12],
@@ -158,7 +166,11 @@ class Remembers:
     in_keys, out_keys = ("observation", "sum", "is_init"), ("action", ("next", "sum"))
 
     def __call__(self, tensordict: Any) -> Any:
-        total = tensordict["sum"] if "sum" in tensordict.keys() else torch.zeros(len(tensordict))  # noqa: SIM118
+        total = (
+            tensordict["sum"]
+            if "sum" in tensordict.keys()  # noqa: SIM118
+            else torch.zeros(len(tensordict))
+        )
         total = (
             torch.where(tensordict["is_init"][..., 0], 0.0, total)
             + tensordict["observation"][:, 1]
@@ -188,7 +200,9 @@ def test_stored_states_are_those_that_the_policy_began_with(random: int) -> None
     )
     assert batch["is_init"][..., 0].int()[0].tolist() == [1, *[0] * 8] * 2
     for states, seen in zip(
-        batch["recurrent_state"][..., 0].tolist(), batch["seen"][..., 0].tolist(), strict=True
+        batch["recurrent_state"][..., 0].tolist(),
+        batch["seen"][..., 0].tolist(),
+        strict=True,
     ):
         of_policy = next(t for t, value in enumerate(seen) if value == value)
         # some environments are ahead when the policy begins to act
@@ -207,7 +221,9 @@ def test_the_version_of_each_row_is_that_of_the_weights_that_acted():
     factory, _ = pools(6, 2)
     with (
         torch.no_grad(),
-        Collector(factory, act, frames_per_batch=30, track_policy_version=True) as collector,
+        Collector(
+            factory, act, frames_per_batch=30, track_policy_version=True
+        ) as collector,
     ):
         for version in range(4):
             net.bias.fill_(collector.policy_version if version else 0)
@@ -297,7 +313,8 @@ def test_results_of_environments_that_did_not_act_are_refused():
         collector.rollout()
         env._running[:] = False
         with pytest.raises(
-            BadEnvOutput, match=r"recv returned the environments \[.*\], expected 2 of \["
+            BadEnvOutput,
+            match=r"recv returned the environments \[.*\], expected 2 of \[",
         ):
             collector.rollout()
 
@@ -336,7 +353,10 @@ def test_values_of_next_observations_and_whole_episodes():
     act = lambda obs: (follow(obs), {"state_value": obs[:, 1].float() * 10})  # noqa: E731
     options: Any
     for options in [{"n_step": 10, "bootstrap": "truncations"}, {"n_episode": 7}]:
-        with Collector(pool(), act, seed=0) as one, Collector(pool(5, 5), act, seed=0) as other:
+        with (
+            Collector(pool(), act, seed=0) as one,
+            Collector(pool(5, 5), act, seed=0) as other,
+        ):
             (batch, stats), (expected, told) = (
                 one.collect_batch(**options),
                 other.collect_batch(**options),
@@ -353,9 +373,13 @@ def test_pools_in_threads():
     options: Any = {"frames_per_batch": 40, "seed": 0, "backend": "threads"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with MultiSyncCollector([pool(), pool(order=1)], follow, **options) as collector:
+        with MultiSyncCollector(
+            [pool(), pool(order=1)], follow, **options
+        ) as collector:
             assert_chain(collector.rollout())
-        with MultiAsyncCollector([pool(), pool(order=1)], follow, **options) as collector:
+        with MultiAsyncCollector(
+            [pool(), pool(order=1)], follow, **options
+        ) as collector:
             for _ in range(4):
                 assert_chain(collector.rollout())
             assert_accounted(collector)

@@ -89,10 +89,14 @@ def by_prt_rl(lengths: list[list[int]], n: int) -> list[End]:
     base, rest = divmod(n, len(lengths))
     for until in itertools.count(1):
         of_env = [Race(lengths).ends_of(i, until) for i in range(len(lengths))]
-        if all(len(e) >= base for e in of_env) and sum(len(e) > base for e in of_env) >= rest:
+        if (
+            all(len(e) >= base for e in of_env)
+            and sum(len(e) > base for e in of_env) >= rest
+        ):
             chosen = [end for ends in of_env for end in ends[:base]]
             chosen += sorted(
-                (ends[base] for ends in of_env if len(ends) > base), key=lambda end: end.time
+                (ends[base] for ends in of_env if len(ends) > base),
+                key=lambda end: end.time,
             )[:rest]
             return sorted(chosen, key=lambda end: end.time)
     raise AssertionError
@@ -127,13 +131,17 @@ def by_share(lengths: list[list[int]], n: int) -> list[End]:
     shares = Counter(i % len(lengths) for i in range(n))
     until = n * max(map(max, lengths))
     return sorted(
-        end for i, share in shares.items() for end in Race(lengths).ends_of(i, until)[:share]
+        end
+        for i, share in shares.items()
+        for end in Race(lengths).ends_of(i, until)[:share]
     )
 
 
 def by_time(lengths: list[list[int]], n: int) -> list[End]:
     until = n * max(map(max, lengths))
-    return sorted(end for i in range(len(lengths)) for end in Race(lengths).ends_of(i, until))[:n]
+    return sorted(
+        end for i in range(len(lengths)) for end in Race(lengths).ends_of(i, until)
+    )[:n]
 
 
 REFERENCES: dict[RuleName, Callable[[list[list[int]], int], list[End]]] = {
@@ -143,7 +151,9 @@ REFERENCES: dict[RuleName, Callable[[list[list[int]], int], list[End]]] = {
     "first_done": by_time,
 }
 
-races = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=6)
+races = st.lists(
+    st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=6
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -174,7 +184,9 @@ def test_every_rule_counts_what_its_description_selects(
 def test_documented_selections(
     name: RuleName, lengths: tuple[int, ...], n: int, expected: list[int]
 ) -> None:
-    assert [end.length for end in counted(name, [[length] for length in lengths], n)] == expected
+    assert [
+        end.length for end in counted(name, [[length] for length in lengths], n)
+    ] == expected
 
 
 @given(lengths=races, n=st.integers(1, 20))
@@ -184,7 +196,11 @@ def test_last_even_counts_the_first_to_begin_and_so_leaves_none_unfinished(
     found = counted("last_even", lengths, n)
     latest = max(end.time - end.length for end in found)
     for i in range(len(lengths)):
-        begun = [end for end in Race(lengths).ends_of(i, 200) if end.time - end.length < latest]
+        begun = [
+            end
+            for end in Race(lengths).ends_of(i, 200)
+            if end.time - end.length < latest
+        ]
         assert n < len(lengths) or {*begun} <= {*found}
     if n >= len(lengths):
         assert {end.env for end in found} == {*range(len(lengths))}
@@ -200,7 +216,9 @@ def test_a_rule_goes_on_after_pickling_as_if_nothing_had_been(
         which = [end.env for end in ends]
         if ends and ends[0].time == stop:
             rules[1] = pickle.loads(pickle.dumps(rules[1]))
-        assert rules[0].ended(which) == rules[1].ended(which)  # also after they are complete
+        assert rules[0].ended(which) == rules[1].ended(
+            which
+        )  # also after they are complete
         assert rules[0].complete == rules[1].complete
         assert [r.awaits(0) for r in rules] == [rules[0].awaits(0)] * 2
 
@@ -218,7 +236,9 @@ def test_a_complete_rule_counts_nothing_more(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_a_number_everything_counts_and_nothing_is_ever_complete(name: RuleName) -> None:
+def test_without_a_number_everything_counts_and_nothing_is_ever_complete(
+    name: RuleName,
+) -> None:
     rule = make_rule(name, None, 3)
     assert [rule.ended([0, 2]), rule.ended([]), rule.ended([1])] == [[0, 2], [], [1]]
     assert (rule.complete, rule.awaits(1), rule.biased) == (False, True, True)
@@ -235,10 +255,18 @@ def test_a_rule_says_whether_short_episodes_have_better_chances() -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [check_rule, lambda name: make_rule(name, None, 1), lambda name: make_rule(name, 3, 1)]
+    "check",
+    [
+        check_rule,
+        lambda name: make_rule(name, None, 1),
+        lambda name: make_rule(name, 3, 1),
+    ],
 )
-def test_an_unknown_rule_is_refused_with_the_known_ones(check: Callable[[str], object]) -> None:
+def test_an_unknown_rule_is_refused_with_the_known_ones(
+    check: Callable[[str], object],
+) -> None:
     with pytest.raises(
-        BadOption, match=r"rule='fastest': expected 'fair'.*'last_even'.*'per_env'.*'first_done'"
+        BadOption,
+        match=r"rule='fastest': expected 'fair'.*'last_even'.*'per_env'.*'first_done'",
     ):
         check("fastest")

@@ -66,7 +66,13 @@ class Dice(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> Any:
         self.t += 1
         reward = float(self.np_random.normal()) + float(action)
-        return np.array([self.length, self.t], np.float32), reward, self.t >= self.length, False, {}
+        return (
+            np.array([self.length, self.t], np.float32),
+            reward,
+            self.t >= self.length,
+            False,
+            {},
+        )
 
 
 class Matching(CountingEnv):
@@ -155,7 +161,9 @@ def set_action(policy: Constant, action: int) -> None:
 
 def head(inputs: int = 2, outputs: int = 3) -> nn.Module:
     torch.manual_seed(3)
-    return categorical(nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)))
+    return categorical(
+        nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
+    )
 
 
 def evaluated(env: Any, policy: Any = None, **options: Any) -> Evaluation:
@@ -176,7 +184,10 @@ def assert_accounted(evaluation: Evaluation) -> None:
     started.
     """
     left_out = len(evaluation.uncounted)
-    assert evaluation.started >= len(evaluation.records) + len(evaluation.unfinished) + left_out
+    assert (
+        evaluation.started
+        >= len(evaluation.records) + len(evaluation.unfinished) + left_out
+    )
     unfinished = sum(episode.steps for episode in evaluation.unfinished)
     uncounted = evaluation.discarded.get("uncounted", 0)
     assert evaluation.frames == evaluation.frames_counted + unfinished + uncounted
@@ -212,8 +223,15 @@ def test_every_environment_contributes_a_share_that_is_fixed_in_advance() -> Non
 
 def test_max_t_stops_every_environment_and_reports_what_is_unfinished() -> None:
     done = evaluated(lengths(2, 5, 3), episodes=7, max_T=5)
-    assert [(r.env_id, r.begin) for r in done.records] == [(0, 0), (2, 0), (0, 2), (1, 0)]
-    assert [(u.env_id, u.episode, u.steps, u.return_so_far) for u in done.unfinished] == [
+    assert [(r.env_id, r.begin) for r in done.records] == [
+        (0, 0),
+        (2, 0),
+        (0, 2),
+        (1, 0),
+    ]
+    assert [
+        (u.env_id, u.episode, u.steps, u.return_so_far) for u in done.unfinished
+    ] == [
         (0, 2, 1, 1),
         (2, 1, 2, 3),
     ]
@@ -227,13 +245,17 @@ def test_max_t_stops_every_environment_and_reports_what_is_unfinished() -> None:
 def test_max_frames_is_never_passed() -> None:
     done = evaluated(lengths(2, 5, 3), episodes=7, max_frames=17, max_T=9)
     assert (done.frames, done.stopped_by, done.complete) == (15, "max_frames", False)
-    done = evaluated(lengths(40, 45), episodes=2, max_frames=100)  # in the second rollout
+    done = evaluated(
+        lengths(40, 45), episodes=2, max_frames=100
+    )  # in the second rollout
     assert (done.frames, done.stopped_by, done.complete) == (85, "episodes", True)
     assert done.discarded == {}
 
 
 @given(
-    sizes=st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=3), min_size=1, max_size=4),
+    sizes=st.lists(
+        st.lists(st.integers(1, 7), min_size=1, max_size=3), min_size=1, max_size=4
+    ),
     episodes=st.one_of(st.none(), st.integers(1, 9)),
     max_trajectories=st.one_of(st.none(), st.integers(1, 9)),
     max_T=st.integers(1, 40),
@@ -252,7 +274,11 @@ def test_counting_over_rollouts_equals_counting_step_by_step(
     judge = make_rule(rule, episodes, n)
     wanted = [judge.awaits(i) for i in range(n)]
     run = Run(
-        Plan(episodes, None, max_T, max_trajectories, rule), n, seed=0, seeded=True, version=0
+        Plan(episodes, None, max_T, max_trajectories, rule),
+        n,
+        seed=0,
+        seeded=True,
+        version=0,
     )
     ids = np.arange(n) + n * np.zeros((T, 1), int)
     cycles = [itertools.cycle(size) for size in sizes]
@@ -264,7 +290,9 @@ def test_counting_over_rollouts_equals_counting_step_by_step(
         t += 1
         steps = [so_far + 1 for so_far in steps]
         ended = [i for i in range(n) if steps[i] == length[i]]
-        room = math.inf if max_trajectories is None else max_trajectories - len(expected)
+        room = (
+            math.inf if max_trajectories is None else max_trajectories - len(expected)
+        )
         counted = [i for place, i in enumerate(judge.ended(ended)) if place < room]
         for i in ended:
             (expected if i in counted else left_out).append((i, number[i]))
@@ -297,15 +325,23 @@ def test_counting_over_rollouts_equals_counting_step_by_step(
             if begin < e <= begin + rows
         ]
         records = [
-            EpisodeRecord(0, i, 0.0, ends[i][k] - (ends[i][k - 1] if k else 0), True, False)
+            EpisodeRecord(
+                0, i, 0.0, ends[i][k] - (ends[i][k - 1] if k else 0), True, False
+            )
             for _, i, k in sorted(found, key=lambda entry: (-entry[1], entry[0]))
         ]
         run.add(records, np.ones((rows, n), np.float32), ids[:rows])
     assert (run.stopped_by, run.t) == (stopped, t)
     assert [(r.env_id, r.episode) for r in run.records] == expected
     assert [(r.env_id, r.episode) for r in run.uncounted] == left_out
-    going = [(i, number[i], steps[i], float(steps[i])) for i in range(n) if wanted[i] and steps[i]]
-    assert [(u.env_id, u.episode, u.steps, u.return_so_far) for u in run.unfinished()] == going
+    going = [
+        (i, number[i], steps[i], float(steps[i]))
+        for i in range(n)
+        if wanted[i] and steps[i]
+    ]
+    assert [
+        (u.env_id, u.episode, u.steps, u.return_so_far) for u in run.unfinished()
+    ] == going
 
 
 def test_an_environment_that_never_ends_is_an_error_with_the_way_out(
@@ -362,12 +398,16 @@ def test_the_episodes_are_those_of_the_first_seeds_however_many_environments_sha
     assert by_seed(evaluated(Dice, policy, episodes=7, seed=50, **options)) == expected
 
 
-def test_every_evaluation_begins_anew_with_the_same_episodes_unless_others_are_asked_for() -> None:
+def test_every_evaluation_begins_anew_with_the_same_episodes_unless_others_are_asked_for() -> (
+    None
+):
     with Evaluator(Dice, head(), num_envs=3, exploration_type="random") as evaluator:
         first, second = evaluator.evaluate(version=0), evaluator.evaluate(version=0)
         assert first == second
         assert first.seconds > 0
-    with Evaluator(Dice, head(), num_envs=3, exploration_type="random", seed=1) as evaluator:
+    with Evaluator(
+        Dice, head(), num_envs=3, exploration_type="random", seed=1
+    ) as evaluator:
         assert evaluator.evaluate(version=0) != first
     with Evaluator(Dice, head(), num_envs=3, reseed=True) as evaluator:
         a, b = evaluator.evaluate(version=0), evaluator.evaluate(version=0)
@@ -381,7 +421,11 @@ def test_every_evaluation_begins_anew_with_the_same_episodes_unless_others_are_a
 def test_workers_give_what_this_process_gives() -> None:
     factories = [functools.partial(Dice, 9), functools.partial(Dice, 30)]
     for exploration in ("deterministic", "random"):
-        options: dict[str, Any] = {"num_envs": 2, "episodes": 9, "exploration_type": exploration}
+        options: dict[str, Any] = {
+            "num_envs": 2,
+            "episodes": 9,
+            "exploration_type": exploration,
+        }
         here = evaluated(factories, head(), **options)
         assert evaluated(factories, head(), num_workers=2, **options) == here
         assert evaluated(factories, head(), num_workers=1, **options) == here
@@ -422,7 +466,9 @@ def state_of_the_process() -> list[Any]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_random_streams_threads_grad_mode_and_the_policy_are_as_before(workers: int) -> None:
+def test_random_streams_threads_grad_mode_and_the_policy_are_as_before(
+    workers: int,
+) -> None:
     policy = GlobalDraws()
     policy.train()
     random.seed(1), np.random.seed(2), torch.manual_seed(3), np.random.randn()
@@ -465,7 +511,12 @@ def test_a_training_collector_yields_the_same_bits_beside_an_evaluation() -> Non
         found = []
         torch.manual_seed(11)
         with Collector(
-            Dice, GlobalDraws(), num_envs=2, frames_per_batch=64, total_frames=640, seed=4
+            Dice,
+            GlobalDraws(),
+            num_envs=2,
+            frames_per_batch=64,
+            total_frames=640,
+            seed=4,
         ) as collector:
             for batch in collector:
                 if evaluator is not None:
@@ -513,7 +564,10 @@ class Shifted(nn.Module):
 
     def __init__(self, action: int, shift: int) -> None:
         super().__init__()
-        self.net, self.shift = Constant(action), nn.Parameter(torch.tensor(float(shift)))
+        self.net, self.shift = (
+            Constant(action),
+            nn.Parameter(torch.tensor(float(shift))),
+        )
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         return self.net(obs) + self.shift.detach().long()
@@ -538,7 +592,11 @@ def test_a_part_of_the_policy_stands_for_all_of_it_and_other_parts_are_refused(
             {"net": Constant(1), "shift": torch.tensor(0.0)},
         ):
             assert evaluator.evaluate(source).mean == 2
-        for part in (Constant(1), Constant(1).state_dict(), {"net": {"action": torch.tensor(1.0)}}):
+        for part in (
+            Constant(1),
+            Constant(1).state_dict(),
+            {"net": {"action": torch.tensor(1.0)}},
+        ):
             with pytest.raises(
                 BadWeights,
                 match=r"missing \['shift'\].*Call evaluate\(\) to evaluate the policy that",
@@ -554,7 +612,9 @@ def live(obs: torch.Tensor) -> torch.Tensor:
     return LIVE(obs)
 
 
-def test_modules_of_an_importable_function_are_the_users_and_are_not_written_to() -> None:
+def test_modules_of_an_importable_function_are_the_users_and_are_not_written_to() -> (
+    None
+):
     loss = LIVE.action.square()  # whose backward pass would see a write
     with Evaluator(functools.partial(Matching, 4), live, episodes=1) as evaluator:
         assert evaluator.evaluate().mean == 2
@@ -580,12 +640,18 @@ def let_go(pipe: str) -> None:
 
 def test_triggers_queue_up_and_each_has_the_weights_of_its_moment(pipe: str) -> None:
     policy = Constant(0)
-    with Evaluator(functools.partial(Gated, pipe), policy, num_workers=1, episodes=2) as evaluator:
+    with Evaluator(
+        functools.partial(Gated, pipe), policy, num_workers=1, episodes=2
+    ) as evaluator:
         assert (evaluator.poll(), evaluator.is_running()) == (None, False)
         assert [evaluator.trigger(), evaluator.trigger(version="b")] == [1, 2]
         set_action(policy, 1)
         assert evaluator.trigger({"action": torch.tensor(0.0)}) == 3
-        assert (evaluator.poll(), evaluator.is_running(), evaluator.stats().waiting) == (
+        assert (
+            evaluator.poll(),
+            evaluator.is_running(),
+            evaluator.stats().waiting,
+        ) == (
             None,
             True,
             3,
@@ -602,7 +668,12 @@ def test_triggers_queue_up_and_each_has_the_weights_of_its_moment(pipe: str) -> 
         assert not evaluator.is_running()
         assert evaluator.evaluate().version == 4
         stats = evaluator.stats()
-        assert (stats.evaluations, stats.episodes, stats.waiting, stats.version) == (4, 8, 0, 4)
+        assert (stats.evaluations, stats.episodes, stats.waiting, stats.version) == (
+            4,
+            8,
+            0,
+            4,
+        )
         assert stats.frames == 4 * 2 * 4
 
 
@@ -624,9 +695,14 @@ def test_who_is_busy_can_also_skip_or_refuse(pipe: str) -> None:
 
 
 def test_the_background_takes_workers() -> None:
-    with Evaluator(counting(3)) as evaluator, pytest.raises(BadOption, match="num_workers=1"):
+    with (
+        Evaluator(counting(3)) as evaluator,
+        pytest.raises(BadOption, match="num_workers=1"),
+    ):
         evaluator.trigger()
-    with Evaluator(counting(3), head(2, 2), num_workers=1, inference="server") as evaluator:
+    with Evaluator(
+        counting(3), head(2, 2), num_workers=1, inference="server"
+    ) as evaluator:
         assert evaluator.evaluate().mean == 6
         with pytest.raises(BadOption, match="not beside your training"):
             evaluator.trigger()
@@ -635,7 +711,9 @@ def test_the_background_takes_workers() -> None:
 def runs(pid: int) -> bool:
     """The process has not ended; its keeper may not have waited for it yet."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        )
     except OSError:
         return False
 
@@ -658,7 +736,9 @@ def test_shutdown_ends_what_hangs_and_leaves_nothing_behind(pipe: str) -> None:
 # --- failures -------------------------------------------------------------------------------------
 
 
-def test_a_killed_worker_is_an_error_and_the_next_evaluation_has_a_new_one(tmp_path: Path) -> None:
+def test_a_killed_worker_is_an_error_and_the_next_evaluation_has_a_new_one(
+    tmp_path: Path,
+) -> None:
     make = functools.partial(KillsOnce, str(tmp_path / "mark"))
     expected = evaluated(Dice, head(), episodes=12)
     with Evaluator(make, head(), num_workers=2, num_envs=2, episodes=12) as evaluator:
@@ -667,7 +747,9 @@ def test_a_killed_worker_is_an_error_and_the_next_evaluation_has_a_new_one(tmp_p
         assert by_seed(evaluator.evaluate()) == by_seed(expected)
 
 
-def test_restart_begins_the_evaluation_anew_and_accounts_for_what_was_lost(tmp_path: Path) -> None:
+def test_restart_begins_the_evaluation_anew_and_accounts_for_what_was_lost(
+    tmp_path: Path,
+) -> None:
     make = functools.partial(KillsOnce, str(tmp_path / "mark"))
     options: dict[str, Any] = {
         "num_workers": 2,
@@ -733,7 +815,9 @@ def test_an_object_goes_on_after_an_error_and_policies_are_not_tried_again() -> 
         ({"exploration_type": "greedy"}, "exploration_type='greedy'"),
     ],
 )
-def test_impossible_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+def test_impossible_options_are_refused_by_name(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(BadOption, match=message):
         Evaluator(counting(3), **options)
 
@@ -762,7 +846,9 @@ def test_options_that_evaluations_have_no_use_for_are_refused() -> None:
         (0.95, 10**6, 1.959966),
     ],
 )
-def test_quantiles_are_those_of_the_tables(level: float, df: int, expected: float) -> None:
+def test_quantiles_are_those_of_the_tables(
+    level: float, df: int, expected: float
+) -> None:
     assert student_quantile(level, df) == pytest.approx(expected, rel=2e-6)
 
 
@@ -778,7 +864,13 @@ def test_the_figures_are_those_of_the_returns() -> None:
     assert done.confidence_interval(0.5)[0] > low
     with pytest.raises(BadOption, match="level"):
         done.confidence_interval(95)
-    assert [done.index(which) for which in ("best", "worst", "median", 1, -1)] == [2, 0, 1, 1, 2]
+    assert [done.index(which) for which in ("best", "worst", "median", 1, -1)] == [
+        2,
+        0,
+        1,
+        1,
+        2,
+    ]
     for which in ("longest", 3, True):
         with pytest.raises(BadOption, match="expected 'best'"):
             done.index(which)
@@ -791,7 +883,10 @@ def test_the_figures_are_those_of_the_returns() -> None:
 
 
 def test_too_few_episodes_are_no_figures() -> None:
-    one, none = evaluated(counting(3), episodes=1), evaluated(counting(3), episodes=1, max_T=2)
+    one, none = (
+        evaluated(counting(3), episodes=1),
+        evaluated(counting(3), episodes=1, max_T=2),
+    )
     assert one.confidence_interval() == (-math.inf, math.inf)
     assert math.isnan(one.std)
     assert all(map(math.isnan, (none.mean, none.std, none.median, none.length_mean)))
@@ -808,7 +903,10 @@ class Film(Dice):
     """Its picture is as bright as its time step says. Odd sizes."""
 
     def __init__(
-        self, longest: int = 9, render_mode: str | None = None, size: tuple[int, int] = (31, 47)
+        self,
+        longest: int = 9,
+        render_mode: str | None = None,
+        size: tuple[int, int] = (31, 47),
     ) -> None:
         super().__init__(longest)
         self.render_mode, self.size = render_mode, size
@@ -831,7 +929,9 @@ def pictures(path: Path) -> tuple[dict[str, Any], list[Any]]:
     reader = ffmpeg.read_frames(str(path))
     about = next(reader)
     width, height = about["size"]
-    return about, [np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in reader]
+    return about, [
+        np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in reader
+    ]
 
 
 def test_a_video_shows_the_reset_and_every_step_of_the_episode(
@@ -846,7 +946,11 @@ def test_a_video_shows_the_reset_and_every_step_of_the_episode(
         assert path.name.startswith(
             f"{which if isinstance(which, str) else 'episode'}-{done.index(which)}-return-"
         )
-        assert (len(frames), about["size"], about["fps"]) == (record.length + 1, (48, 32), 10)
+        assert (len(frames), about["size"], about["fps"]) == (
+            record.length + 1,
+            (48, 32),
+            10,
+        )
         assert [round(float(frame.mean()) / 20) for frame in frames] == list(
             range(record.length + 1)
         )
@@ -879,21 +983,31 @@ def test_all_kinds_of_actions_are_repeated_over_rollouts_and_workers(
 
     done = evaluated(Acting, num_envs=1, num_workers=2, episodes=6)
     for env in range(2):
-        length, index = max((r.length, i) for i, r in enumerate(done.records) if r.env_id == env)
+        length, index = max(
+            (r.length, i) for i, r in enumerate(done.records) if r.env_id == env
+        )
         assert length > 32  # more than a rollout
-        _, frames = pictures(done.video(index, tmp_path, fps=50))  # warnings are errors here
+        _, frames = pictures(
+            done.video(index, tmp_path, fps=50)
+        )  # warnings are errors here
         assert len(frames) == length + 1
 
 
-def test_an_environment_that_cannot_be_repeated_is_warned_about_by_name(tmp_path: Path) -> None:
+def test_an_environment_that_cannot_be_repeated_is_warned_about_by_name(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("imageio_ffmpeg")
     done = evaluated(Forgetful, head(), episodes=2)
-    with pytest.warns(UserWarning, match="Forgetful is not determined by its seed and actions"):
+    with pytest.warns(
+        UserWarning, match="Forgetful is not determined by its seed and actions"
+    ):
         path = done.video("best", tmp_path)
     assert path.exists()
 
 
-def test_what_cannot_be_filmed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_filmed_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("imageio_ffmpeg")
     with pytest.raises(UnsupportedEnv, match="has render_mode=None"):
         evaluated(counting(3)).video("best", tmp_path)
@@ -901,7 +1015,9 @@ def test_what_cannot_be_filmed_says_why(tmp_path: Path, monkeypatch: pytest.Monk
         evaluated(Film()).video("best", tmp_path)
     with pytest.raises(BadOption, match="record_actions=True"):
         evaluated(Film, record_actions=False).video("best", tmp_path)
-    with pytest.raises(UnsupportedEnv, match=r"render\(\) returned uint8 \[4, 4, 3, 3\]"):
+    with pytest.raises(
+        UnsupportedEnv, match=r"render\(\) returned uint8 \[4, 4, 3, 3\]"
+    ):
         evaluated(functools.partial(Film, size=(4, 4, 3))).video("best", tmp_path)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
     with pytest.raises(BadOption, match=r"pip install 'muster-rl\[video\]'"):

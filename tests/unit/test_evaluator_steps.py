@@ -39,7 +39,9 @@ class Scenarios(gymnasium.Env[Any, Any]):
         scenarios: there are so many.
     """
 
-    def __init__(self, lengths: Sequence[int] | None = None, scenarios: int = 10**6) -> None:
+    def __init__(
+        self, lengths: Sequence[int] | None = None, scenarios: int = 10**6
+    ) -> None:
         self.observation_space = spaces.Box(0, 10**6, (2,), np.float32)
         self.action_space = spaces.Discrete(2)
         self.lengths, self.scenarios = (
@@ -54,17 +56,27 @@ class Scenarios(gymnasium.Env[Any, Any]):
         self.seeds.append(seed)
         if seed is not None and seed >= self.scenarios:
             raise ValueError(f"there is no scenario {seed}")
-        self.length = 2 + (seed or 0) % 3 if self.lengths is None else next(self.lengths)
+        self.length = (
+            2 + (seed or 0) % 3 if self.lengths is None else next(self.lengths)
+        )
         self.t = 0
         return np.array([self.length, 0], np.float32), {}
 
     def step(self, action: Any) -> Any:
         self.steps += 1
         self.t += 1
-        return np.array([self.length, self.t], np.float32), 1.0, self.t >= self.length, False, {}
+        return (
+            np.array([self.length, self.t], np.float32),
+            1.0,
+            self.t >= self.length,
+            False,
+            {},
+        )
 
 
-def making(made: list[Scenarios], *args: Any, **options: Any) -> Callable[[], Scenarios]:
+def making(
+    made: list[Scenarios], *args: Any, **options: Any
+) -> Callable[[], Scenarios]:
     def make() -> Scenarios:
         made.append(Scenarios(*args, **options))
         return made[-1]
@@ -72,7 +84,9 @@ def making(made: list[Scenarios], *args: Any, **options: Any) -> Callable[[], Sc
     return make
 
 
-def making_each(made: list[Scenarios], lengths: list[list[int]]) -> Callable[[], Scenarios]:
+def making_each(
+    made: list[Scenarios], lengths: list[list[int]]
+) -> Callable[[], Scenarios]:
     """Make environments with these lengths of episodes, one after another."""
     each = iter(lengths)
 
@@ -91,10 +105,14 @@ def act(obs: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("rule", ["per_env", "last_even"])
 def test_there_are_as_many_resets_as_episodes_and_no_step_more(rule, num_envs):
     made: list[Scenarios] = []
-    with Evaluator(making(made), act, episodes=10, num_envs=num_envs, rule=rule) as evaluator:
+    with Evaluator(
+        making(made), act, episodes=10, num_envs=num_envs, rule=rule
+    ) as evaluator:
         for repeated in (1, 2):
             done = evaluator.evaluate()
-            resets = sorted(seed for env in made for seed in env.seeds if seed is not None)
+            resets = sorted(
+                seed for env in made for seed in env.seeds if seed is not None
+            )
             assert len(resets) == 10 * repeated
             if rule == "per_env":
                 assert resets == sorted([*range(10)] * repeated)
@@ -134,7 +152,9 @@ def test_environments_that_take_no_part_are_not_made(groups, num_envs, episodes,
         done = evaluator.evaluate()
     assert len(made) == episodes
     assert [seed for env in made for seed in env.seeds] == [*range(episodes)]
-    assert sorted((r.env_id, r.seed) for r in done.records) == [(i, i) for i in range(episodes)]
+    assert sorted((r.env_id, r.seed) for r in done.records) == [
+        (i, i) for i in range(episodes)
+    ]
 
 
 def test_factories_keep_their_arguments_and_objects_are_closed():
@@ -142,7 +162,9 @@ def test_factories_keep_their_arguments_and_objects_are_closed():
         return Scenarios([length])
 
     kwargs = [{"length": n} for n in (1, 2, 3)]
-    with Evaluator([make] * 3, act, episodes=4, num_envs=2, create_env_kwargs=kwargs) as evaluator:
+    with Evaluator(
+        [make] * 3, act, episodes=4, num_envs=2, create_env_kwargs=kwargs
+    ) as evaluator:
         assert sorted((r.env_id, r.length) for r in evaluator.evaluate().records) == [
             (0, 1),
             (1, 1),
@@ -197,7 +219,9 @@ def needed(
             steps[i] += going[i]
             left[i] -= going[i]
         ended = [i for i in range(n) if going[i] and left[i] == 0]
-        chosen = sorted(rule.ended(ended)[: None if most is None else most - len(counted)])
+        chosen = sorted(
+            rule.ended(ended)[: None if most is None else most - len(counted)]
+        )
         counted += [(i, number[i]) for i in chosen]
         over = rule.complete or len(counted) == most
         for i in ended:
@@ -214,7 +238,9 @@ def needed(
 
 @settings(max_examples=60)
 @given(
-    lengths=st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=3), min_size=1, max_size=6),
+    lengths=st.lists(
+        st.lists(st.integers(1, 7), min_size=1, max_size=3), min_size=1, max_size=6
+    ),
     groups=st.integers(1, 6),
     rule=st.sampled_from(RULES),
     episodes=st.one_of(st.none(), st.integers(1, 14)),
@@ -227,39 +253,58 @@ def test_groups_that_are_stepped_apart_do_what_one_group_does(
     if episodes is None and most is None and max_T is None:
         episodes = 5
     n = len(lengths)
-    sizes = max(size for size in range(1, n + 1) if n % size == 0 and n // size <= groups)
+    sizes = max(
+        size for size in range(1, n + 1) if n % size == 0 and n // size <= groups
+    )
     expected = needed(rule, lengths, episodes, most, max_T)
     for per_group in {n, sizes}:
         made: list[Scenarios] = []
         source = [making(made, each) for each in lengths] if per_group == 1 else []
         for g in range(n // per_group if per_group > 1 else 0):
-            source.append(making_each(made, lengths[g * per_group : (g + 1) * per_group]))
-        options = {"episodes": episodes, "max_trajectories": most, "max_T": max_T, "rule": rule}
+            source.append(
+                making_each(made, lengths[g * per_group : (g + 1) * per_group])
+            )
+        options = {
+            "episodes": episodes,
+            "max_trajectories": most,
+            "max_T": max_T,
+            "rule": rule,
+        }
         with Evaluator(source, act, num_envs=per_group, **options) as evaluator:
             done = evaluator.evaluate()
         assert [(r.env_id, r.episode) for r in done.records] == expected.counted
         takes_part = len(made)
         assert [env.steps for env in made] == expected.steps[:takes_part]
         assert not any(expected.steps[takes_part:])
-        assert [len(env.seeds) for env in made] == [max(1, r) for r in expected.resets[:takes_part]]
+        assert [len(env.seeds) for env in made] == [
+            max(1, r) for r in expected.resets[:takes_part]
+        ]
         assert done.frames == sum(expected.steps)
         assert "overrun" not in done.discarded
 
 
-def assert_same_choice(rule: Any, parts: Sequence[Any], sides: Sequence[Sequence[int]]) -> None:
+def assert_same_choice(
+    rule: Any, parts: Sequence[Any], sides: Sequence[Sequence[int]]
+) -> None:
     for part, side in zip(parts, sides, strict=True):
-        assert [part.awaits(place) for place in range(len(side))] == [rule.awaits(i) for i in side]
+        assert [part.awaits(place) for place in range(len(side))] == [
+            rule.awaits(i) for i in side
+        ]
 
 
 @pytest.mark.parametrize("name", RULES)
 @settings(max_examples=100)
 @given(
-    lengths=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=2, max_size=5),
+    lengths=st.lists(
+        st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=2, max_size=5
+    ),
     episodes=st.integers(1, 14),
     most=st.one_of(st.none(), st.integers(1, 9)),
     data=st.data(),
 )
-def test_a_part_decides_as_the_rule_does_while_it_is_certain(name, lengths, episodes, most, data):
+def test_a_part_decides_as_the_rule_does_while_it_is_certain(
+    name, lengths, episodes, most, data
+):
     n = len(lengths)
     rule = make_rule(name, episodes, n)
     rule = rule if most is None else AtMost(rule, most, n)
@@ -282,7 +327,9 @@ def test_a_part_decides_as_the_rule_does_while_it_is_certain(name, lengths, epis
             for part, side in zip(parts, sides, strict=True):
                 part.ended([place for place, i in enumerate(side) if i in ended])
                 if certain == 0:
-                    assert not any(part.awaits(place) for place, i in enumerate(side) if i in ended)
+                    assert not any(
+                        part.awaits(place) for place, i in enumerate(side) if i in ended
+                    )
             if certain != 0:
                 assert_same_choice(rule, parts, sides)
             if rule.complete:
@@ -309,7 +356,10 @@ def test_a_rule_is_certain_for_as_many_steps_as_short_episodes_allow(
     name, episodes, num_envs, certain
 ):
     assert make_rule(name, episodes, num_envs).certain_steps == certain
-    assert AtMost(make_rule("per_env", 100, num_envs), 7, num_envs).certain_steps == 6 // num_envs
+    assert (
+        AtMost(make_rule("per_env", 100, num_envs), 7, num_envs).certain_steps
+        == 6 // num_envs
+    )
 
 
 def test_nothing_is_awaited_after_the_most_episodes():
@@ -345,7 +395,11 @@ def test_a_first_done_rule_is_certain_as_long_as_it_cannot_be_complete():
 def test_limits_are_exact_when_environments_are_left_out():
     made: list[Scenarios] = []
     with Evaluator(
-        making_each(made, [[3], [40], [200]]), act, episodes=3, num_envs=3, max_frames=100
+        making_each(made, [[3], [40], [200]]),
+        act,
+        episodes=3,
+        num_envs=3,
+        max_frames=100,
     ) as evaluator:
         done = evaluator.evaluate()
     # 3 steps of three environments, 37 of two, and the rest of one.
@@ -367,7 +421,9 @@ def test_batches_that_reset_themselves_say_what_they_did_besides():
         done = evaluator.evaluate()
         assert [(r.env_id, r.length) for r in done.records] == [(0, 2), (1, 3), (2, 9)]
         assert done.frames == sum(env.steps for env in made) == 27
-        assert done.discarded == {"uncounted": 13}, "the rollout ends with the last episode"
+        assert done.discarded == {"uncounted": 13}, (
+            "the rollout ends with the last episode"
+        )
         assert done.started == 5 + 3 + 1
         assert f"{done.started - 3} more started" in str(done)
         assert done.as_dict()["started"] == done.started
@@ -409,7 +465,9 @@ def test_agents_that_take_turns_have_no_episodes_of_environments():
     pytest.importorskip("pettingzoo")
     from tests.unit.test_joint_masks import two_players
 
-    with pytest.raises(UnsupportedEnv, match="both: its agents take turns.*collector.episodes"):
+    with pytest.raises(
+        UnsupportedEnv, match="both: its agents take turns.*collector.episodes"
+    ):
         Evaluator(lambda: two_players(True, "obs"), None, episodes=3)
 
 
@@ -421,6 +479,8 @@ def test_a_plan_knows_which_environments_take_part():
 
 def test_other_collections_are_as_before():
     made: list[Scenarios] = []
-    with Collector(making(made, [3]), None, num_envs=2, frames_per_batch=12) as collector:
+    with Collector(
+        making(made, [3]), None, num_envs=2, frames_per_batch=12
+    ) as collector:
         assert collector.rollout()["next", "done"].sum() == 4
     assert [len(env.seeds) for env in made] == [3, 3]

@@ -56,7 +56,13 @@ class Counted(gymnasium.Env[Any, Any]):
             (self.folder / "armed").unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         self.note("steps", "")
-        return np.array([self.length, self.t], np.float32), 1.0, self.t >= self.length, False, {}
+        return (
+            np.array([self.length, self.t], np.float32),
+            1.0,
+            self.t >= self.length,
+            False,
+            {},
+        )
 
 
 def noted(folder: Path, name: str) -> list[str]:
@@ -81,7 +87,12 @@ def act(obs: torch.Tensor) -> torch.Tensor:
 def test_workers_reset_as_often_as_there_are_episodes(
     tmp_path, num_workers, num_envs, episodes, rule
 ):
-    options = {"num_workers": num_workers, "num_envs": num_envs, "episodes": episodes, "rule": rule}
+    options = {
+        "num_workers": num_workers,
+        "num_envs": num_envs,
+        "episodes": episodes,
+        "rule": rule,
+    }
     with Evaluator(partial(Counted, str(tmp_path)), act, **options) as evaluator:
         done = evaluator.evaluate()
         seeds = [int(seed) for seed in noted(tmp_path, "resets")]
@@ -96,20 +107,30 @@ def test_workers_reset_as_often_as_there_are_episodes(
         )
         assert (done.started, done.discarded) == (episodes, {})
         evaluator.trigger()
-        assert evaluator.wait(60).records == tuple(r._replace(version=2) for r in done.records)
+        assert evaluator.wait(60).records == tuple(
+            r._replace(version=2) for r in done.records
+        )
         assert len(noted(tmp_path, "resets")) == 2 * episodes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("limits", [{}, {"max_trajectories": 7}, {"max_T": 9}, {"max_frames": 31}])
+@pytest.mark.parametrize(
+    "limits", [{}, {"max_trajectories": 7}, {"max_T": 9}, {"max_frames": 31}]
+)
 def test_workers_find_what_this_process_finds_by_every_rule(tmp_path, rule, limits):
     folders = [tmp_path / "here", tmp_path / "there"]
     found = []
     for folder, num_workers in zip(folders, (0, 2), strict=True):
         folder.mkdir()
         source = [partial(Counted, str(folder), length=n) for n in (2, 3, 5)]
-        options = {"num_workers": num_workers, "num_envs": 2, "episodes": 9, "rule": rule, **limits}
+        options = {
+            "num_workers": num_workers,
+            "num_envs": 2,
+            "episodes": 9,
+            "rule": rule,
+            **limits,
+        }
         with Evaluator(source, act, **options) as evaluator:
             found.append(evaluator.evaluate())
     assert found[0] == found[1]
@@ -149,7 +170,9 @@ def test_collect_resets_as_often_as_there_are_episodes_in_workers(tmp_path):
 
 
 @pytest.mark.parametrize("place", [1, 2])
-def test_the_steps_of_a_killed_worker_are_exact_when_environments_were_left_out(tmp_path, place):
+def test_the_steps_of_a_killed_worker_are_exact_when_environments_were_left_out(
+    tmp_path, place
+):
     lengths = iter([2, 40, 40] if place == 1 else [40, 2, 40])
     making = partial(Chosen, str(tmp_path), [*lengths], place)
     (tmp_path / "armed").touch()
@@ -157,8 +180,13 @@ def test_the_steps_of_a_killed_worker_are_exact_when_environments_were_left_out(
         with pytest.raises(WorkerDied):
             collector.collect(n_episode=3)
         stats = collector.stats()
-        assert stats.executed == len(noted(tmp_path, "steps")) == 2 + 2 * 17 + (place != 1)
-        assert stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+        assert (
+            stats.executed == len(noted(tmp_path, "steps")) == 2 + 2 * 17 + (place != 1)
+        )
+        assert (
+            stats.executed
+            == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+        )
 
 
 class Chosen(Counted):
@@ -168,4 +196,6 @@ class Chosen(Counted):
 
     def __init__(self, folder: str, lengths: list[int], place: int) -> None:
         number, Chosen.made = Chosen.made, Chosen.made + 1
-        super().__init__(folder, 18 if number == place else 0, lengths[number % len(lengths)])
+        super().__init__(
+            folder, 18 if number == place else 0, lengths[number % len(lengths)]
+        )

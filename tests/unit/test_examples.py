@@ -43,7 +43,12 @@ EXAMPLES = Path(ppo_cartpole.__file__).parent
 def program(*command: str, cwd: Path, **environ: str) -> str:
     """What it says."""
     done = subprocess.run(
-        command, cwd=cwd, env=os.environ | environ, capture_output=True, text=True, timeout=100
+        command,
+        cwd=cwd,
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -70,7 +75,9 @@ def test_a_server_with_random_delays_is_asked_for_all_environments_at_once(capsy
 
 @pytest.mark.slow
 def test_ppo_learns_from_20_thousand_frames(capsys):
-    score = ppo_cartpole.main(["--seed", "1", "--total-frames", "20480", "--eval-episodes", "10"])
+    score = ppo_cartpole.main(
+        ["--seed", "1", "--total-frames", "20480", "--eval-episodes", "10"]
+    )
 
     assert score > 150  # uniform random actions: 22
     assert "20,480 frames" in capsys.readouterr().out
@@ -94,15 +101,25 @@ def last_row(said: str) -> tuple[int, float]:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(
     ("example", "frames"),
-    [(dqn_cartpole, 2048), (ppo_lstm, 1024), (sac, 1056), (td3, 1056), (appo_vtrace, 1024)],
+    [
+        (dqn_cartpole, 2048),
+        (ppo_lstm, 1024),
+        (sac, 1056),
+        (td3, 1056),
+        (appo_vtrace, 1024),
+    ],
 )
 def test_algorithms_run_and_print_the_rows_of_a_curve(example, frames, capsys):
     options = ["--learning-starts", "1000"] if example in (sac, td3) else []
-    score = example.main(["--total-frames", str(frames), "--eval-episodes", "1", *options])
+    score = example.main(
+        ["--total-frames", str(frames), "--eval-episodes", "1", *options]
+    )
 
     found, mean = last_row(capsys.readouterr().out)
     assert found == frames // 1024 * 1024
-    assert (score < 0) == (mean < 0) == (example in (sac, td3))  # Pendulum's rewards are negative
+    assert (
+        (score < 0) == (mean < 0) == (example in (sac, td3))
+    )  # Pendulum's rewards are negative
 
 
 @pytest.mark.slow
@@ -133,7 +150,9 @@ def test_no_update_on_tensors_waits_for_the_device():
     learner = ppo_on_gpu.Learner("cpu")
     actor = policies.categorical(learner.net)
     env = TorchCartPole(8)
-    with Collector(env, actor, frames_per_batch=64, layout="time_major", seed=0) as collector:
+    with Collector(
+        env, actor, frames_per_batch=64, layout="time_major", seed=0
+    ) as collector:
         batch = collector.next()
     before = [parameter.clone() for parameter in learner.parameters]
     with Waits() as seen:
@@ -148,7 +167,9 @@ def test_advantages_on_tensors_are_those_of_the_definition():
     gamma, lam = ppo_on_gpu.GAMMA, ppo_on_gpu.LAMBDA
     learner = ppo_on_gpu.Learner("cpu")
     make = lambda: TorchCartPole(5, max_steps=16)  # noqa: E731
-    with Collector(make, None, frames_per_batch=150, layout="time_major", seed=0) as collector:
+    with Collector(
+        make, None, frames_per_batch=150, layout="time_major", seed=0
+    ) as collector:
         batch = collector.next()
     advantage, target = learner.advantages(batch)
 
@@ -179,7 +200,9 @@ def test_a_gradient_step_follows_each_step_after_the_warm_up(example, monkeypatc
             learners.append(self)
 
     monkeypatch.setattr(example, "Learner", Learner)
-    example.main(["--total-frames", "60", "--learning-starts", "50", "--eval-episodes", "1"])
+    example.main(
+        ["--total-frames", "60", "--learning-starts", "50", "--eval-episodes", "1"]
+    )
 
     assert [learner.updates for learner in learners] == [10]
 
@@ -191,7 +214,9 @@ def test_dqn_learns_after_every_second_step(monkeypatch):
         sizes.append(len(rows))
         learn(*networks, rows)
 
-    monkeypatch.setattr(dqn_cartpole, "update", lambda *given: update(*given[:3], rows=given[3]))
+    monkeypatch.setattr(
+        dqn_cartpole, "update", lambda *given: update(*given[:3], rows=given[3])
+    )
     dqn_cartpole.train(0, dqn_cartpole.LEARNING_STARTS + 10)
 
     assert sizes == [dqn_cartpole.BATCH_SIZE] * 5
@@ -225,7 +250,9 @@ def test_sac_delays_the_policy_and_makes_up_for_it():
         },
         (8,),
     )
-    with Collector("Pendulum-v1", learner.actor, frames_per_batch=1):  # gives the bounds of actions
+    with Collector(
+        "Pendulum-v1", learner.actor, frames_per_batch=1
+    ):  # gives the bounds of actions
         steps = []
         for _ in range(4):
             learner.update(rows)
@@ -237,7 +264,9 @@ def test_sac_delays_the_policy_and_makes_up_for_it():
 
 @pytest.mark.usefixtures("threads")
 def test_ppo_on_atari_runs():
-    played = ppo_atari.main(["--total-frames", "64", "--steps", "16", "--num-envs", "2"])
+    played = ppo_atari.main(
+        ["--total-frames", "64", "--steps", "16", "--num-envs", "2"]
+    )
 
     assert math.isnan(played), "no game of Pong ends after 32 steps"
 
@@ -285,7 +314,9 @@ def test_an_lstm_unrolls_to_the_states_with_which_muster_has_acted():
 
     rows = batch.reshape(-1, 32)
     with torch.no_grad():
-        log_prob = agent.distribution(ppo_lstm.unroll(rows, agent)).log_prob(rows["action"])
+        log_prob = agent.distribution(ppo_lstm.unroll(rows, agent)).log_prob(
+            rows["action"]
+        )
 
     assert torch.allclose(log_prob, rows["action_log_prob"], atol=1e-5)
 
@@ -297,14 +328,19 @@ def test_vtrace_of_the_policy_that_acted_is_the_return():
         max_frames_per_traj=13,
     ) as collector:  # fmt: skip
         batch = collector.rollout()
-    ends = {name: batch["next", name][..., 0] for name in ("terminated", "truncated", "done")}
+    ends = {
+        name: batch["next", name][..., 0]
+        for name in ("terminated", "truncated", "done")
+    }
     assert all(flags.any() for flags in ends.values())
     value, next_value = torch.randn(2, 3, 30)
     value[:, 1:] = torch.where(
         ends["done"][:, :-1], value[:, 1:], next_value[:, :-1]
     )  # one value per observation
 
-    target, advantage = appo_vtrace.vtrace(batch, batch["action_log_prob"], value, next_value)
+    target, advantage = appo_vtrace.vtrace(
+        batch, batch["action_log_prob"], value, next_value
+    )
 
     expected = torch.empty(3, 30)
     for t in reversed(range(30)):
@@ -316,14 +352,21 @@ def test_vtrace_of_the_policy_that_acted_is_the_return():
 
 
 def test_vtrace_clips_the_weight_of_probable_actions_and_reduces_that_of_improbable_ones():
-    flags = {name: torch.zeros(1, 2, 1, dtype=torch.bool) for name in ("terminated", "done")}
+    flags = {
+        name: torch.zeros(1, 2, 1, dtype=torch.bool) for name in ("terminated", "done")
+    }
     batch = TensorDict(
-        {"action_log_prob": torch.zeros(1, 2), "next": {"reward": torch.ones(1, 2, 1), **flags}},
+        {
+            "action_log_prob": torch.zeros(1, 2),
+            "next": {"reward": torch.ones(1, 2, 1), **flags},
+        },
         (1, 2),
     )
     zero = torch.zeros(1, 2)
 
-    target, _ = appo_vtrace.vtrace(batch, torch.tensor([[3.0, -(2.0**0.5)]]), zero, zero)
+    target, _ = appo_vtrace.vtrace(
+        batch, torch.tensor([[3.0, -(2.0**0.5)]]), zero, zero
+    )
 
     rho = math.exp(-(2.0**0.5))
     assert target[0].tolist() == pytest.approx([1 + appo_vtrace.GAMMA * rho, rho])
@@ -348,10 +391,14 @@ def test_a_killed_training_ends_with_the_same_bits(capsys):
 
 
 @pytest.mark.usefixtures("threads")
-def test_a_student_of_a_minari_dataset_is_better_than_its_teacher(tmp_path, monkeypatch):
+def test_a_student_of_a_minari_dataset_is_better_than_its_teacher(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
 
-    found = offline_minari.main(["--total-frames", "8192", "--keep", "--eval-episodes", "8"])
+    found = offline_minari.main(
+        ["--total-frames", "8192", "--keep", "--eval-episodes", "8"]
+    )
 
     assert found["student"] > found["teacher"]
     assert (tmp_path / "cartpole" / "teacher-v0").is_dir()
@@ -385,7 +432,9 @@ def test_examples_are_short():
 
 @pytest.mark.usefixtures("threads")
 def test_self_play_runs():
-    shares = self_play.main(["--total-frames", "300", "--episodes", "64", "--eval-episodes", "20"])
+    shares = self_play.main(
+        ["--total-frames", "300", "--episodes", "64", "--eval-episodes", "20"]
+    )
 
     assert sum(shares.values()) == pytest.approx(1)
 
@@ -413,7 +462,9 @@ def test_torchrun_starts_two_nodes_of_one_program(tmp_path):
     )
 
     assert said.count("(2, 8, 64)  mean reward 1.00\n") == 2
-    assert [line.split()[-2:] for line in said.splitlines()[2:]] == [["1,024", "frames"]] * 2
+    assert [line.split()[-2:] for line in said.splitlines()[2:]] == [
+        ["1,024", "frames"]
+    ] * 2
 
 
 @needs_ray
@@ -429,7 +480,9 @@ def test_actors_of_a_cluster_share_the_work(tmp_path):
         "10240",
     )
 
-    said = program(*command, cwd=tmp_path, RAY_ADDRESS=ray.address, **environment(ray.folder))
+    said = program(
+        *command, cwd=tmp_path, RAY_ADDRESS=ray.address, **environment(ray.folder)
+    )
 
     assert frames_of(said) == 10_240
     assert said.count("on node 0 (") == said.count("on node 1 (") == 1
@@ -449,7 +502,10 @@ def test_the_manifest_for_kubernetes_asks_for_what_it_provides():
         "python",
         f"examples/{ray_cluster.__name__.rpartition('.')[2]}.py",
     )
-    assert f"ray=={ray['rayVersion']}\n" in (EXAMPLES.parent / "constraints.txt").read_text()
+    assert (
+        f"ray=={ray['rayVersion']}\n"
+        in (EXAMPLES.parent / "constraints.txt").read_text()
+    )
     assert ray["authOptions"] == {"mode": "token"}
     assert int(asked["--nodes"]) == group["replicas"] == group["minReplicas"]
     assert asked["--workers"] == container["resources"]["requests"]["cpu"]

@@ -26,7 +26,14 @@ from muster.cli.main import main
 from muster.errors import BadOption, BadRecording
 from muster.recording import Recorder, Recording, load
 from muster.recording.export import UNFINISHED
-from muster.testing import CountingEnv, Fault, InfoEnv, OracleEnv, SpaceEnv, TorchCartPole
+from muster.testing import (
+    CountingEnv,
+    Fault,
+    InfoEnv,
+    OracleEnv,
+    SpaceEnv,
+    TorchCartPole,
+)
 from muster.testing.oracle import EXECUTED
 from tests.fakes.faults import Signalled
 from tests.fakes.seeded import SeededEnv
@@ -61,7 +68,12 @@ def own_datasets(tmp_path, monkeypatch):
 def recorded(path, env, *, batches=4, frames=10, meta=None, **options):
     """A recording of random actions."""
     collector = Collector(
-        env, None, frames_per_batch=frames, total_frames=batches * frames, seed=0, **options
+        env,
+        None,
+        frames_per_batch=frames,
+        total_frames=batches * frames,
+        seed=0,
+        **options,
     )
     with collector, Recorder(path, meta=meta or {}) as recorder:
         for batch in collector:
@@ -72,7 +84,9 @@ def recorded(path, env, *, batches=4, frames=10, meta=None, **options):
 def whole(recording):
     """The complete episodes."""
     return [
-        recording.episode(i) for i, episode in enumerate(recording.episodes) if episode.complete
+        recording.episode(i)
+        for i, episode in enumerate(recording.episodes)
+        if episode.complete
     ]
 
 
@@ -114,7 +128,9 @@ def as_space(data, space, name, *, is_observation):
 
 class TestMinari:
     @settings(
-        max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+        max_examples=15,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
     @given(
         observation=st.sampled_from(OBSERVATIONS),
@@ -129,10 +145,14 @@ class TestMinari:
     ):
         env = partial(SpaceEnv, observation, action, length)
         folder = tmp_path_factory.mktemp("run")
-        recording = recorded(folder / "run", env, frames=T * (num_envs or 1), num_envs=num_envs)
+        recording = recorded(
+            folder / "run", env, frames=T * (num_envs or 1), num_envs=num_envs
+        )
         expected = whole(recording)
         given_spaces = (
-            {"observation_space": observation, "action_space": action} if names_spaces else {}
+            {"observation_space": observation, "action_space": action}
+            if names_spaces
+            else {}
         )
         if not expected:
             with pytest.raises(BadRecording, match="no complete episode"):
@@ -145,11 +165,16 @@ class TestMinari:
             == (dataset.total_episodes, dataset.total_steps)
             == (len(expected), sum(map(len, expected)))
         )
-        assert done.left_out.get(UNFINISHED, 0) == len(recording.episodes) - len(expected)
+        assert done.left_out.get(UNFINISHED, 0) == len(recording.episodes) - len(
+            expected
+        )
         batches = list(load(f"minari:{folder.name}-v0"))
-        for found, data, batch in zip(dataset.iterate_episodes(), expected, batches, strict=True):
+        for found, data, batch in zip(
+            dataset.iterate_episodes(), expected, batches, strict=True
+        ):
             same(
-                found.observations, as_space(data, observation, "observation", is_observation=True)
+                found.observations,
+                as_space(data, observation, "observation", is_observation=True),
             )
             same(found.actions, as_space(data, action, "action", is_observation=False))
             for name, key in (
@@ -162,14 +187,20 @@ class TestMinari:
                 include_nested=True, leaves_only=True
             ):
                 same(batch[key], value)
-        for each in dataset.iterate_episodes() if not names_spaces and observation == BOX else ():
+        for each in (
+            dataset.iterate_episodes()
+            if not names_spaces and observation == BOX
+            else ()
+        ):
             assert all(map(dataset.observation_space.contains, each.observations))
 
     def test_infos_have_a_row_more_and_a_mask(self, tmp_path):
         recording = recorded(tmp_path / "run", partial(InfoEnv, 3), info=NAMES)
         recording.to_minari("infos-v0")
         for found, data in zip(
-            minari.load_dataset("infos-v0").iterate_episodes(), whole(recording), strict=True
+            minari.load_dataset("infos-v0").iterate_episodes(),
+            whole(recording),
+            strict=True,
         ):
             columns = data["info"].items(include_nested=True, leaves_only=True)
             assert columns
@@ -180,17 +211,27 @@ class TestMinari:
                 value = found.infos
                 for name in path:
                     value = value[name]
-                same(value, torch.cat([rows, data[("next", "info", *path)][-1:]]).numpy())
+                same(
+                    value, torch.cat([rows, data[("next", "info", *path)][-1:]]).numpy()
+                )
 
     def test_a_known_environment_gives_its_spaces(self, tmp_path):
         recording = recorded(
             tmp_path / "run", "CartPole-v1", frames=64, meta={"env": "CartPole-v1"}
         )
-        recording.to_minari("cart/random-v0", metadata={"algorithm_name": "random", "author": "us"})
+        recording.to_minari(
+            "cart/random-v0", metadata={"algorithm_name": "random", "author": "us"}
+        )
         dataset = minari.load_dataset("cart/random-v0")
-        assert (dataset.env_spec.id, dataset.action_space) == ("CartPole-v1", spaces.Discrete(2))
+        assert (dataset.env_spec.id, dataset.action_space) == (
+            "CartPole-v1",
+            spaces.Discrete(2),
+        )
         assert dataset.storage.metadata["algorithm_name"] == "random"
-        assert load(tmp_path / "minari" / "cart" / "random-v0").meta["env"] == "CartPole-v1"
+        assert (
+            load(tmp_path / "minari" / "cart" / "random-v0").meta["env"]
+            == "CartPole-v1"
+        )
 
     def test_no_dataset_is_overwritten_and_none_is_left_half_written(self, tmp_path):
         recording = recorded(tmp_path / "run", partial(CountingEnv, 3))
@@ -205,7 +246,9 @@ class TestMinari:
             load("minari:others-v0")
 
     def test_a_recording_without_next_observations_is_refused(self, tmp_path):
-        recording = recorded(tmp_path / "run", partial(CountingEnv, 3), compact_obs=True)
+        recording = recorded(
+            tmp_path / "run", partial(CountingEnv, 3), compact_obs=True
+        )
         with pytest.raises(BadRecording, match="compact_obs"):
             recording.to_minari("compact-v0")
 
@@ -213,7 +256,9 @@ class TestMinari:
         recording = recorded(
             tmp_path / "run", TorchCartPole(2, final_obs=False, max_steps=5), frames=24
         )
-        with pytest.raises(BadRecording, match=r"18 left out \(the last observation is unknown\)"):
+        with pytest.raises(
+            BadRecording, match=r"18 left out \(the last observation is unknown\)"
+        ):
             recording.to_minari("cart-v0")
         assert recording.to_parquet(tmp_path / "steps.parquet").episodes == 18
 
@@ -231,7 +276,9 @@ class TestMinari:
         assert [e.episode_return for e in found.episodes] == [
             e.episode_return for e in recording.episodes if e.complete
         ]
-        assert torch.equal(found.batch(1)["observation"], whole(recording)[1]["observation"])
+        assert torch.equal(
+            found.batch(1)["observation"], whole(recording)[1]["observation"]
+        )
         with pytest.raises(IndexError):
             found.batch(found.batches)
 
@@ -252,18 +299,26 @@ def rows_of(value):
 @pytest.mark.parametrize(("observation", "action"), PAIRS)
 def test_parquet_has_a_row_per_step(tmp_path, observation, action):
     recording = recorded(
-        tmp_path / "run", partial(SpaceEnv, observation, action, 3), frames=21, num_envs=3
+        tmp_path / "run",
+        partial(SpaceEnv, observation, action, 3),
+        frames=21,
+        num_envs=3,
     )
     done = recording.to_parquet(tmp_path / "steps.parquet")
     table = pq.read_table(tmp_path / "steps.parquet")
     lengths = [len(data) for data in whole(recording)]
     assert done.frames == len(table) == sum(lengths)
-    assert table["episode"].to_pylist() == np.repeat(range(len(lengths)), lengths).tolist()
+    assert (
+        table["episode"].to_pylist() == np.repeat(range(len(lengths)), lengths).tolist()
+    )
     assert table["step"].to_pylist() == [t for length in lengths for t in range(length)]
     expected = columns_of(recording)
     assert set(table.column_names) == {"episode", "step", *expected}
     hf = datasets.load_dataset(
-        "parquet", data_files=str(done.path), split="train", cache_dir=str(tmp_path / "hf")
+        "parquet",
+        data_files=str(done.path),
+        split="train",
+        cache_dir=str(tmp_path / "hf"),
     )
     for name, value in expected.items():
         flat = name.startswith(("next.", "collector.")) and "observation" not in name
@@ -297,23 +352,38 @@ def test_an_existing_file_is_not_overwritten(tmp_path):
 class TestLeRobot:
     def snapshot(self, path, monkeypatch):
         """The dataset as TorchRL's reader finds it."""
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(path))
+        monkeypatch.setattr(
+            huggingface_hub, "snapshot_download", lambda *_, **__: str(path)
+        )
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", path.parent / "hf")
         return _LeRobotSnapshot("muster/test")
 
     @pytest.mark.parametrize(("observation", "action"), PAIRS)
-    def test_torchrl_reads_what_was_recorded(self, tmp_path, monkeypatch, observation, action):
+    def test_torchrl_reads_what_was_recorded(
+        self, tmp_path, monkeypatch, observation, action
+    ):
         recording = recorded(
-            tmp_path / "run", partial(SpaceEnv, observation, action, 3), frames=21, num_envs=3
+            tmp_path / "run",
+            partial(SpaceEnv, observation, action, 3),
+            frames=21,
+            num_envs=3,
         )
         done = recording.to_lerobot(tmp_path / "out", fps=10, task="count")
         found = self.snapshot(done.path, monkeypatch)
         columns = LeRobotExperienceReplay._extract_columns(found)
-        joined, lengths = torch.cat(whole(recording)), [len(data) for data in whole(recording)]
+        joined, lengths = (
+            torch.cat(whole(recording)),
+            [len(data) for data in whole(recording)],
+        )
         assert columns["task"] == ["count"] * sum(lengths)
-        assert columns["episode_index"].tolist() == np.repeat(range(len(lengths)), lengths).tolist()
+        assert (
+            columns["episode_index"].tolist()
+            == np.repeat(range(len(lengths)), lengths).tolist()
+        )
         assert columns["index"].tolist() == list(range(sum(lengths)))
-        assert columns["frame_index"].tolist() == [t for length in lengths for t in range(length)]
+        assert columns["frame_index"].tolist() == [
+            t for length in lengths for t in range(length)
+        ]
         assert torch.equal(columns["timestamp"], columns["frame_index"] / 10)
         assert [row["length"] for row in found.episodes] == lengths
         ends = np.cumsum(lengths).tolist()
@@ -339,7 +409,9 @@ class TestLeRobot:
         for name in found.video_keys:
             paths, counts = found.video_segments(name)
             frames = read_mp4(paths[0])
-            expected = np.pad(joined[names[name]].numpy(), ((0, 0), (0, 0), (0, 1), (0, 0)), "edge")
+            expected = np.pad(
+                joined[names[name]].numpy(), ((0, 0), (0, 0), (0, 1), (0, 0)), "edge"
+            )
             assert counts == [len(frames)] == [sum(lengths)]
             assert frames.shape == expected.shape
         assert bool(found.video_keys) == (observation in (PICTURE, OBSERVATIONS[5]))
@@ -347,18 +419,27 @@ class TestLeRobot:
     def test_videos_show_the_pictures_of_their_steps(self, tmp_path):
         recording = recorded(tmp_path / "run", Painted, frames=40)
         recording.to_lerobot(tmp_path / "out")
-        frames = read_mp4(tmp_path / "out/videos/observation.image/chunk-000/file-000.mp4")
+        frames = read_mp4(
+            tmp_path / "out/videos/observation.image/chunk-000/file-000.mp4"
+        )
         expected = torch.cat(whole(recording))["observation"].movedim(1, 3).numpy()
         assert frames.shape == expected.shape
         assert (
-            np.abs(frames.astype(int).mean((1, 2, 3)) - expected.astype(int).mean((1, 2, 3))).max()
+            np.abs(
+                frames.astype(int).mean((1, 2, 3))
+                - expected.astype(int).mean((1, 2, 3))
+            ).max()
             < 8
         )
 
     def test_statistics_are_those_of_all_frames(self, tmp_path):
-        recording = recorded(tmp_path / "run", partial(SpaceEnv, BOX, ACTIONS[0], 3), frames=21)
+        recording = recorded(
+            tmp_path / "run", partial(SpaceEnv, BOX, ACTIONS[0], 3), frames=21
+        )
         recording.to_lerobot(tmp_path / "out")
-        stats = json.loads((tmp_path / "out/meta/stats.json").read_text())["observation.state"]
+        stats = json.loads((tmp_path / "out/meta/stats.json").read_text())[
+            "observation.state"
+        ]
         rows = torch.cat(whole(recording))["observation"].double().numpy()
         for name in ("min", "max", "mean", "std"):
             assert stats[name] == pytest.approx(getattr(np, name)(rows, axis=0))
@@ -381,7 +462,9 @@ class TestLeRobot:
         spans: dict[tuple[int, int], list[float]] = {}
         name = "videos/observation.image"
         for row in found.episodes:
-            ends = spans.setdefault((row[f"{name}/chunk_index"], row[f"{name}/file_index"]), [0.0])
+            ends = spans.setdefault(
+                (row[f"{name}/chunk_index"], row[f"{name}/file_index"]), [0.0]
+            )
             assert row[f"{name}/from_timestamp"] == ends[-1]
             ends.append(row[f"{name}/to_timestamp"])
         assert [round(ends[-1] * found.fps) for ends in spans.values()] == counts
@@ -412,14 +495,21 @@ def read_mp4(path):
     """The pictures of a video, ``[n, height, width, 3]``."""
     reader = imageio_ffmpeg.read_frames(str(path))
     width, height = next(reader)["size"]
-    return np.stack([np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in reader])
+    return np.stack(
+        [np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in reader]
+    )
 
 
 def test_a_lost_workers_episodes_are_not_exported(tmp_path):
     counts = tmp_path / "counts"
     dies = Fault(Signalled(signal.SIGKILL), at=25)
     envs = [partial(OracleEnv, counts, 0, 1, dies), partial(OracleEnv, counts, 1)]
-    options = {"frames_per_batch": 20, "total_frames": 200, "seed": 0, "on_failure": "restart"}
+    options = {
+        "frames_per_batch": 20,
+        "total_frames": 200,
+        "seed": 0,
+        "on_failure": "restart",
+    }
     with (
         MultiSyncCollector(envs, None, **options) as collector,
         Recorder(tmp_path / "run", meta={}) as recorder,
@@ -428,11 +518,15 @@ def test_a_lost_workers_episodes_are_not_exported(tmp_path):
             recorder.write(batch)
     recording = load(tmp_path / "run")
     done = recording.to_minari("oracle-v0")
-    assert done.left_out[UNFINISHED] > 2, "those that the end cut, and the one of the lost worker"
+    assert done.left_out[UNFINISHED] > 2, (
+        "those that the end cut, and the one of the lost worker"
+    )
     runs = set()
     for episode in minari.load_dataset("oracle-v0").iterate_episodes():
         env, run, number, step = episode.observations[:, :4].T
-        assert len({*zip(env.tolist(), run.tolist(), number.tolist(), strict=True)}) == 1
+        assert (
+            len({*zip(env.tolist(), run.tolist(), number.tolist(), strict=True)}) == 1
+        )
         assert step.tolist() == list(range(len(episode.rewards) + 1))
         runs.add((int(env[0]), int(run[0])))
     assert runs >= {(0, 0), (0, 1), (1, 0)}
@@ -440,14 +534,29 @@ def test_a_lost_workers_episodes_are_not_exported(tmp_path):
 
 
 def test_the_command_line_exports(tmp_path, capsys):
-    assert main(["collect", "CartPole-v1", "--frames", "1000", "--out", str(tmp_path / "run")]) == 0
+    assert (
+        main(
+            [
+                "collect",
+                "CartPole-v1",
+                "--frames",
+                "1000",
+                "--out",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 0
+    )
     assert isinstance(load(tmp_path / "run"), Recording)
     for kind, out in (
         ("minari", "cart-v0"),
         ("lerobot", tmp_path / "le"),
         ("parquet", tmp_path / "p.parquet"),
     ):
-        assert main(["export", str(tmp_path / "run"), "--to", kind, "--out", str(out)]) == 0
+        assert (
+            main(["export", str(tmp_path / "run"), "--to", kind, "--out", str(out)])
+            == 0
+        )
     said = capsys.readouterr().out
     assert said.count("episodes, ") == 3
     assert "left out" in said
@@ -473,7 +582,12 @@ def test_the_command_line_exports(tmp_path, capsys):
 def test_exports_have_the_seeds_of_episodes(tmp_path):
     seeds = [5, 3, 11, 7, 2]
     recording = recorded(
-        tmp_path / "in", SeededEnv, num_envs=2, frames=20, track_seeds=True, episode_seeds=seeds
+        tmp_path / "in",
+        SeededEnv,
+        num_envs=2,
+        frames=20,
+        track_seeds=True,
+        episode_seeds=seeds,
     )
     expected = [int(episode["observation"][0, 0]) for episode in whole(recording)]
     assert set(expected) == set(seeds)
@@ -491,16 +605,22 @@ def test_exports_have_the_seeds_of_episodes(tmp_path):
 
 
 def test_episodes_without_a_seed(tmp_path):
-    recording = recorded(tmp_path / "in", SeededEnv, num_envs=2, frames=20, track_seeds=True)
+    recording = recorded(
+        tmp_path / "in", SeededEnv, num_envs=2, frames=20, track_seeds=True
+    )
     expected = [int(episode["observation"][0, 0]) for episode in whole(recording)]
     assert {-1, 0, 1} == set(expected)
     recording.to_minari("some-v0")
     found = minari.load_dataset("some-v0")
     stored = list(found.storage.get_episode_metadata(range(found.total_episodes)))
-    assert [one.get("seed") or -1 for one in stored] == [seed or -1 for seed in expected]
+    assert [one.get("seed") or -1 for one in stored] == [
+        seed or -1 for seed in expected
+    ]
     recording.to_lerobot(tmp_path / "lerobot")
     table = pq.read_table(tmp_path / "lerobot" / "meta" / "episodes")
-    assert table["seed"].to_pylist() == [None if seed < 0 else seed for seed in expected]
+    assert table["seed"].to_pylist() == [
+        None if seed < 0 else seed for seed in expected
+    ]
 
 
 def test_recordings_without_seeds_are_exported_as_before(tmp_path):

@@ -104,7 +104,9 @@ def by_env(
 
 def carried(error: BaseException, phase: str = "step", **where: Any) -> MusterError:
     """Through a pipe."""
-    failure: SentError = pickle.loads(pickle.dumps(pack(error, phase=phase, **{**WHERE, **where})))
+    failure: SentError = pickle.loads(
+        pickle.dumps(pack(error, phase=phase, **{**WHERE, **where}))
+    )
     return failure.error()
 
 
@@ -122,7 +124,13 @@ def test_an_error_of_an_environment_arrives_with_place_original_and_traceback() 
     assert lines[-2].strip() == "raise self.error()"
     assert type(error.__cause__) is ValueError
     assert error.__cause__.args == ("boom",)
-    assert (error.worker, error.env_id, error.seed, error.phase, error.crash_report) == (
+    assert (
+        error.worker,
+        error.env_id,
+        error.seed,
+        error.phase,
+        error.crash_report,
+    ) == (
         1,
         5,
         42,
@@ -143,7 +151,9 @@ def test_an_error_of_an_environment_arrives_with_place_original_and_traceback() 
     ],
     ids=["two arguments", "lock", "huge", "another", "exits", "mute"],
 )
-def test_what_does_not_survive_pickling_arrives_as_text(make: Callable[[], Exception]) -> None:
+def test_what_does_not_survive_pickling_arrives_as_text(
+    make: Callable[[], Exception],
+) -> None:
     error = carried(EnvError("env raised"), phase="step")
     assert error.__cause__ is None
     try:
@@ -173,7 +183,9 @@ def test_exceptions_that_hold_lambdas_survive() -> None:
 @pytest.mark.parametrize(
     "make", [lambda: SystemExit(3), KeyboardInterrupt, lambda: GeneratorExit("x")]
 )
-def test_what_is_no_exception_ends_nothing_and_arrives(make: Callable[[], BaseException]) -> None:
+def test_what_is_no_exception_ends_nothing_and_arrives(
+    make: Callable[[], BaseException],
+) -> None:
     name = type(make()).__name__
     error = carried(raised(make()))
     assert type(error) is EnvError
@@ -186,7 +198,10 @@ def test_notes_come_along() -> None:
     original = ValueError("boom")
     original.__notes__ = ["the third level", "of the maze"]  # type: ignore[attr-defined]  # add_note of Python 3.11
     error = carried(raised(original))
-    assert "ValueError was raised: boom\nthe third level\nof the maze. In worker 1" in str(error)
+    assert (
+        "ValueError was raised: boom\nthe third level\nof the maze. In worker 1"
+        in str(error)
+    )
     assert error.__cause__.__notes__ == ["the third level", "of the maze"]  # type: ignore[union-attr]
 
 
@@ -222,7 +237,9 @@ def test_a_class_derived_from_one_of_musters_arrives_as_that() -> None:
         ("call", WorkerError),
     ],
 )
-def test_other_errors_get_the_class_of_their_phase(phase: str, kind: type[MusterError]) -> None:
+def test_other_errors_get_the_class_of_their_phase(
+    phase: str, kind: type[MusterError]
+) -> None:
     error = carried(raised(KeyError("a")), phase=phase)
     assert type(error) is kind
     assert str(error).startswith("KeyError was raised: 'a'. In worker 1")
@@ -286,7 +303,11 @@ def test_endless_texts_are_shortened() -> None:
             "the worker could not go on (closed descriptors, for example): see standard error for a traceback.",
         ),
         (7, 0, "ended with exit code 7"),
-        (None, 0, "ended in an unknown way during step. Another part of this program reaped"),
+        (
+            None,
+            0,
+            "ended in an unknown way during step. Another part of this program reaped",
+        ),
     ],
 )
 def test_a_death_says_how_and_what_that_may_mean(
@@ -298,7 +319,12 @@ def test_a_death_says_how_and_what_that_may_mean(
         "Worker 1 (pid 4711), environment 5, step 17 of its episode 2, row 3, seed 42 "
     )
     assert expected in str(error)
-    assert (error.worker, error.env_id, error.phase, error.exitcode) == (1, 5, "step", exitcode)
+    assert (error.worker, error.env_id, error.phase, error.exitcode) == (
+        1,
+        5,
+        "step",
+        exitcode,
+    )
     assert type(pickle.loads(pickle.dumps(error))) is WorkerDied
 
 
@@ -307,13 +333,21 @@ def test_a_crash_shows_where_it_was(tmp_path: Path) -> None:
         "import ctypes, faulthandler\nfaulthandler.enable()\ndef step():\n    ctypes.string_at(0)\nstep()\n"
     )
     done = subprocess.run(
-        [sys.executable, tmp_path / "native.py"], capture_output=True, text=True, check=False
+        [sys.executable, tmp_path / "native.py"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     error = died(
-        Where(worker=0, generation=2), phase="step", exitcode=done.returncode, stack=done.stderr
+        Where(worker=0, generation=2),
+        phase="step",
+        exitcode=done.returncode,
+        stack=done.stderr,
     )
     assert done.returncode == -signal.SIGSEGV
-    assert str(error).startswith("Worker 0 (restart 2) was killed by SIGSEGV during step.")
+    assert str(error).startswith(
+        "Worker 0 (restart 2) was killed by SIGSEGV during step."
+    )
     assert f"It was at {tmp_path / 'native.py'}:4 in step." in str(error)
     assert "\n\nStack of the worker" in str(error)
 
@@ -367,7 +401,9 @@ def test_the_users_frame_is_found_below_installed_ones_and_in_musters_thread() -
         'Current thread 0x3 (most recent call first):\n  File "/home/u/third.py", line 1 in main\n'
     )
     assert innermost_user_frame(stack) == "/home/u/maze.py:34 in step"
-    without_user = stack.replace("/home/u/maze.py", stdlib).replace("/home/u/wrap.py", numpy_file)
+    without_user = stack.replace("/home/u/maze.py", stdlib).replace(
+        "/home/u/wrap.py", numpy_file
+    )
     assert innermost_user_frame(without_user) == f"{stdlib}:2 in read"
     without_muster = stack.replace(muster, "/home/u")
     assert innermost_user_frame(without_muster) == "/home/u/third.py:1 in main"
@@ -383,7 +419,9 @@ def test_a_hang_without_a_stack_says_why() -> None:
     assert plain.startswith(
         "Worker 1 has been in reset for 1.0 s; its deadline is 0.5 s. Its stack could not be taken"
     )
-    stopped = str(hung(Where(worker=1), phase="reset", seconds=1, deadline=0.5, stopped=True))
+    stopped = str(
+        hung(Where(worker=1), phase="reset", seconds=1, deadline=0.5, stopped=True)
+    )
     assert (
         "The process is stopped (SIGSTOP, or a debugger), so its stack could not be taken."
         in stopped
@@ -407,5 +445,8 @@ def test_a_thread_shows_what_it_is_at() -> None:
     stack = thread_stack(thread.ident or 0)
     end.set()
     thread.join()
-    assert innermost_user_frame(stack) == f"{__file__}:{step.__code__.co_firstlineno + 2} in step"
+    assert (
+        innermost_user_frame(stack)
+        == f"{__file__}:{step.__code__.co_firstlineno + 2} in step"
+    )
     assert thread_stack(0) == ""

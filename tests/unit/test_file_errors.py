@@ -21,7 +21,16 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from muster import Collector, Evaluator, Recorder, Timeline, Watch, load, load_state, save_state
+from muster import (
+    Collector,
+    Evaluator,
+    Recorder,
+    Timeline,
+    Watch,
+    load,
+    load_state,
+    save_state,
+)
 from muster.cli.main import main
 from muster.errors import BadCheckpoint, BadRecording, FileError, HookError, MusterError
 from muster.observing.loggers import JsonlLogger, TensorBoardLogger
@@ -48,7 +57,9 @@ def crash_report() -> CrashReport:
     with Evaluator(CountingEnv, None, episodes=1) as evaluator:
         evaluation = evaluator.evaluate()
     assert evaluation.tape is not None
-    report = evaluation.tape.crash_report(evaluation.records[0], EnvFactory(CountingEnv, None))
+    report = evaluation.tape.crash_report(
+        evaluation.records[0], EnvFactory(CountingEnv, None)
+    )
     report.episode = {"episode_return": 6.0, "length": 3, "env_id": 0, "traj_id": 0}
     return report
 
@@ -81,7 +92,9 @@ def timeline(path: Path) -> None:
 
 def profile(path: Path) -> None:
     profiler = RolloutProfiler(
-        ProfileConfig(num_rollouts=1, warmup_rollouts=0, activities=["cpu"], save_path=path)
+        ProfileConfig(
+            num_rollouts=1, warmup_rollouts=0, activities=["cpu"], save_path=path
+        )
     )
     profiler.start()
     torch.ones(3).sum()
@@ -113,7 +126,9 @@ def watched(folder: Path) -> None:
 def film(path: Path) -> None:
     pytest.importorskip("imageio_ffmpeg")
     rng = np.random.default_rng(0)
-    write_mp4(path, (rng.integers(0, 255, (96, 96, 3), np.uint8) for _ in range(40)), 30.0)
+    write_mp4(
+        path, (rng.integers(0, 255, (96, 96, 3), np.uint8) for _ in range(40)), 30.0
+    )
 
 
 WRITERS: dict[str, Callable[[Path], Any]] = {  # of a file
@@ -129,7 +144,12 @@ FOLDERS: dict[str, Callable[[Path], Any]] = {  # of files in a folder
     "autosave": autosaved,
     "watch": watched,
 }
-WITH_RUN = ("parquet", "lerobot", "crash report", "png")  # they write what another test has made
+WITH_RUN = (
+    "parquet",
+    "lerobot",
+    "crash report",
+    "png",
+)  # they write what another test has made
 OWN_FOLDERS = {
     "timeline",
     "profile",
@@ -220,7 +240,9 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", [*WRITERS, "parquet", "lerobot", "crash report"])
-def test_what_is_no_ordinary_file_is_not_written_to_and_stays(name, place, tmp_path, write):
+def test_what_is_no_ordinary_file_is_not_written_to_and_stays(
+    name, place, tmp_path, write
+):
     if "device" in place and not ROOT:
         pytest.skip("needs root")
     path = tmp_path / "out.mp4"
@@ -234,7 +256,9 @@ def test_what_is_no_ordinary_file_is_not_written_to_and_stays(name, place, tmp_p
     assert not [left for left in os.listdir(tmp_path) if left.endswith(".tmp")]
 
 
-@pytest.mark.parametrize("name", [*WRITERS, *FOLDERS, "parquet", "lerobot", "crash report"])
+@pytest.mark.parametrize(
+    "name", [*WRITERS, *FOLDERS, "parquet", "lerobot", "crash report"]
+)
 def test_a_file_in_the_place_of_a_folder_is_named(name, tmp_path, write):
     (tmp_path / "file").write_text("precious")
     path = tmp_path / "file" / "out.mp4"
@@ -247,7 +271,9 @@ def test_a_file_in_the_place_of_a_folder_is_named(name, tmp_path, write):
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_file_or_fifo_in_the_place_of_the_folder_itself_is_named(name, tmp_path, write):
+def test_a_file_or_fifo_in_the_place_of_the_folder_itself_is_named(
+    name, tmp_path, write
+):
     (tmp_path / "file").write_text("precious")
     os.mkfifo(tmp_path / "fifo")
     for place in ("file", "fifo"):
@@ -257,7 +283,9 @@ def test_a_file_or_fifo_in_the_place_of_the_folder_itself_is_named(name, tmp_pat
     assert (tmp_path / "file").read_text() == "precious"
 
 
-@pytest.mark.parametrize("name", [*WRITERS, *FOLDERS, "parquet", "lerobot", "crash report"])
+@pytest.mark.parametrize(
+    "name", [*WRITERS, *FOLDERS, "parquet", "lerobot", "crash report"]
+)
 def test_a_missing_folder_is_created_or_named(name, tmp_path, write):
     path = tmp_path / "a" / "b" / "out.mp4"
     if name in OWN_FOLDERS:
@@ -265,13 +293,18 @@ def test_a_missing_folder_is_created_or_named(name, tmp_path, write):
         assert path.exists()
         return
     with pytest.raises(
-        FileError, match=f"^{path} cannot be written: No such file or directory. Check the path"
+        FileError,
+        match=f"^{path} cannot be written: No such file or directory. Check the path",
     ):
         write(name, path)
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system without new files")
-@pytest.mark.parametrize("name", [*WRITERS, *FOLDERS, "parquet", "lerobot", "crash report"])
+@pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="needs a file system without new files"
+)
+@pytest.mark.parametrize(
+    "name", [*WRITERS, *FOLDERS, "parquet", "lerobot", "crash report"]
+)
 def test_where_nothing_may_be_created_the_path_is_named(name, write):
     with pytest.raises(MusterError, match="/proc/"):
         in_time(lambda: write(name, Path("/proc/muster.mp4")))
@@ -281,7 +314,8 @@ def test_where_nothing_may_be_created_the_path_is_named(name, write):
     "ignore::pytest.PytestUnhandledThreadExceptionWarning"
 )  # of TensorBoard's thread
 @pytest.mark.parametrize(
-    "name", ["state", "timeline", "jsonl", "tensorboard", "parquet", "lerobot", "crash report"]
+    "name",
+    ["state", "timeline", "jsonl", "tensorboard", "parquet", "lerobot", "crash report"],
 )
 def test_a_full_disk_is_an_error_with_path_and_remedy_and_the_call_can_be_repeated(
     name, tmp_path, write
@@ -293,7 +327,9 @@ def test_a_full_disk_is_an_error_with_path_and_remedy_and_the_call_can_be_repeat
     with files_limited_to(120), pytest.raises(FileError) as caught:
         write(name, path)
     error = caught.value
-    assert str(path) in str(error) or "muster-" in str(error), "or the path of a temporary file"
+    assert str(path) in str(error) or "muster-" in str(error), (
+        "or the path of a temporary file"
+    )
     assert "choose another path" in str(error)
     assert error.errno in (errno.EFBIG, errno.ENOSPC)
     assert isinstance(error.__cause__, OSError)
@@ -322,7 +358,9 @@ def test_an_autosave_on_a_full_disk_loses_nothing(tmp_path):
         for _ in range(2):
             with (
                 files_limited_to(100),
-                pytest.raises(FileError, match=rf"^{state} cannot be written: .*ulimit -f"),
+                pytest.raises(
+                    FileError, match=rf"^{state} cannot be written: .*ulimit -f"
+                ),
             ):
                 collector.next()
             assert load_state(state)["engine"].keys() == before.keys()
@@ -330,7 +368,9 @@ def test_an_autosave_on_a_full_disk_loses_nothing(tmp_path):
         assert torch.equal(collector.next()["observation"], expected[2])
 
 
-def test_a_logger_on_a_full_disk_stops_the_iteration_with_the_path_and_loses_nothing(tmp_path):
+def test_a_logger_on_a_full_disk_stops_the_iteration_with_the_path_and_loses_nothing(
+    tmp_path,
+):
     logger = JsonlLogger(tmp_path / "log")
     with (
         logger,
@@ -353,7 +393,9 @@ def test_crash_reports_from_elsewhere_are_written_whole_or_not_at_all(tmp_path):
     directory = CrashDirectory(tmp_path / "crashes")
     with (
         files_limited_to(5),
-        pytest.warns(UserWarning, match=rf"No crash report .*{tmp_path}.*cannot be written"),
+        pytest.warns(
+            UserWarning, match=rf"No crash report .*{tmp_path}.*cannot be written"
+        ),
     ):
         assert directory.put("a.crash", b"1234567890") is None
     assert list((tmp_path / "crashes").iterdir()) == []
@@ -363,7 +405,8 @@ def test_crash_reports_from_elsewhere_are_written_whole_or_not_at_all(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     (tmp_path / "file").touch()
     with pytest.warns(
-        UserWarning, match=rf"No crash report .*{tmp_path / 'file'} cannot be used as a folder"
+        UserWarning,
+        match=rf"No crash report .*{tmp_path / 'file'} cannot be used as a folder",
     ):
         CrashDirectory(tmp_path / "file").put("a.crash", b"1")
 
@@ -454,8 +497,24 @@ BOX = (16).to_bytes(4, "big")
             BOX + b"moov" + bytes(8) + bytes(4) + b"mdat",
             False,
         ),  # of unknown size: the writer did not come back to it
-        (b"\0\0\0\1mdat" + (24).to_bytes(8, "big") + bytes(8) + BOX + b"moov" + bytes(8), True),
-        (b"\0\0\0\1mdat" + (99).to_bytes(8, "big") + bytes(8) + BOX + b"moov" + bytes(8), False),
+        (
+            b"\0\0\0\1mdat"
+            + (24).to_bytes(8, "big")
+            + bytes(8)
+            + BOX
+            + b"moov"
+            + bytes(8),
+            True,
+        ),
+        (
+            b"\0\0\0\1mdat"
+            + (99).to_bytes(8, "big")
+            + bytes(8)
+            + BOX
+            + b"moov"
+            + bytes(8),
+            False,
+        ),
     ],
 )
 def test_a_film_that_was_cut_is_recognised(tmp_path, content, complete):
@@ -483,10 +542,15 @@ def test_a_picture_is_written_whole_and_under_its_name(tmp_path, capsys):
         assert str(tmp_path / name) in error
         assert message in error
     with files_limited_to(1000):
-        assert main(["watch", str(tmp_path / "run"), "--png", str(tmp_path / "b.png")]) == 2
+        assert (
+            main(["watch", str(tmp_path / "run"), "--png", str(tmp_path / "b.png")])
+            == 2
+        )
     assert "ulimit -f" in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["fifo.png", "run"]
-    assert main(["watch", str(tmp_path / "run"), "--png", str(tmp_path / "picture")]) == 0
+    assert (
+        main(["watch", str(tmp_path / "run"), "--png", str(tmp_path / "picture")]) == 0
+    )
     assert (tmp_path / "picture").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -524,7 +588,9 @@ READERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("place", [*PLACES, "nothing", "link to nothing", "link to itself"])
+@pytest.mark.parametrize(
+    "place", [*PLACES, "nothing", "link to nothing", "link to itself"]
+)
 @pytest.mark.parametrize("name", READERS)
 def test_what_is_no_file_is_not_read(name, place, tmp_path):
     if "device" in place and not ROOT:
@@ -576,7 +642,9 @@ def test_a_fifo_in_the_place_of_a_runs_snapshots_or_episodes_does_not_wait(tmp_p
     reader.close()
     (tmp_path / EPISODES).mkdir()
     os.mkfifo(tmp_path / EPISODES / "best.episode")
-    with pytest.raises(MusterError, match=r"best\.episode cannot be read: it is a FIFO"):
+    with pytest.raises(
+        MusterError, match=r"best\.episode cannot be read: it is a FIFO"
+    ):
         in_time(lambda: load_own(tmp_path / EPISODES / "best.episode", trust=True))
 
 
@@ -602,15 +670,27 @@ def test_a_file_error_is_an_error_of_the_system_and_one_of_muster(tmp_path):
         "it is a folder",
         str(tmp_path),
     )
-    assert str(error) == f"{tmp_path} cannot be written: it is a folder. Give the path of a file."
+    assert (
+        str(error)
+        == f"{tmp_path} cannot be written: it is a folder. Give the path of a file."
+    )
     assert isinstance(error, IsADirectoryError), "as Python calls it"
     assert type(error).__name__ == "FileError"
     again = pickle.loads(pickle.dumps(error))
-    assert (type(again), str(again), again.errno) == (type(error), str(error), errno.EISDIR)
+    assert (type(again), str(again), again.errno) == (
+        type(error),
+        str(error),
+        errno.EISDIR,
+    )
     with pytest.raises(FileNotFoundError, match="Check the path"):
         save_state(tmp_path / "a" / "b", STATE)
-    assert explained("elsewhere", "read", error) is error, "what was named once is not named again"
-    assert str(explained("x", "read", OSError(errno.EPROTO, "odd"))) == "x cannot be read: odd."
+    assert explained("elsewhere", "read", error) is error, (
+        "what was named once is not named again"
+    )
+    assert (
+        str(explained("x", "read", OSError(errno.EPROTO, "odd")))
+        == "x cannot be read: odd."
+    )
     assert str(FileError()) == ""
 
 
@@ -626,7 +706,8 @@ def test_a_file_that_is_open_stays_readable_and_no_descriptor_is_left(tmp_path):
     make_folder(tmp_path / "x" / "y")
     make_folder(tmp_path / "x" / "y")
     with pytest.raises(
-        FileError, match=r"a cannot be used as a folder: File exists\. A file has that name"
+        FileError,
+        match=r"a cannot be used as a folder: File exists\. A file has that name",
     ):
         make_folder(tmp_path / "a")
 
@@ -636,6 +717,7 @@ def test_a_damaged_state_is_still_told_from_one_that_cannot_be_read(tmp_path):
     with pytest.raises(BadCheckpoint, match="damaged"):
         load_state(tmp_path / "a")
     with pytest.raises(
-        BadCheckpoint, match=rf"{tmp_path} cannot be read: it is a folder\. Give the path of a file"
+        BadCheckpoint,
+        match=rf"{tmp_path} cannot be read: it is a folder\. Give the path of a file",
     ):
         load_state(tmp_path)

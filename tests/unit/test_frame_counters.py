@@ -76,7 +76,11 @@ def test_steps_that_were_given_up_here_are_not_given_up_again() -> None:
     ours.give_up("policy_changed")
     theirs.give_up("worker_died")
     ours.add_counts(theirs.counts(), told)
-    assert (ours.executed, ours.in_flight, +ours.discarded) == (7, 0, {"policy_changed": 7})
+    assert (ours.executed, ours.in_flight, +ours.discarded) == (
+        7,
+        0,
+        {"policy_changed": 7},
+    )
 
 
 def test_a_lost_node_takes_only_what_has_not_arrived() -> None:
@@ -86,7 +90,11 @@ def test_a_lost_node_takes_only_what_has_not_arrived() -> None:
     ours.add_counts(theirs.counts(), NodeCounts())
     ours.arrived(20)
     ours.give_up("worker_died")
-    assert (ours.executed, ours.in_flight, +ours.discarded) == (25, 20, {"worker_died": 5})
+    assert (ours.executed, ours.in_flight, +ours.discarded) == (
+        25,
+        20,
+        {"worker_died": 5},
+    )
 
 
 def test_steps_whose_result_has_not_arrived_are_told_apart() -> None:

@@ -16,7 +16,10 @@ from muster.testing import CountingEnv, SpaceEnv
 from tests.tools import collect, column, counting, joined, recorded
 
 NESTED = spaces.Dict(
-    {"a": spaces.Box(-1, 1, (2,)), "b": spaces.Tuple((spaces.Discrete(3), spaces.Text(3)))}
+    {
+        "a": spaces.Box(-1, 1, (2,)),
+        "b": spaces.Tuple((spaces.Discrete(3), spaces.Text(3))),
+    }
 )
 
 
@@ -27,7 +30,9 @@ def zeros(obs: Any) -> torch.Tensor:
 # --- what it gets ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_envs", "shape"), [(None, (2,)), (1, (1, 2)), (3, (3, 2))])
+@pytest.mark.parametrize(
+    ("num_envs", "shape"), [(None, (2,)), (1, (1, 2)), (3, (3, 2))]
+)
 def test_the_observation_is_a_tensor_with_or_without_a_batch_dimension(num_envs, shape):
     seen = []
 
@@ -50,12 +55,20 @@ def test_dict_observations_are_dicts(num_envs):
         seen.append((obs["a"].clone(), obs["b"]["0"].clone(), list(obs["b"]["1"])))
         return torch.zeros(obs["a"].shape[:-1], dtype=torch.int64)
 
-    collect(factory, policy, num_envs=num_envs, frames_per_batch=4 * (num_envs or 1), batches=2)
+    collect(
+        factory,
+        policy,
+        num_envs=num_envs,
+        frames_per_batch=4 * (num_envs or 1),
+        batches=2,
+    )
     assert len(seen) == 8
     for t, (a, b0, b1) in enumerate(seen):
         for i, env in enumerate(made):
             obs = env.observations[t]
-            assert torch.equal(a if num_envs is None else a[i], torch.from_numpy(obs["a"]))
+            assert torch.equal(
+                a if num_envs is None else a[i], torch.from_numpy(obs["a"])
+            )
             assert (b0 if num_envs is None else b0[i]) == obs["b"][0]
             assert b1[i] == obs["b"][1]
 
@@ -72,7 +85,12 @@ def test_modules_and_methods_and_objects_are_functions():
         __call__ = act
 
     for policy in (Net(), Agent().act, Agent(), lambda obs, scale=1: Net()(obs)):
-        assert column(collect(counting(4), policy, frames_per_batch=4), "action") == [0, 1, 0, 1]
+        assert column(collect(counting(4), policy, frames_per_batch=4), "action") == [
+            0,
+            1,
+            0,
+            1,
+        ]
 
 
 # --- what it may return ---------------------------------------------------------------------------
@@ -103,7 +121,9 @@ MANY = {
 
 @pytest.mark.parametrize("name", ONE)
 def test_actions_of_one_environment(name):
-    assert column(collect(counting(), lambda obs: ONE[name], frames_per_batch=3), "action") == [
+    assert column(
+        collect(counting(), lambda obs: ONE[name], frames_per_batch=3), "action"
+    ) == [
         1,
         1,
         1,
@@ -148,13 +168,23 @@ def test_extras_are_those_of_the_step_and_not_a_shared_tensor():
     def policy(obs: torch.Tensor) -> Any:
         return torch.tensor(0), {"value": buffer.add_(1)}
 
-    assert column(collect(counting(), policy, frames_per_batch=5), "value") == [1, 2, 3, 4, 5]
+    assert column(collect(counting(), policy, frames_per_batch=5), "value") == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
 
 
-@pytest.mark.parametrize("name", ["action", "next", "done", "collector", "observation", 3])
+@pytest.mark.parametrize(
+    "name", ["action", "next", "done", "collector", "observation", 3]
+)
 def test_extras_cannot_take_the_names_of_the_batch(name):
     with pytest.raises(BadPolicyOutput, match="which the batch uses"):
-        collect(counting(), lambda obs: (0, {name: torch.tensor(1.0)}), frames_per_batch=3)
+        collect(
+            counting(), lambda obs: (0, {name: torch.tensor(1.0)}), frames_per_batch=3
+        )
 
 
 # --- no batch dimension ---------------------------------------------------------------------------
@@ -199,8 +229,16 @@ def test_a_network_of_another_size_is_told_the_shape_of_the_observation(kind):
 
         wrong[kind] = TensorDictModule(layer, ["observation"], ["action"])
     with pytest.raises(PolicyError, match="shapes cannot be multiplied") as info:
-        collect(counting(), wrong[kind], num_envs=3, frames_per_batch=6, obs_dtype=torch.float32)
-    assert "observation: (3, 2). The first dimension (3) counts environments." in str(info.value)
+        collect(
+            counting(),
+            wrong[kind],
+            num_envs=3,
+            frames_per_batch=6,
+            obs_dtype=torch.float32,
+        )
+    assert "observation: (3, 2). The first dimension (3) counts environments." in str(
+        info.value
+    )
     assert "num_envs=1" not in str(info.value)
 
 
@@ -210,7 +248,8 @@ def test_a_network_of_another_size_is_told_the_shape_of_the_observation(kind):
 def test_a_policy_that_misses_the_batch_dimension_is_told_of_num_envs(kind):
     options = {"frames_per_batch": 4, "obs_dtype": torch.float32}
     with pytest.raises(
-        PolicyError, match=r"observation: \(2,\)\. Without num_envs=.*num_envs=1\. No environment"
+        PolicyError,
+        match=r"observation: \(2,\)\. Without num_envs=.*num_envs=1\. No environment",
     ) as info:
         collect(counting(), fails_without_a_batch(kind), **options)
     assert isinstance(info.value.__cause__, (IndexError, RuntimeError, ValueError))
@@ -233,7 +272,9 @@ def test_an_action_with_a_batch_dimension_too_many_names_num_envs():
     with pytest.raises(
         BadPolicyOutput, match=r"with shape \(1,\), expected \(\)\. Without num_envs="
     ):
-        collect(counting(), lambda obs: torch.zeros(1, dtype=torch.long), frames_per_batch=4)
+        collect(
+            counting(), lambda obs: torch.zeros(1, dtype=torch.long), frames_per_batch=4
+        )
 
 
 # --- recurrent state ------------------------------------------------------------------------------
@@ -264,7 +305,10 @@ def counting_state(form: str) -> Any:
 def test_state_is_carried_and_zeroed_where_an_episode_ended(form, T):
     lengths = iter([2, 3, 100])
     with Collector(
-        lambda: CountingEnv(next(lengths)), counting_state(form), num_envs=3, frames_per_batch=3 * T
+        lambda: CountingEnv(next(lengths)),
+        counting_state(form),
+        num_envs=3,
+        frames_per_batch=3 * T,
     ) as c:
         batch = joined(c, 10 // T)
     expected = [[t % 2 for t in range(10)], [t % 3 for t in range(10)], list(range(10))]
@@ -314,7 +358,9 @@ def test_a_recurrent_policy_must_return_its_state():
         collect(counting(), policy, frames_per_batch=3)
 
 
-@pytest.mark.parametrize("later", [torch.zeros(3), (torch.zeros(1), torch.zeros(1)), None], ids=str)
+@pytest.mark.parametrize(
+    "later", [torch.zeros(3), (torch.zeros(1), torch.zeros(1)), None], ids=str
+)
 def test_a_state_keeps_its_shape(later):
     def policy(obs: Any, state: Any) -> Any:
         return 0, torch.zeros(1) if state is None else later
@@ -343,7 +389,14 @@ def test_in_place_layers_are_refused_and_harmless_ones_are_not():
     with pytest.raises(BadPolicyOutput, match="in place"):
         collect(counting(), lambda obs: inplace(obs)[0].long() * 0, frames_per_batch=3)
     later = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
-    assert len(collect(counting(), lambda obs: later(obs)[0].long() * 0, frames_per_batch=3)) == 3
+    assert (
+        len(
+            collect(
+                counting(), lambda obs: later(obs)[0].long() * 0, frames_per_batch=3
+            )
+        )
+        == 3
+    )
 
 
 # --- networks whose output is the action ----------------------------------------------------------
@@ -355,12 +408,18 @@ def test_a_network_of_known_layers_runs_in_the_executor_with_equal_actions(
     width, num_envs, request
 ):
     net = nn.Sequential(
-        nn.Linear(3, width), nn.Tanh(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
+        nn.Linear(3, width),
+        nn.Tanh(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, 1),
     )
     options = {"num_envs": num_envs, "frames_per_batch": 8, "seed": 0}
     with (
         Collector("Pendulum-v1", net, **options) as fast,
-        Collector("Pendulum-v1", net, execution=Execution(executor=False), **options) as slow,
+        Collector(
+            "Pendulum-v1", net, execution=Execution(executor=False), **options
+        ) as slow,
     ):
         for _ in range(3):
             a, b = fast.rollout(), slow.rollout()
@@ -390,7 +449,10 @@ def test_inference_mode_can_be_switched_off_and_lazy_parameters_stay_trainable()
 
     for mode in (True, False):
         with Collector(
-            "Pendulum-v1", policy, frames_per_batch=3, execution=Execution(inference_mode=mode)
+            "Pendulum-v1",
+            policy,
+            frames_per_batch=3,
+            execution=Execution(inference_mode=mode),
         ) as collector:
             collector.rollout()
     assert seen == [False, True, True, False, False, False]

@@ -30,7 +30,15 @@ from muster.rollout.options import RolloutOptions
 from muster.rollout.request import RolloutRequest
 from muster.testing import CountingEnv, TorchCartPole
 from tests.fakes.buffers import Adds, Extends
-from tests.tools import assert_accounted, assert_same, column, counting, lengths, recorded, stable
+from tests.tools import (
+    assert_accounted,
+    assert_same,
+    column,
+    counting,
+    lengths,
+    recorded,
+    stable,
+)
 
 REWARD, DONE, IDS = ("next", "reward"), ("next", "done"), ("collector", "traj_ids")
 
@@ -93,7 +101,9 @@ def test_every_collector_calls_its_hooks_and_delivers_what_they_write(where):
     with EVERYWHERE[where]([counting(2), counting(5)], zeros, **options) as c:
         assert list(c) == [None] * len(batches)
         assert_accounted(c)
-    assert all(batch is written for batch, written in zip(batches, buffer.batches, strict=True))
+    assert all(
+        batch is written for batch, written in zip(batches, buffer.batches, strict=True)
+    )
     for batch in batches:
         env_id = batch[IDS] % 4
         assert torch.equal(
@@ -111,7 +121,9 @@ def test_every_collector_calls_its_hooks_and_delivers_what_they_write(where):
         assert len(set(episode[IDS].tolist())) == 1
     rows = torch.cat([batch.reshape(-1) for batch in batches])
     whole = sorted(rows[IDS][rows[DONE][..., 0]].tolist())
-    assert sorted(int(episode[IDS][0]) for episode in episodes) == whole, "every one, once"
+    assert sorted(int(episode[IDS][0]) for episode in episodes) == whole, (
+        "every one, once"
+    )
     if where != "first ready":
         assert len(whole) == 2 * (16 // 2 + 16 // 5)
 
@@ -145,10 +157,15 @@ def test_on_step_sees_complete_rows_with_the_true_next_observations():
     seen = []
 
     def look(step: Any) -> None:
-        shown = [step[key].tolist() for key in ("observation", ("next", "observation"), REWARD)]
+        shown = [
+            step[key].tolist()
+            for key in ("observation", ("next", "observation"), REWARD)
+        ]
         seen.append((step.t, step.env_ids.tolist(), *shown, step.finished.tolist()))
 
-    with Collector(lengths(2, 3), zeros, num_envs=2, frames_per_batch=6, on_step=look) as c:
+    with Collector(
+        lengths(2, 3), zeros, num_envs=2, frames_per_batch=6, on_step=look
+    ) as c:
         c.rollout()
         c.rollout()
     both = [0, 1]
@@ -168,7 +185,9 @@ def test_what_on_step_writes_is_in_the_batch_and_in_the_returns_of_episodes():
         step["action"] = 1
         step["next", "observation"][step.finished] = -1
 
-    with Collector(counting(3), zeros, num_envs=2, frames_per_batch=8, on_step=shape) as c:
+    with Collector(
+        counting(3), zeros, num_envs=2, frames_per_batch=8, on_step=shape
+    ) as c:
         batch = c.rollout()
         assert column(batch, *REWARD) == [[10, 20, 30, 10]] * 2
         assert (batch["action"] == 1).all()
@@ -235,19 +254,24 @@ def test_after_an_error_of_on_step_the_next_call_goes_on_after_its_row(row):
     fails = FailsAt(row, then=lambda step: rows.append(step.t))
     with Collector(lengths(2, 3), zeros, **options, on_step=fails) as c:
         with pytest.raises(
-            HookError, match="on_step raised ZeroDivisionError: mine. The row is complete"
+            HookError,
+            match="on_step raised ZeroDivisionError: mine. The row is complete",
         ):
             next(iter(c))
         for batch, other in zip(c, expected, strict=True):
             assert_same(batch, other)
-        assert rows == [t for t in range(6) if t != row] + list(range(6)), "no row is shown twice"
+        assert rows == [t for t in range(6) if t != row] + list(range(6)), (
+            "no row is shown twice"
+        )
         assert_accounted(c)
         assert c.stats().executed == 24
 
 
 def test_on_step_gets_tensors_where_environments_step_on_a_device():
     env = TorchEnvs(TorchCartPole(3, max_steps=2))
-    env.store_as(replace(env.spec, device=torch.device("cpu")))  # takes every path that a GPU takes
+    env.store_as(
+        replace(env.spec, device=torch.device("cpu"))
+    )  # takes every path that a GPU takes
     seen = []
 
     def shape(step: Any) -> None:
@@ -256,14 +280,20 @@ def test_on_step_gets_tensors_where_environments_step_on_a_device():
         step["next", "terminated"].fill_(True)  # a copy
 
     options = RolloutOptions(num_threads=None, on_step=shape)
-    group = Group(env, env_ids=np.arange(3), total_envs=3, rng=GroupRng(0), options=options)
+    group = Group(
+        env, env_ids=np.arange(3), total_envs=3, rng=GroupRng(0), options=options
+    )
     policy = RandomPolicy(env.sample, (3,))
     prime(group, policy, 0)
     slot = Slot(
-        Layout(4, 3, lane_columns(env.spec, policy.columns(), options), batch_shape=(3,)),
+        Layout(
+            4, 3, lane_columns(env.spec, policy.columns(), options), batch_shape=(3,)
+        ),
         torch.device("cpu"),
     )
-    outcome = rollout(group, policy, RolloutRequest(0, 0, 0, "policy"), lane := slot.lanes[0])
+    outcome = rollout(
+        group, policy, RolloutRequest(0, 0, 0, "policy"), lane := slot.lanes[0]
+    )
     assert seen == [[], [0, 1, 2], [], [0, 1, 2]]
     assert torch.equal(lane.tensors[REWARD], torch.full((4, 3), 1.5))
     assert [e.episode_return for e in outcome.episodes] == [3.0] * 6
@@ -338,9 +368,13 @@ def shown(episode: Any) -> tuple[int, list[float]]:
 )
 @settings(max_examples=30, deadline=None)
 @pytest.mark.filterwarnings("ignore:frames_per_batch")
-def test_every_episode_is_shown_whole_once_and_in_order_of_its_end(each, T, less, waits, layout):
+def test_every_episode_is_shown_whole_once_and_in_order_of_its_end(
+    each, T, less, waits, layout
+):
     B = len(each)
-    frames = T * B - min(less, B - 1)  # where that is not divisible, episodes are still whole
+    frames = T * B - min(
+        less, B - 1
+    )  # where that is not divisible, episodes are still whole
     episodes, batches = [], []
     options: Any = {
         "num_envs": B,
@@ -349,7 +383,10 @@ def test_every_episode_is_shown_whole_once_and_in_order_of_its_end(each, T, less
         "layout": layout,
     }
     with Collector(
-        lengths(*each), None, on_episode_done=lambda e: episodes.append(shown(e)), **options
+        lengths(*each),
+        None,
+        on_episode_done=lambda e: episodes.append(shown(e)),
+        **options,
     ) as c:
         for _ in range(5):
             batch = c.next().clone()
@@ -357,7 +394,9 @@ def test_every_episode_is_shown_whole_once_and_in_order_of_its_end(each, T, less
     rows = torch.cat(batches, 1)
     # Blank rows repeat the flags of an episode that ended; they have no trajectory.
     ends = ((rows[IDS] >= 0) & rows[DONE][..., 0]).T.nonzero().tolist()
-    assert episodes == [(int(rows[IDS][b, t]), list(range(1, each[b] + 1))) for t, b in ends]
+    assert episodes == [
+        (int(rows[IDS][b, t]), list(range(1, each[b] + 1))) for t, b in ends
+    ]
 
 
 def test_columns_for_rows_that_were_delivered_are_an_error_that_names_the_way_out():
@@ -365,7 +404,9 @@ def test_columns_for_rows_that_were_delivered_are_an_error_that_names_the_way_ou
     with Collector(
         counting(2), None, on_episode_done=lambda e: {"a": np.zeros(len(e))}, **options
     ) as c:
-        with pytest.raises(HookError, match=r"collect\(n_episode=...\), trajs_per_batch"):
+        with pytest.raises(
+            HookError, match=r"collect\(n_episode=...\), trajs_per_batch"
+        ):
             next(iter(c))
         batches, errors = insist(c)
         assert [column(batch, *REWARD) for batch in batches] == [[1, 2, 1, 2]] * 2
@@ -373,7 +414,9 @@ def test_columns_for_rows_that_were_delivered_are_an_error_that_names_the_way_ou
 
 
 @pytest.mark.parametrize("failing", range(3))
-def test_after_an_error_the_batch_comes_and_every_episode_is_shown_until_it_was_taken(failing):
+def test_after_an_error_the_batch_comes_and_every_episode_is_shown_until_it_was_taken(
+    failing,
+):
     seen = []
     options: Any = {"num_envs": 2, "frames_per_batch": 8, "total_frames": 16}
     hook = FailsAt(failing, failing + 1, then=lambda e: seen.append(shown(e)))
@@ -381,16 +424,27 @@ def test_after_an_error_the_batch_comes_and_every_episode_is_shown_until_it_was_
         batches, errors = insist(c)
         assert_accounted(c)
     assert errors == 2
-    assert [column(batch, *REWARD)[1] for batch in batches] == [[1, 2, 3, 1], [2, 3, 1, 2]]
+    assert [column(batch, *REWARD)[1] for batch in batches] == [
+        [1, 2, 3, 1],
+        [2, 3, 1, 2],
+    ]
     assert [traj_id for traj_id, _ in seen] == [0, 1, 2, 4, 3, 6]
 
 
 @pytest.mark.parametrize("layout", ["batch_major", "time_major"])
 def test_a_collector_that_was_loaded_shows_the_next_whole_episodes(layout):
     def make(seen: list[Any]) -> Collector:
-        options: Any = {"num_envs": 2, "frames_per_batch": 8, "seed": 0, "layout": layout}
+        options: Any = {
+            "num_envs": 2,
+            "frames_per_batch": 8,
+            "seed": 0,
+            "layout": layout,
+        }
         return Collector(
-            lengths(3, 5), None, on_episode_done=lambda e: seen.append(shown(e)), **options
+            lengths(3, 5),
+            None,
+            on_episode_done=lambda e: seen.append(shown(e)),
+            **options,
         )
 
     before: list[Any] = []
@@ -421,19 +475,29 @@ def returns_to_go(episode: Any) -> dict[Any, Any]:
 @pytest.mark.parametrize("buffered", [False, True])
 def test_columns_arrive_in_batches_of_whole_episodes_and_in_the_buffer(buffered):
     buffer = Extends()
-    options: Any = {"num_envs": 2, "frames_per_batch": 4, "total_frames": 12, "trajs_per_batch": 2}
+    options: Any = {
+        "num_envs": 2,
+        "frames_per_batch": 4,
+        "total_frames": 12,
+        "trajs_per_batch": 2,
+    }
     options |= {"replay_buffer": buffer} if buffered else {}
     with Collector(lengths(2, 3), None, on_episode_done=returns_to_go, **options) as c:
         yielded = list(c)
     batches = buffer.batches if buffered else yielded
-    assert [batch["return"].tolist() for batch in batches] == [[3, 2, 6, 5, 3], [3, 2, 6, 5, 3]]
+    assert [batch["return"].tolist() for batch in batches] == [
+        [3, 2, 6, 5, 3],
+        [3, 2, 6, 5, 3],
+    ]
     assert batches[0]["next", "left"].tolist() == [[1], [0], [2], [1], [0]]
     assert batches[0]["return"].dtype == torch.float32
     assert batches[0].names == ["time"]
 
 
 @pytest.mark.parametrize("layout", ["cat", "pad"])
-def test_an_error_in_the_middle_of_a_group_shows_nothing_twice_and_keeps_the_columns(layout):
+def test_an_error_in_the_middle_of_a_group_shows_nothing_twice_and_keeps_the_columns(
+    layout,
+):
     seen = []
 
     def mark(episode: Any) -> Any:
@@ -448,10 +512,15 @@ def test_an_error_in_the_middle_of_a_group_shows_nothing_twice_and_keeps_the_col
     }
     postproc = FailsAt(0)
     with Collector(
-        counting(2), None, on_episode_done=FailsAt(1, then=mark), postproc=postproc, **options
+        counting(2),
+        None,
+        on_episode_done=FailsAt(1, then=mark),
+        postproc=postproc,
+        **options,
     ) as c:
         with pytest.raises(
-            HookError, match=r"on_episode_done raised ZeroDivisionError: mine.*with this episode"
+            HookError,
+            match=r"on_episode_done raised ZeroDivisionError: mine.*with this episode",
         ):
             next(iter(c))
         with pytest.raises(ZeroDivisionError):
@@ -465,7 +534,10 @@ def test_an_error_in_the_middle_of_a_group_shows_nothing_twice_and_keeps_the_col
     ("columns", "message"),
     [
         ([1, 2], "returned a list: expected None, or a dict"),
-        ({"a": np.zeros(3)}, r"a has shape \[3\], and the episode 2 steps: expected \[2, ...\]"),
+        (
+            {"a": np.zeros(3)},
+            r"a has shape \[3\], and the episode 2 steps: expected \[2, ...\]",
+        ),
         ({"a": 1.0}, r"a has shape \[\]"),
         ({"a": ["x", "y"]}, "a is not an array of numbers"),
         ({("collector", "a"): np.zeros(2)}, "outside of 'collector'"),
@@ -480,10 +552,14 @@ def test_an_error_in_the_middle_of_a_group_shows_nothing_twice_and_keeps_the_col
     ],
     ids=stable,
 )
-def test_columns_that_do_not_fit_are_refused_and_the_group_comes_when_they_do(columns, message):
+def test_columns_that_do_not_fit_are_refused_and_the_group_comes_when_they_do(
+    columns, message
+):
     answers = iter([{"a": np.ones(2)}, columns, {"a": np.zeros(2)}])
     options: Any = {"frames_per_batch": 4, "total_frames": 4, "trajs_per_batch": 2}
-    with Collector(counting(2), None, on_episode_done=lambda e: next(answers), **options) as c:
+    with Collector(
+        counting(2), None, on_episode_done=lambda e: next(answers), **options
+    ) as c:
         with pytest.raises(HookError, match=message):
             next(iter(c))
         assert next(iter(c))["a"].tolist() == [1, 1, 0, 0]
@@ -507,7 +583,8 @@ def test_a_batch_that_was_shown_to_its_end_and_comes_again_is_shown_again():
     seen = []
     hook = EpisodeHook(lambda episode: seen.append(len(episode)), 1)
     batch = TensorDict(
-        {DONE: torch.tensor([[False], [True], [True]]), IDS: torch.tensor([0, 0, 1])}, [3]
+        {DONE: torch.tensor([[False], [True], [True]]), IDS: torch.tensor([0, 0, 1])},
+        [3],
     )
     assert hook.whole(hook.whole(batch)) is batch
     assert seen == [2, 1, 2, 1]
@@ -562,7 +639,10 @@ def test_no_function_that_succeeded_is_called_again_for_a_batch_that_another_kep
         "total_frames": 4,
         "replay_buffer": (buffer := Extends(refuses=1)),
     }
-    options |= {"postproc": once("postproc", KeyError), "on_batch": once("on_batch", ValueError)}
+    options |= {
+        "postproc": once("postproc", KeyError),
+        "on_batch": once("on_batch", ValueError),
+    }
     with Collector(counting(3), None, **options) as c:
         for error, message in (
             (KeyError, "mine"),
@@ -587,8 +667,20 @@ def test_a_buffer_that_refuses_a_transition_gets_none_twice():
             next(iter(c))
         buffer.room = None
         assert list(c) == [None, None]
-    assert [row["next", "reward"].item() for row in buffer.rows] == [1, 2, 3, 1, 2, 3, 1, 2]
-    sink, batch = ReplaySink(again := Adds(room=1)), TensorDict({REWARD: torch.ones(2, 1)}, [2])
+    assert [row["next", "reward"].item() for row in buffer.rows] == [
+        1,
+        2,
+        3,
+        1,
+        2,
+        3,
+        1,
+        2,
+    ]
+    sink, batch = (
+        ReplaySink(again := Adds(room=1)),
+        TensorDict({REWARD: torch.ones(2, 1)}, [2]),
+    )
     with pytest.raises(OSError, match="full"):
         sink.write(batch)
     again.room = None
@@ -598,7 +690,11 @@ def test_a_buffer_that_refuses_a_transition_gets_none_twice():
 
 
 def test_an_error_of_the_hook_after_collecting_keeps_the_batch():
-    options: Any = {"frames_per_batch": 4, "total_frames": 8, "post_collect_hook": FailsAt(0)}
+    options: Any = {
+        "frames_per_batch": 4,
+        "total_frames": 8,
+        "post_collect_hook": FailsAt(0),
+    }
     with Collector(counting(3), None, **options) as c:
         with pytest.raises(ZeroDivisionError):
             next(iter(c))
@@ -608,7 +704,9 @@ def test_an_error_of_the_hook_after_collecting_keeps_the_batch():
 def test_the_hook_after_batches_is_refused_where_nodes_write_them() -> None:
     with Collector(counting(3), None, frames_per_batch=4, replay_buffer=Extends()) as c:
         c._engine.pipeline.leave_to_nodes()  # as RayCollector does with a RayBuffer
-        with pytest.raises(BadOption, match="nodes write batches into the replay buffer"):
+        with pytest.raises(
+            BadOption, match="nodes write batches into the replay buffer"
+        ):
             c.set_post_collect_hook(print)
         assert c.options.post_collect_hook is None
         c.set_post_collect_hook(None)

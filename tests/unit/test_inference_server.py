@@ -88,14 +88,20 @@ def calls() -> list[list[int]]:
 
 
 def test_all_who_are_at_work_on_a_batch_are_acted_for_in_one_call():
-    with MultiSyncCollector(numbered(3), Logged(), frames_per_batch=30, **THREADS) as collector:
+    with MultiSyncCollector(
+        numbered(3), Logged(), frames_per_batch=30, **THREADS
+    ) as collector:
         for _ in range(3):
             collector.next()
         stats = collector.stats()
     together = [call for call in calls() if len(call) == 3]
     assert together == [[0, 1, 2]] * len(together)
     assert [call for call in calls() if len(call) != 3] == []
-    assert (stats.inference.rows, stats.inference.calls, stats.inference.batch_mean) == (
+    assert (
+        stats.inference.rows,
+        stats.inference.calls,
+        stats.inference.batch_mean,
+    ) == (
         90,
         30,
         3.0,
@@ -119,7 +125,9 @@ def test_nobody_is_acted_for_before_all_have_their_orders(monkeypatch):
         submit(handle, request, slot)
 
     monkeypatch.setattr(WorkerProxy, "submit", late)
-    with MultiSyncCollector(numbered(2), Logged(), frames_per_batch=8, **THREADS) as collector:
+    with MultiSyncCollector(
+        numbered(2), Logged(), frames_per_batch=8, **THREADS
+    ) as collector:
         for _ in range(3):
             collector.next()
         assert collector.stats().inference.calls == 12
@@ -142,7 +150,9 @@ def test_what_the_server_saw_while_workers_were_given_work_does_not_count(monkey
             assert looked.wait(30)
         submit(handle, request, slot)
 
-    with MultiSyncCollector(numbered(2), Logged(), frames_per_batch=8, **THREADS) as collector:
+    with MultiSyncCollector(
+        numbered(2), Logged(), frames_per_batch=8, **THREADS
+    ) as collector:
         collector.next()
         server = collector._engine.source.pool.server
         look = server.mailbox.look
@@ -178,13 +188,18 @@ def test_several_environments_and_several_groups_in_a_worker_count_as_many():
         collector.next()
         stats = collector.stats()
     assert stats.inference.rows == 40
-    assert {tuple(call) for call in calls() if len(call) == 4} <= {(0, 0, 2, 2), (1, 1, 3, 3)}
+    assert {tuple(call) for call in calls() if len(call) == 4} <= {
+        (0, 0, 2, 2),
+        (1, 1, 3, 3),
+    }
     assert stats.inference.batch_mean == 4.0  # a group of each worker at a time
 
 
 def test_who_has_finished_is_not_waited_for():
     """Rollouts that end with their environment's episode."""
-    factories = [partial(Numbered, number, length) for number, length in enumerate([3, 9, 5])]
+    factories = [
+        partial(Numbered, number, length) for number, length in enumerate([3, 9, 5])
+    ]
     options: dict[str, Any] = {"frames_per_batch": 3 * 12, "reset_when_done": False}
     with MultiSyncCollector(factories, Logged(), **(THREADS | options)) as collector:
         batch = collector.next()
@@ -216,7 +231,8 @@ def test_a_group_that_is_more_than_that_is_acted_for_alone():
 
 
 @pytest.mark.parametrize(
-    ("most", "chosen"), [(1, [2]), (2, [2]), (3, [0, 2]), (4, [0, 2, 3]), (9, [0, 1, 2, 3])]
+    ("most", "chosen"),
+    [(1, [2]), (2, [2]), (3, [0, 2]), (4, [0, 2, 3]), (9, [0, 1, 2, 3])],
 )
 def test_those_who_have_waited_longest_come_first_in_the_order_of_workers(most, chosen):
     handle: Any = None
@@ -249,7 +265,9 @@ class Opens(Logged):
 def test_nobody_waits_longer_than_that_for_one_who_steps(kind, options):
     """Environment 1 does not get on before environment 0 has."""
     factories = [partial(Numbered, 0), partial(Numbered, 1, waits=True)]
-    with kind(factories, Opens(), frames_per_batch=20, **(THREADS | options)) as collector:
+    with kind(
+        factories, Opens(), frames_per_batch=20, **(THREADS | options)
+    ) as collector:
         assert collector.next() is not None
     assert GATE.is_set() or kind is MultiAsyncCollector
 
@@ -305,7 +323,9 @@ def test_what_a_policy_returns_may_change_later():
             return n.long() % 2, extras
 
     policy = Kinds()
-    with MultiSyncCollector([counting(5)] * 2, policy, frames_per_batch=20, **THREADS) as collector:
+    with MultiSyncCollector(
+        [counting(5)] * 2, policy, frames_per_batch=20, **THREADS
+    ) as collector:
         batch = collector.next()
         t = batch["observation"][..., 1]
         assert torch.equal(batch["flag"].reshape(t.shape), t > 1)
@@ -325,9 +345,13 @@ def test_a_policy_that_changes_what_it_returns_is_refused():
         def forward(self, obs: torch.Tensor) -> Any:
             CALLS.append(1)
             shape = (*obs.shape[:-1], 1 if len(CALLS) < 8 else 2)
-            return torch.zeros(obs.shape[:-1], dtype=torch.int64), {"extra": torch.zeros(shape)}
+            return torch.zeros(obs.shape[:-1], dtype=torch.int64), {
+                "extra": torch.zeros(shape)
+            }
 
-    collector = MultiSyncCollector([counting()] * 2, Changes(), frames_per_batch=40, **THREADS)
+    collector = MultiSyncCollector(
+        [counting()] * 2, Changes(), frames_per_batch=40, **THREADS
+    )
     with collector, pytest.raises(BadPolicyOutput, match="extra"):
         collector.next()
 
@@ -355,7 +379,11 @@ def test_lazy_layers_get_their_weights_before_anybody_acts():
     policy = nn.Sequential(nn.LazyLinear(2))
     head = categorical(policy)
     with MultiSyncCollector(
-        [counting()] * 2, head, frames_per_batch=20, update_at_each_batch=True, **THREADS
+        [counting()] * 2,
+        head,
+        frames_per_batch=20,
+        update_at_each_batch=True,
+        **THREADS,
     ) as c:
         c.next()
         assert policy[0].weight.shape == (2, 2)
@@ -379,7 +407,9 @@ def test_a_policy_acts_in_evaluation_mode_or_in_the_mode_that_it_was_given_in():
                 Mode().train(training),
                 {"execution": Execution(policy_mode=mode), **THREADS},
             )
-            with MultiSyncCollector([counting()] * 2, policy, frames_per_batch=8, **options) as c:
+            with MultiSyncCollector(
+                [counting()] * 2, policy, frames_per_batch=8, **options
+            ) as c:
                 c.next()
             assert set(CALLS) == {expected}
             assert policy.training is training
@@ -394,11 +424,18 @@ def test_compiling_is_done_on_the_server():
         def forward(self, obs: torch.Tensor) -> torch.Tensor:
             return obs.sum(-1).long().remainder(2)
 
-    options: dict[str, Any] = {"frames_per_batch": 8, "compile_policy": {"backend": backend}}
-    with MultiSyncCollector([counting()] * 2, Plain(), **(THREADS | options)) as collector:
+    options: dict[str, Any] = {
+        "frames_per_batch": 8,
+        "compile_policy": {"backend": backend},
+    }
+    with MultiSyncCollector(
+        [counting()] * 2, Plain(), **(THREADS | options)
+    ) as collector:
         batch = collector.next()
     assert "compiled" in CALLS
-    assert torch.equal(batch["action"], batch["observation"].sum(-1).long().remainder(2))
+    assert torch.equal(
+        batch["action"], batch["observation"].sum(-1).long().remainder(2)
+    )
 
 
 # --- what is the user's ---------------------------------------------------------------------------
@@ -480,7 +517,9 @@ class Dicts(Parity):
 
     def forward(self, obs: Any) -> torch.Tensor:
         assert obs["image"].dtype == torch.uint8
-        return super().forward(obs["image"].flatten(-3)) ^ super().forward(obs["vector"])
+        return super().forward(obs["image"].flatten(-3)) ^ super().forward(
+            obs["vector"]
+        )
 
 
 class Stops:
@@ -503,7 +542,9 @@ def images() -> Any:
 
 
 def image() -> Any:
-    return SpaceEnv(spaces.Box(0, 255, (8, 8, 3), np.uint8), spaces.Discrete(2), length=4)
+    return SpaceEnv(
+        spaces.Box(0, 255, (8, 8, 3), np.uint8), spaces.Discrete(2), length=4
+    )
 
 
 class Flat(Parity):
@@ -536,7 +577,9 @@ SAME: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 def test_data_is_that_of_workers_that_act(name):
     make, policy, options = SAME[name]
     options = {"frames_per_batch": 24, "total_frames": 96, "seed": 2, **options}
-    with MultiSyncCollector([make] * 2, policy(), backend="threads", **options) as collector:
+    with MultiSyncCollector(
+        [make] * 2, policy(), backend="threads", **options
+    ) as collector:
         expected = [batch.clone() for batch in collector]
     assert len(expected) > 1
     with MultiSyncCollector([make] * 2, policy(), **(THREADS | options)) as collector:
@@ -549,14 +592,19 @@ def test_data_is_that_of_workers_that_act(name):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_data_of_an_interrupted_rollout_is_marked(kind):
-    options: dict[str, Any] = {"frames_per_batch": 40, "interruptor": Stops(), "total_frames": 400}
+    options: dict[str, Any] = {
+        "frames_per_batch": 40,
+        "interruptor": Stops(),
+        "total_frames": 400,
+    }
     with kind([counting(4)] * 2, Parity(), **(THREADS | options)) as collector:
         rows = 0
         for batch in collector:
             valid = batch["collector", "valid"]
             rows += int(valid.sum())
             assert torch.equal(
-                batch["action"][valid], batch["observation"][valid].sum(-1).long().remainder(2)
+                batch["action"][valid],
+                batch["observation"][valid].sum(-1).long().remainder(2),
             )
         assert_accounted(collector)
         assert 0 < rows == collector.stats().frames
@@ -635,14 +683,22 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         lambda: CentralInference(max_batch=0),
         "max_batch=0: expected a number, at least 1, or None",
     ),
-    "half": ([counting()], lambda: CentralInference(max_batch=1.5), "max_batch=1.5: expected"),
+    "half": (
+        [counting()],
+        lambda: CentralInference(max_batch=1.5),
+        "max_batch=1.5: expected",
+    ),
     "before": (
         [counting()],
         lambda: CentralInference(max_wait_s=-1),
         "max_wait_s=-1: expected a number, at least 0, or None",
     ),
     "where": ([counting()], {"inference": "gpu"}, "inference='gpu'.*worker.*server"),
-    "objects": ([text], {}, "needs fixed shapes, and .* has Python objects in .*observation"),
+    "objects": (
+        [text],
+        {},
+        "needs fixed shapes, and .* has Python objects in .*observation",
+    ),
     "kinds": (
         [counting(), counting(noise=True)],
         {"cat_results": -1},
@@ -658,11 +714,18 @@ def test_what_does_not_fit_is_refused_with_the_way_out(name):
         given = options if isinstance(options, dict) else {"inference": options()}
         MultiSyncCollector(
             factories,
-            **({"policy": Parity(), "frames_per_batch": 20, "inference": "server"} | given),
+            **(
+                {"policy": Parity(), "frames_per_batch": 20, "inference": "server"}
+                | given
+            ),
         )
     wait_until(
         lambda: (
-            not [thread for thread in threading.enumerate() if thread.name == "muster-inference"]
+            not [
+                thread
+                for thread in threading.enumerate()
+                if thread.name == "muster-inference"
+            ]
         )
     )
 
@@ -682,7 +745,9 @@ def test_workers_that_only_step_never_load_torch(kind, env):
         "on_failure": "restart",
         "inference": "server",
     }
-    with kind([env] * 2, categorical(policy), track_policy_version=True, **options) as collector:
+    with kind(
+        [env] * 2, categorical(policy), track_policy_version=True, **options
+    ) as collector:
         collector.next()
         assert_light(collector)
         collector.set_seed(3)
@@ -740,11 +805,15 @@ def test_workers_sleep_while_the_policy_computes():
 @processes_only
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_sleeps_while_nobody_asks(kind):
-    with kind([counting()] * 2, Parity(), frames_per_batch=400, inference="server") as collector:
+    with kind(
+        [counting()] * 2, Parity(), frames_per_batch=400, inference="server"
+    ) as collector:
         collector.next()
-        server = [thread for thread in threading.enumerate() if thread.name == "muster-inference"][
-            -1
-        ]
+        server = [
+            thread
+            for thread in threading.enumerate()
+            if thread.name == "muster-inference"
+        ][-1]
         ids = [worker.pid for worker in collector.stats().workers]
         task = f"self/task/{server.native_id}"
 

@@ -60,9 +60,14 @@ def test_true_takes_what_a_reset_and_a_step_show_and_warns_once_of_others() -> N
     with Collector(InfoEnv, None, frames_per_batch=6, info=True) as c:
         with pytest.warns(UserWarning, match="info 'even' is ignored") as caught:
             batch = c.rollout()
-        assert sorted(str(w.message).split("'")[1] for w in caught) == ["even", "success"]
+        assert sorted(str(w.message).split("'")[1] for w in caught) == [
+            "even",
+            "success",
+        ]
         fields = {"t", "stage", "half", "place", "goal"}
-        assert set(batch["info"].keys()) == fields | {f"_{name}" for name in fields - {"goal"}}
+        assert set(batch["info"].keys()) == fields | {
+            f"_{name}" for name in fields - {"goal"}
+        }
         assert batch["info", "t"].dtype == torch.int64
         assert batch["info", "half"].dtype == torch.float64
         assert batch["info", "place"].shape == (6, 2)
@@ -82,7 +87,12 @@ def test_names_select_whole_dicts_and_parts_of_them() -> None:
         ("a", "y", "_z"),
     }
     batch = collect(told(at), None, frames_per_batch=3, info=[("a", "y", "z"), "b"])
-    assert set(batch["info"].keys(True, True)) == {("a", "y", "z"), ("a", "y", "_z"), "b", "_b"}
+    assert set(batch["info"].keys(True, True)) == {
+        ("a", "y", "z"),
+        ("a", "y", "_z"),
+        "b",
+        "_b",
+    }
     assert batch["next", "info", "a", "y", "z"].tolist() == [2, 4, 6]
     given = {"a": spaces.Dict({"x": spaces.Box(0, 9, (), np.float32)})}
     batch = collect(told(at), None, frames_per_batch=3, info=given)
@@ -119,7 +129,9 @@ def test_one_more_environment_is_made_and_closed() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [lambda env: env, lambda env: lambda: env], ids=["instance", "factory of one"]
+    "given",
+    [lambda env: env, lambda env: lambda: env],
+    ids=["instance", "factory of one"],
 )
 def test_environments_that_exist_are_reset_and_never_stepped(given: Any) -> None:
     env = InfoEnv()
@@ -130,7 +142,8 @@ def test_environments_that_exist_are_reset_and_never_stepped(given: Any) -> None
         assert set(batch["info"].keys()) == {"t", "_t", "stage", "_stage"}
         assert env.seeds[1] == 7
     with pytest.raises(
-        BadOption, match=r"'half' was in the infos .* Give the spaces .* info=\{'half': spaces"
+        BadOption,
+        match=r"'half' was in the infos .* Give the spaces .* info=\{'half': spaces",
     ):
         Collector(given(InfoEnv()), None, frames_per_batch=3, info=["half"])
 
@@ -149,7 +162,9 @@ def test_the_users_generators_stay_where_they_are() -> None:
 
 
 def test_environments_that_are_left_out_of_a_step_have_none() -> None:
-    env = with_infos(StackedEnvs([InfoEnv(), InfoEnv()]), {"t": spaces.Discrete(9)}, dict)
+    env = with_infos(
+        StackedEnvs([InfoEnv(), InfoEnv()]), {"t": spaces.Discrete(9)}, dict
+    )
     (lane,) = Slot(Layout(2, 2, lane_columns(env.spec, (), RolloutOptions()))).lanes
     env.reset(lane.arrays, 0, [0, 1], None)
     step = env.start(lane)
@@ -159,7 +174,11 @@ def test_environments_that_are_left_out_of_a_step_have_none() -> None:
     bypassing.bypass([1])
     step(1)
     assert lane.arrays["info", "t"].tolist() == [[0, 0], [1, 1], [2, 0]]
-    assert lane.arrays["info", "_t"].tolist() == [[True, True], [True, True], [True, False]]
+    assert lane.arrays["info", "_t"].tolist() == [
+        [True, True],
+        [True, True],
+        [True, False],
+    ]
 
 
 # --- refusals and errors --------------------------------------------------------------------------
@@ -176,10 +195,22 @@ def test_environments_that_are_left_out_of_a_step_have_none() -> None:
         (InfoEnv, [], "expected True, a list of names"),
         (InfoEnv, ["_t"], "do not begin with '_'"),
         (InfoEnv, [3], "expected True, a list of names"),
-        (InfoEnv, {"t": spaces.Sequence(spaces.Discrete(2))}, "expected numbers, arrays, text"),
+        (
+            InfoEnv,
+            {"t": spaces.Sequence(spaces.Discrete(2))},
+            "expected numbers, arrays, text",
+        ),
         (InfoEnv, {"t": 3}, "Space"),
-        (told(lambda t: {"x": "text" if t else 1}), True, "'x' has .* at first, and then"),
-        (told(lambda t: {"x": {"y": 1} if t else 1}), True, "is a dict, and also a value"),
+        (
+            told(lambda t: {"x": "text" if t else 1}),
+            True,
+            "'x' has .* at first, and then",
+        ),
+        (
+            told(lambda t: {"x": {"y": 1} if t else 1}),
+            True,
+            "is a dict, and also a value",
+        ),
     ],
 )
 def test_refusals(env: Any, info: Any, message: str) -> None:
@@ -188,9 +219,13 @@ def test_refusals(env: Any, info: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["text", 0.5, np.zeros(2), None], ids=str)
-def test_a_field_that_changes_shape_or_kind_is_an_error_that_says_so(value: Any) -> None:
+def test_a_field_that_changes_shape_or_kind_is_an_error_that_says_so(
+    value: Any,
+) -> None:
     make = told(lambda t: {"x": value if t == 3 else t})
-    with Collector([told(lambda t: {"x": t}, 9), make], None, frames_per_batch=8, info=True) as c:
+    with Collector(
+        [told(lambda t: {"x": t}, 9), make], None, frames_per_batch=8, info=True
+    ) as c:
         if value is None:  # absent, as far as anyone can tell
             assert c.rollout()["next", "info", "_x"].tolist() == [
                 [True] * 4,
@@ -198,7 +233,8 @@ def test_a_field_that_changes_shape_or_kind_is_an_error_that_says_so(value: Any)
             ]
             return
         with pytest.raises(
-            EnvError, match=r"ToldEnv\[0\]: info 'x' is .*expected shape \(\), dtype int64"
+            EnvError,
+            match=r"ToldEnv\[0\]: info 'x' is .*expected shape \(\), dtype int64",
         ) as caught:
             c.rollout()
         assert caught.value.env_index == 0
@@ -301,9 +337,15 @@ def test_an_odd_field_that_was_asked_for_is_named_in_a_typed_error(kind: str) ->
         (("odd", "er") if "nested" in kind else ("odd",)),
         spaces.Box(0, 9, (), np.float64),
     )
-    given = {name[0]: spaces.Dict({name[1]: space})} if len(name) > 1 else {name[0]: space}
-    with Collector(odd(ODD[kind], since=3), None, frames_per_batch=24, info=given) as collector:
-        with pytest.raises(EnvError, match=r"SyncVectorEnv.*info .*odd.* (is|has) ") as caught:
+    given = (
+        {name[0]: spaces.Dict({name[1]: space})} if len(name) > 1 else {name[0]: space}
+    )
+    with Collector(
+        odd(ODD[kind], since=3), None, frames_per_batch=24, info=given
+    ) as collector:
+        with pytest.raises(
+            EnvError, match=r"SyncVectorEnv.*info .*odd.* (is|has) "
+        ) as caught:
             collector.rollout()
         assert "ValueError" not in str(caught.value)
         assert collector.stats().in_flight == 2 * 2, "the rows before it are kept"
@@ -316,14 +358,17 @@ def test_text_of_the_whole_batch_is_no_text_of_its_environments() -> None:
             odd({"odd": "ab"}), None, frames_per_batch=24, info={"odd": spaces.Text(9)}
         ) as collector,
         pytest.raises(
-            EnvError, match="info 'odd' is str 'ab', expected a value for each of 2 environments"
+            EnvError,
+            match="info 'odd' is str 'ab', expected a value for each of 2 environments",
         ),
     ):
         collector.rollout()
 
 
 def test_a_field_without_a_mask_is_of_all_environments() -> None:
-    batch = collect(odd({"odd": [5, 6], "_odd": None}), frames_per_batch=24, info=["odd"])
+    batch = collect(
+        odd({"odd": [5, 6], "_odd": None}), frames_per_batch=24, info=["odd"]
+    )
     assert batch["info", "odd"].tolist() == [[5] * 12, [6] * 12]
     assert batch["info", "_odd"].all()
 
@@ -335,7 +380,9 @@ def test_infos_that_are_no_infos(info: Any) -> None:
             return (*self.env.step(actions)[:4], info)
 
     make = lambda: NoInfos(vector(AutoresetMode.SAME_STEP)())  # noqa: E731
-    with Collector(make, None, frames_per_batch=4, info={"t": spaces.Discrete(9)}) as collector:
+    with Collector(
+        make, None, frames_per_batch=4, info={"t": spaces.Discrete(9)}
+    ) as collector:
         with pytest.raises(BadEnvOutput, match="SyncVectorEnv.* returned the infos? "):
             collector.rollout()
         assert_accounted(collector)
@@ -349,7 +396,9 @@ def test_infos_of_single_environments_that_are_no_dicts(info: Any) -> None:
         def step(self, action: int) -> Any:
             return (*super().step(action)[:4], info)
 
-    with pytest.raises(BadEnvOutput, match=r"NoDict\[0\] returned the info .*expected a dict"):
+    with pytest.raises(
+        BadEnvOutput, match=r"NoDict\[0\] returned the info .*expected a dict"
+    ):
         Collector(NoDict, None, frames_per_batch=4, info=["t"])
 
 
@@ -357,7 +406,8 @@ def test_a_value_of_rows_of_different_lengths_is_named() -> None:
     make = told(lambda t: {"x": [[1], [2, 3]] if t == 2 else np.zeros(2)})
     with Collector(make, None, frames_per_batch=4, info=["x"]) as collector:
         with pytest.raises(
-            EnvError, match=r"info 'x' is list \[\[1\], \[2, 3\]\], expected shape \(2,\)"
+            EnvError,
+            match=r"info 'x' is list \[\[1\], \[2, 3\]\], expected shape \(2,\)",
         ):
             collector.rollout()
         assert_accounted(collector)
@@ -401,7 +451,9 @@ def test_dm_env() -> None:
 
     with Collector(DmChain, None, frames_per_batch=60, info=["discount"], seed=0) as c:
         batch = c.rollout()
-    assert (batch["next", "info", "discount"] == 0).equal(batch["next", "terminated"].squeeze(-1))
+    assert (batch["next", "info", "discount"] == 0).equal(
+        batch["next", "terminated"].squeeze(-1)
+    )
 
 
 def test_agents_have_infos_of_their_own() -> None:
@@ -412,11 +464,14 @@ def test_agents_have_infos_of_their_own() -> None:
         def infos(self, agents: Any) -> Any:
             return {agent: {"paid": float(self.t)} for agent in agents}
 
-    batch = collect(Paid, None, num_envs=2, frames_per_batch=10, info=["cook_0", "waiter"])
+    batch = collect(
+        Paid, None, num_envs=2, frames_per_batch=10, info=["cook_0", "waiter"]
+    )
     assert batch["info", "cook_0", "paid"].tolist() == [[0, 1, 2, 3, 0]] * 2
     assert batch["next", "info", "cook_0", "paid"].tolist() == [[1, 2, 3, 0, 1]] * 2
     assert (
-        batch["next", "info", "cook_0", "_paid"].tolist() == [[True, True, True, False, True]] * 2
+        batch["next", "info", "cook_0", "_paid"].tolist()
+        == [[True, True, True, False, True]] * 2
     )
     assert batch["next", "info", "waiter", "paid"].tolist() == [[1, 2, 3, 4, 1]] * 2
 
@@ -437,7 +492,10 @@ SHAPES: dict[str, Any] = {
     "stacked": (InfoEnv, {"frames_per_batch": 10, "num_envs": 2}),
     "SAME_STEP": (vector(AutoresetMode.SAME_STEP), {"frames_per_batch": 6}),
     "DISABLED": (vector(AutoresetMode.DISABLED), {"frames_per_batch": 6}),
-    "waiting": (vector(AutoresetMode.SAME_STEP), {"frames_per_batch": 6, "reset_when_done": False}),
+    "waiting": (
+        vector(AutoresetMode.SAME_STEP),
+        {"frames_per_batch": 6, "reset_when_done": False},
+    ),
     "compact": (InfoEnv, {"frames_per_batch": 10, "num_envs": 2, "compact_obs": True}),
 }
 
@@ -469,9 +527,10 @@ def test_a_state_of_rollouts_that_wait_has_their_infos() -> None:
         first.rollout()
         second.load_state_dict(first.state_dict())
         for _ in range(3):
-            assert {record.info["stage"] for record in (second.rollout(), second.episodes)[1]} == {
-                "end"
-            }
+            assert {
+                record.info["stage"]
+                for record in (second.rollout(), second.episodes)[1]
+            } == {"end"}
 
 
 def test_recordings_keep_the_columns(tmp_path: Path) -> None:
@@ -495,7 +554,9 @@ def yielded(**options: Any) -> Any:
 
 def test_batches_in_other_forms_have_the_same_infos() -> None:
     plain = collect(InfoEnv, None, num_envs=2, frames_per_batch=18, info=NAMES)
-    major = collect(InfoEnv, None, num_envs=2, frames_per_batch=18, info=NAMES, layout="time_major")
+    major = collect(
+        InfoEnv, None, num_envs=2, frames_per_batch=18, info=NAMES, layout="time_major"
+    )
     assert major["next", "info", "t"].T.equal(plain["next", "info", "t"])
     split = yielded(frames_per_batch=18, split_trajs=True)
     assert split["next", "info", "t"].tolist() == [[1, 2, 3]] * 6
@@ -516,11 +577,18 @@ def test_replay_buffers_get_them() -> None:
     buffer = rb.ReplayBuffer(storage=rb.LazyTensorStorage(20), batch_size=20)
     names = {name: space for name, space in NAMES.items() if name != "stage"}
     with Collector(
-        InfoEnv, None, frames_per_batch=10, info=names, replay_buffer=buffer, total_frames=20
+        InfoEnv,
+        None,
+        frames_per_batch=10,
+        info=names,
+        replay_buffer=buffer,
+        total_frames=20,
     ) as c:
         for _ in c:
             pass
-    assert sorted(buffer[:]["next", "info", "t"].tolist()) == sorted([t % 3 + 1 for t in range(20)])
+    assert sorted(buffer[:]["next", "info", "t"].tolist()) == sorted(
+        [t % 3 + 1 for t in range(20)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -536,15 +604,23 @@ def test_replay_buffers_get_them() -> None:
     ids=lambda options: next(iter(options)),
 )
 def test_with_other_options_infos_stay_with_their_observations(options: Any) -> None:
-    with Collector(InfoEnv, None, num_envs=2, frames_per_batch=24, info=["t"], **options) as c:
+    with Collector(
+        InfoEnv, None, num_envs=2, frames_per_batch=24, info=["t"], **options
+    ) as c:
         for _ in range(3):
             batch = c.rollout()
             assert batch["info", "t"].equal(batch["observation"][..., 1].long())
-            assert batch["next", "info", "t"].equal(batch["next", "observation"][..., 1].long())
-            valid = (
-                batch["collector", "valid"] if "valid" in set(batch["collector"].keys()) else True
+            assert batch["next", "info", "t"].equal(
+                batch["next", "observation"][..., 1].long()
             )
-            assert batch["info", "_t"].equal(torch.ones_like(batch["info", "_t"]) & valid)
+            valid = (
+                batch["collector", "valid"]
+                if "valid" in set(batch["collector"].keys())
+                else True
+            )
+            assert batch["info", "_t"].equal(
+                torch.ones_like(batch["info", "_t"]) & valid
+            )
 
 
 def test_loggers_get_the_success_rate() -> None:
@@ -561,7 +637,9 @@ def test_nodes_send_infos() -> None:
     options = {"num_envs": 2, "frames_per_batch": 14, "info": NAMES, "seed": 0}
     with Collector([InfoEnv], None, **options) as c:
         expected, records = c.rollout(), list(c.episodes)
-    with DistributedCollector([InfoEnv], None, launcher="mp", sync=True, **options) as c:
+    with DistributedCollector(
+        [InfoEnv], None, launcher="mp", sync=True, **options
+    ) as c:
         batch = c.rollout()
         assert_same(batch.reshape(expected.shape), expected)
         assert list(c.episodes) == records

@@ -13,7 +13,9 @@ from muster.testing import CountingEnv
 from muster.utils.integers import integer
 
 
-@pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3), np.array(3), torch.tensor(3)])
+@pytest.mark.parametrize(
+    "value", [3, np.int64(3), np.uint8(3), np.array(3), torch.tensor(3)]
+)
 def test_whole_numbers_of_any_library_are_taken_and_become_python_s(value):
     assert type(integer("n", value)) is int
     assert integer("n", value, 3) == 3
@@ -55,6 +57,11 @@ def test_it_is_asked_wherever_a_user_gives_a_number():
     with Collector(lambda: CountingEnv(3), None, num_envs=n) as c:
         assert type(c.collect(n_step=n).n_collected_steps) is int
     with Evaluator(
-        lambda: CountingEnv(3), None, episodes=n, num_envs=n, num_workers=np.int64(0), seed=n
+        lambda: CountingEnv(3),
+        None,
+        episodes=n,
+        num_envs=n,
+        num_workers=np.int64(0),
+        seed=n,
     ) as evaluator:
         assert len(evaluator.evaluate().returns) == 2

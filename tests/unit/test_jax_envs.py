@@ -51,14 +51,20 @@ class Walk:
     def __init__(self, new: bool = False, grouped: bool = False) -> None:
         self.new, self.grouped = new, grouped
         if new:
-            self.is_truncated = lambda state, params: state.t >= params.max_steps_in_episode
+            self.is_truncated = lambda state, params: (
+                state.t >= params.max_steps_in_episode
+            )
 
     def action_space(self, params: Params) -> Any:
         return SimpleNamespace(n=3)
 
     def see(self, state: State) -> Any:
         obs = jnp.array([state.length, state.t, state.noise], jnp.float32)
-        return {"all": obs, "even": state.t % 2 == 0, "t": state.t} if self.grouped else obs
+        return (
+            {"all": obs, "even": state.t % 2 == 0, "t": state.t}
+            if self.grouped
+            else obs
+        )
 
     def reset_env(self, key: Any, params: Params) -> Any:
         state = State(
@@ -104,7 +110,10 @@ class Slide:
 
     def reset(self, rng: Any) -> Any:
         start = jax.random.uniform(rng, (), minval=-0.2, maxval=0.2)
-        info = {"steps": jnp.zeros(()), **({"truncation": jnp.zeros(())} if self.limit else {})}
+        info = {
+            "steps": jnp.zeros(()),
+            **({"truncation": jnp.zeros(())} if self.limit else {}),
+        }
         obs = jnp.stack([start, 0.0])
         if self.resets:
             info["first_obs"] = obs
@@ -131,7 +140,12 @@ def zeros(obs: Any) -> Any:
 @pytest.mark.parametrize("new", [False, True])
 def test_rows_follow_from_each_other_and_ends_are_told_apart(new):
     batch = collect(
-        JaxEnvs(Walk(new), 16), None, batches=3, frames_per_batch=160, seed=0, validate="full"
+        JaxEnvs(Walk(new), 16),
+        None,
+        batches=3,
+        frames_per_batch=160,
+        seed=0,
+        validate="full",
     )
     obs, after = batch["observation"], batch["next", "observation"]
     length, t = obs[..., 0], obs[..., 1]
@@ -145,15 +159,20 @@ def test_rows_follow_from_each_other_and_ends_are_told_apart(new):
     done = batch["next", "done"][:, :-1, 0]
     assert torch.equal(t[:, 1:], torch.where(done, 0.0, t[:, :-1] + 1))
     assert torch.equal(after[:, :-1][~done], obs[:, 1:][~done])
-    assert (after[:, :-1, 2] != obs[:, 1:, 2])[done].all()  # a reset draws its own numbers
+    assert (after[:, :-1, 2] != obs[:, 1:, 2])[
+        done
+    ].all()  # a reset draws its own numbers
     assert set(length.unique().tolist()) == {1, 2, 3, 4, 5, 6}
-    assert len(obs[..., 2].unique()) > 400  # every environment and step has its own noise
+    assert (
+        len(obs[..., 2].unique()) > 400
+    )  # every environment and step has its own noise
     assert batch["action"].unique().tolist() == [0, 1, 2]
 
 
 def test_an_environment_s_data_do_not_depend_on_how_many_there_are():
     few, many = (
-        collect(JaxEnvs(Walk(), n), zeros, frames_per_batch=20 * n, seed=3) for n in (2, 5)
+        collect(JaxEnvs(Walk(), n), zeros, frames_per_batch=20 * n, seed=3)
+        for n in (2, 5)
     )
     for key in ("observation", ("next", "observation"), ("next", "done")):
         assert torch.equal(few[key], many[key][:2])
@@ -165,11 +184,15 @@ def test_some_environments_can_begin_anew_and_the_others_go_on_as_if_nothing_was
     endless = Params(10**6, 10**6)
 
     def run(*index: int) -> Any:
-        with Collector(JaxEnvs(Walk(), 3, endless), zeros, frames_per_batch=6, seed=0) as collector:
+        with Collector(
+            JaxEnvs(Walk(), 3, endless), zeros, frames_per_batch=6, seed=0
+        ) as collector:
             first = collector.rollout().clone()
             if index:
                 collector.reset(list(index))
-            return torch.cat([first, *(collector.rollout().clone() for _ in range(2))], 1)
+            return torch.cat(
+                [first, *(collector.rollout().clone() for _ in range(2))], 1
+            )
 
     alone, cut = run(), run(1)
     assert cut["observation"][1, :, 1].tolist() == [0, 1, 0, 1, 2, 3]
@@ -181,7 +204,9 @@ def test_a_factory_and_one_environment_work_like_other_environments():
     assert (built.spec.batch_shape, built.spec.num_envs) == ((4,), 4)
     alone = collect(Walk(), lambda obs: torch.tensor(0), frames_per_batch=12, seed=3)
     assert alone["observation"].shape == (12, 3)
-    assert_same(alone[None], collect(Walk, zeros, frames_per_batch=12, num_envs=1, seed=3))
+    assert_same(
+        alone[None], collect(Walk, zeros, frames_per_batch=12, num_envs=1, seed=3)
+    )
     with pytest.raises(BadOption, match="JaxEnvs is a batch of environments already"):
         build_env(lambda: JaxEnvs(Walk(), 2), 2)
 
@@ -196,7 +221,9 @@ def test_actions_of_a_box_reach_the_environment():
 
     batch = collect(JaxEnvs(Moved(), 4), None, frames_per_batch=400)
     action = batch["action"]
-    expected = batch["next", "observation"][..., 1] + action[..., 0] + 10 * action[..., 1]
+    expected = (
+        batch["next", "observation"][..., 1] + action[..., 0] + 10 * action[..., 1]
+    )
     torch.testing.assert_close(batch["next", "reward"][..., 0], expected)
     assert (action.amin((0, 1)) < -1.8).all()
     assert (action.amax((0, 1)).cpu() > torch.tensor([2.8, 4.8])).all()
@@ -207,10 +234,17 @@ def test_actions_of_a_box_reach_the_environment():
 
 def test_brax_tells_truncations_apart():
     batch = collect(
-        JaxEnvs(Slide(), 8), None, batches=2, frames_per_batch=160, seed=0, validate="full"
+        JaxEnvs(Slide(), 8),
+        None,
+        batches=2,
+        frames_per_batch=160,
+        seed=0,
+        validate="full",
     )
     after, action = batch["next", "observation"], batch["action"]
-    torch.testing.assert_close(after[..., 0], batch["observation"][..., 0] + action[..., 0])
+    torch.testing.assert_close(
+        after[..., 0], batch["observation"][..., 0] + action[..., 0]
+    )
     out = after[..., 0].abs() > 1
     late = after[..., 1] >= 5
     assert torch.equal(batch["next", "terminated"][..., 0], out)
@@ -286,16 +320,24 @@ def test_gymnax_cart_pole_moves_as_gymnasium_s():
     assert rows["next", "terminated"].any()
 
 
-@pytest.mark.parametrize("name", ["MountainCar-v0", "Pendulum-v1", "Acrobot-v1", "Catch-bsuite"])
+@pytest.mark.parametrize(
+    "name", ["MountainCar-v0", "Pendulum-v1", "Acrobot-v1", "Catch-bsuite"]
+)
 def test_gymnax_environments_run(name):
     gymnax = pytest.importorskip("gymnax")
     env, params = gymnax.make(name)
-    batch = collect(JaxEnvs(env, 2, params), None, frames_per_batch=480, seed=0, validate="full")
+    batch = collect(
+        JaxEnvs(env, 2, params), None, frames_per_batch=480, seed=0, validate="full"
+    )
     going_on = ~batch["next", "done"][:, :-1, 0]
     assert torch.equal(
-        batch["next", "observation"][:, :-1][going_on], batch["observation"][:, 1:][going_on]
+        batch["next", "observation"][:, :-1][going_on],
+        batch["observation"][:, 1:][going_on],
     )
-    if name in ("MountainCar-v0", "Pendulum-v1"):  # 200 steps, and no other end by chance
+    if name in (
+        "MountainCar-v0",
+        "Pendulum-v1",
+    ):  # 200 steps, and no other end by chance
         assert batch["next", "truncated"][:, 199].all()
         assert not batch["next", "terminated"].any()
 

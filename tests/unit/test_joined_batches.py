@@ -53,12 +53,16 @@ def survives(make: Callable[[], Any], calls: list[Callable[[Any], Any]]) -> None
 
 
 def alone(**options: Any) -> Collector:
-    return Collector(partial(PatternEnv, LENGTHS), None, **{"num_envs": 4, "seed": 0, **options})
+    return Collector(
+        partial(PatternEnv, LENGTHS), None, **{"num_envs": 4, "seed": 0, **options}
+    )
 
 
 def together(**options: Any) -> MultiSyncCollector:
     common = {"num_envs": 2, "frames_per_batch": 16, "seed": 0, "backend": "threads"}
-    return MultiSyncCollector([partial(PatternEnv, LENGTHS)] * 2, None, **common | options)
+    return MultiSyncCollector(
+        [partial(PatternEnv, LENGTHS)] * 2, None, **common | options
+    )
 
 
 def following(c: Any) -> Any:
@@ -75,7 +79,8 @@ def test_groups_of_episodes(rule):
 
 def test_trajectories_that_are_split():
     survives(
-        partial(alone, frames_per_batch=28, split_trajs=True, total_frames=84), [following] * 3
+        partial(alone, frames_per_batch=28, split_trajs=True, total_frames=84),
+        [following] * 3,
     )
 
 
@@ -91,7 +96,10 @@ def test_the_last_batch_comes_after_an_error_without_another_one():
 
 def test_rollouts_that_are_concatenated():
     for cat_results in ("cat", -1):
-        survives(partial(together, cat_results=cat_results), [following, lambda c: c.rollout()])
+        survives(
+            partial(together, cat_results=cat_results),
+            [following, lambda c: c.rollout()],
+        )
 
 
 @pytest.mark.parametrize("surplus", ["keep", "discard"])
@@ -104,7 +112,10 @@ def test_a_number_of_episodes(surplus):
 
 def test_episodes_for_a_hook():
     def make(seen: list[Any]) -> Collector:
-        return alone(frames_per_batch=28, on_episode_done=lambda episode: seen.append(len(episode)))
+        return alone(
+            frames_per_batch=28,
+            on_episode_done=lambda episode: seen.append(len(episode)),
+        )
 
     expected: list[int] = []
     with make(expected) as c:
@@ -152,7 +163,11 @@ def test_a_batch_that_nobody_asks_for_again_is_discarded():
         assert c.stats().in_flight == 16
         assert c.collect(n_step=4).n_collected_steps == 4
         stats = c.stats()
-        assert (stats.frames, dict(stats.discarded), stats.in_flight) == (4, {"interrupted": 16}, 0)
+        assert (stats.frames, dict(stats.discarded), stats.in_flight) == (
+            4,
+            {"interrupted": 16},
+            0,
+        )
         assert_accounted(c)
 
 
@@ -179,12 +194,18 @@ def test_single_steps_of_a_rollout_that_failed_are_not_delivered():
             "trajs_per_batch needs the rows of each environment",
         ),
         ({"cat_results": 1, "trajs_per_batch": 2}, "trajs_per_batch needs the rows"),
-        ({"cat_results": "cat", "num_envs": None, "trajs_per_batch": 2}, "leave cat_results out"),
+        (
+            {"cat_results": "cat", "num_envs": None, "trajs_per_batch": 2},
+            "leave cat_results out",
+        ),
         (
             {"cat_results": "cat", "layout": "time_major", "trajs_per_batch": 2},
             "trajs_per_batch needs the rows",
         ),
-        ({"cat_results": -1, "on_episode_done": print}, "on_episode_done needs the rows"),
+        (
+            {"cat_results": -1, "on_episode_done": print},
+            "on_episode_done needs the rows",
+        ),
         (
             {"cat_results": 2},
             "the rollouts to concatenate have 2 dimensions. Give one from -2 to 1",
@@ -202,18 +223,28 @@ def test_groups_whose_rollouts_do_not_fit_are_refused_at_once():
         def __init__(self) -> None:
             super().__init__(3, noise=True)
 
-    options = {"num_envs": 2, "frames_per_batch": 16, "backend": "threads", "cat_results": "cat"}
-    with pytest.raises(BadOption, match="differ in number of environments or in spaces"):
+    options = {
+        "num_envs": 2,
+        "frames_per_batch": 16,
+        "backend": "threads",
+        "cat_results": "cat",
+    }
+    with pytest.raises(
+        BadOption, match="differ in number of environments or in spaces"
+    ):
         MultiSyncCollector([counting(3), Wide], None, **options)
 
 
 @pytest.mark.parametrize(
     "options", [{"cat_results": -1}, {"cat_results": "cat", "num_envs": None}], ids=str
 )
-def test_episodes_of_batches_along_time_are_refused_before_anything_is_collected(options):
+def test_episodes_of_batches_along_time_are_refused_before_anything_is_collected(
+    options,
+):
     with together(**options) as c:
         with pytest.raises(
-            BadOption, match=r"collect\(n_episode=...\) needs the rows of each environment"
+            BadOption,
+            match=r"collect\(n_episode=...\) needs the rows of each environment",
         ):
             c.collect(n_episode=2)
         assert c.stats().executed == 0
@@ -233,7 +264,9 @@ def test_valid_steps_of_batches_along_time_are_the_first_of_every_environment():
 @pytest.mark.parametrize("layout", ["batch_major", "time_major"])
 def test_episodes_are_put_together_where_environments_are_concatenated(layout):
     dim = 0 if layout == "batch_major" else 1
-    with together(cat_results=dim, layout=layout, trajs_per_batch=2, frames_per_batch=24) as c:
+    with together(
+        cat_results=dim, layout=layout, trajs_per_batch=2, frames_per_batch=24
+    ) as c:
         assert len(c.next()["next", "done"]) >= 2
         assert_accounted(c)
 
@@ -257,10 +290,17 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_groups_of_episodes_that_never_end_are_not_waited_for(impatient, options, message):
+def test_groups_of_episodes_that_never_end_are_not_waited_for(
+    impatient, options, message
+):
     length = 9 if options else 10**6
     with Collector(
-        counting(length), None, num_envs=2, frames_per_batch=8, trajs_per_batch=2, **options
+        counting(length),
+        None,
+        num_envs=2,
+        frames_per_batch=8,
+        trajs_per_batch=2,
+        **options,
     ) as c:
         for _ in range(2):
             with pytest.raises(BadOption, match=message):
@@ -273,19 +313,24 @@ def test_a_number_of_episodes_that_never_end_is_not_waited_for(impatient):
     with Collector(counting(10**6), None, num_envs=2) as c:
         for executed in (128, 256):
             with pytest.raises(
-                BadOption, match=r"Episodes need an end: give the collector max_frames_per_traj="
+                BadOption,
+                match=r"Episodes need an end: give the collector max_frames_per_traj=",
             ):
                 c.collect(n_episode=2)
             assert c.stats().in_flight == c.stats().executed == executed
         assert_accounted(c)
-    with Collector(counting(9), None, num_envs=2, frames_per_batch=8, reset_at_each_iter=True) as c:
+    with Collector(
+        counting(9), None, num_envs=2, frames_per_batch=8, reset_at_each_iter=True
+    ) as c:
         assert c.collect(n_episode=2).lens.tolist() == [9, 9], (
             "a call is one batch, whatever its length"
         )
 
 
 def test_long_episodes_that_were_reported_come_when_they_end(impatient):
-    with Collector(counting(100), None, num_envs=2, frames_per_batch=8, trajs_per_batch=2) as c:
+    with Collector(
+        counting(100), None, num_envs=2, frames_per_batch=8, trajs_per_batch=2
+    ) as c:
         with pytest.raises(
             BadOption, match=r"environment 0 has made 64 steps, .* Nothing was lost"
         ):

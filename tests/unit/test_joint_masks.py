@@ -43,19 +43,29 @@ class Board(gymnasium.Env[Any, Any]):
     """
 
     def __init__(
-        self, shape: tuple[int, ...] = NVEC, where: str = "obs", start: int = 0, none_at: int = -1
+        self,
+        shape: tuple[int, ...] = NVEC,
+        where: str = "obs",
+        start: int = 0,
+        none_at: int = -1,
     ) -> None:
         self.shape, self.where, self.start, self.none_at = shape, where, start, none_at
         self.action_space = spaces.MultiDiscrete(NVEC, start=[start, start])
         box = spaces.Box(0, 100, (2,), np.float32)
         mask = spaces.MultiBinary(shape)
         self.observation_space = (
-            spaces.Dict({"position": box, "action_mask": mask}) if where == "obs" else box
+            spaces.Dict({"position": box, "action_mask": mask})
+            if where == "obs"
+            else box
         )
         self.t = 0
 
     def out(self) -> tuple[Any, dict[str, Any]]:
-        mask = (allowed_at(self.t) & (self.t != self.none_at)).reshape(self.shape).astype(np.int8)
+        mask = (
+            (allowed_at(self.t) & (self.t != self.none_at))
+            .reshape(self.shape)
+            .astype(np.int8)
+        )
         box = np.array([self.t, 1], np.float32)
         if self.where == "obs":
             return {"position": box, "action_mask": mask}, {}
@@ -90,7 +100,9 @@ def logits_net(scale: float = 1.0) -> nn.Module:
     return net
 
 
-def expected_log_probs(net: nn.Module, obs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def expected_log_probs(
+    net: nn.Module, obs: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
     """``[*lead, 3, 4]``: of the product of both variables, renormalised over what is allowed; by
     hand.
     """
@@ -138,13 +150,23 @@ def test_a_mask_is_joint_if_its_size_or_shape_says_so(nvec, shape, joint):
             (11,),
             r"shape \(11,\) has 11 entries, .*2 variables with \(5, 5\).*expected 10 entries.*or 25",
         ),
-        ((4,), (3,), r"shape \(3,\) has 3 entries, but the action has 4 choices: expected 4"),
-        ((2, 2), (4,), r"4 entries.*shape \(1, 4\) for the former, \(2, 2\) for the latter"),
+        (
+            (4,),
+            (3,),
+            r"shape \(3,\) has 3 entries, but the action has 4 choices: expected 4",
+        ),
+        (
+            (2, 2),
+            (4,),
+            r"4 entries.*shape \(1, 4\) for the former, \(2, 2\) for the latter",
+        ),
         ((1, 2, 3), (6,), r"6 entries.*\(1, 6\).*\(1, 2, 3\)"),
         ((256,) * 600, (3,), r"expected 153600 entries.*or the product of these"),
     ],
 )
-def test_a_mask_that_does_not_tell_what_it_is_is_refused_with_the_sizes(nvec, shape, message):
+def test_a_mask_that_does_not_tell_what_it_is_is_refused_with_the_sizes(
+    nvec, shape, message
+):
     with pytest.raises(ValueError, match=message):
         is_joint_mask(nvec, shape)
 
@@ -173,7 +195,11 @@ MISFITS = {
         spaces.MultiBinary(11),
         r"'?action_mask.* 11 entries.*10 entries.*25",
     ),
-    "discrete": (spaces.Discrete(4), spaces.MultiBinary(5), r"action_mask.* 5 entries.*4 choices"),
+    "discrete": (
+        spaces.Discrete(4),
+        spaces.MultiBinary(5),
+        r"action_mask.* 5 entries.*4 choices",
+    ),
     "bits": (
         spaces.MultiBinary(3),
         spaces.MultiBinary(3),
@@ -221,7 +247,9 @@ def test_a_mask_that_does_not_fit_is_refused_when_the_collector_is_made(kind):
         with pytest.raises(UnsupportedSpace, match=rf"Given: .*{message}"):
             Collector(make, policy, num_envs=2, frames_per_batch=4)
     with pytest.raises(UnsupportedSpace, match=message):
-        MultiSyncCollector([make], None, num_envs=2, frames_per_batch=4, backend="threads")
+        MultiSyncCollector(
+            [make], None, num_envs=2, frames_per_batch=4, backend="threads"
+        )
 
 
 @pytest.mark.parametrize("inference", ["worker", "server"])
@@ -253,10 +281,14 @@ def test_a_mask_in_infos_that_does_not_fit_is_refused_where_it_is_read():
             return obs, 1.0, self.t == LENGTH, False, info
 
     with pytest.raises(
-        UnsupportedSpace, match=r"Odd: the action mask info.action_mask with shape \(11,\)"
+        UnsupportedSpace,
+        match=r"Odd: the action mask info.action_mask with shape \(11,\)",
     ):
         Collector(Odd, None, num_envs=2, frames_per_batch=4, info=["action_mask"])
-    assert collect(Odd, None, frames_per_batch=4, info=["won"])["info", "won"].tolist() == [1] * 4
+    assert (
+        collect(Odd, None, frames_per_batch=4, info=["won"])["info", "won"].tolist()
+        == [1] * 4
+    )
 
 
 # --- random actions and heads ---------------------------------------------------------------------
@@ -267,7 +299,9 @@ def test_a_mask_in_infos_that_does_not_fit_is_refused_where_it_is_read():
 @pytest.mark.parametrize("start", [0, 2])
 def test_random_actions_are_uniform_over_the_allowed_combinations(shape, where, start):
     make = board(shape, where, start)
-    batch = collect(make, None, num_envs=3, frames_per_batch=6000, seed=0, **options_of(where))
+    batch = collect(
+        make, None, num_envs=3, frames_per_batch=6000, seed=0, **options_of(where)
+    )
     action = batch["action"] - start
     first = action[:, ::LENGTH].reshape(-1, 2)
     counts = torch.bincount(first[:, 0] * 4 + first[:, 1], minlength=12) / len(first)
@@ -279,7 +313,9 @@ def test_random_actions_are_uniform_over_the_allowed_combinations(shape, where, 
 @pytest.mark.parametrize("where", ["obs", "info"])
 @pytest.mark.parametrize("num_envs", [None, 1, 3])
 @pytest.mark.parametrize("executor", [True, False])
-def test_a_categorical_head_has_the_renormalised_distribution(num_envs, where, executor):
+def test_a_categorical_head_has_the_renormalised_distribution(
+    num_envs, where, executor
+):
     net = logits_net()
     head = policies.categorical(net)
     options: dict[str, Any] = {
@@ -301,7 +337,9 @@ def test_a_categorical_head_has_the_renormalised_distribution(num_envs, where, e
     assert torch.allclose(again.log_prob(batch["action"]), expected, atol=1e-5)
     entropy = -(table.exp() * table.masked_fill(table == -torch.inf, 0)).sum((-1, -2))
     assert torch.allclose(again.entropy(), entropy, atol=1e-5)
-    best = collect(board(NVEC, where), head, **options, exploration_type="deterministic")
+    best = collect(
+        board(NVEC, where), head, **options, exploration_type="deterministic"
+    )
     obs, mask = parts(best, where)
     number = expected_log_probs(net, obs, mask).flatten(-2).argmax(-1)
     assert torch.equal(best["action"], torch.stack([number // 4, number % 4], -1))
@@ -322,9 +360,9 @@ def test_a_head_draws_with_the_renormalised_probabilities(path):
     obs = torch.tensor([0.0, 1.0])
     mask = torch.from_numpy(allowed_at(0))
     if path == "rollouts":
-        actions = collect(lambda: env, head, frames_per_batch=n * LENGTH, seed=0)["action"][
-            ::LENGTH
-        ]
+        actions = collect(lambda: env, head, frames_per_batch=n * LENGTH, seed=0)[
+            "action"
+        ][::LENGTH]
     else:
         head.fit(*fitted(env))
         many = {"position": obs.expand(n, 2), "action_mask": mask.expand(n, *NVEC)}
@@ -333,10 +371,13 @@ def test_a_head_draws_with_the_renormalised_probabilities(path):
             log_prob = extras["action_log_prob"]
         else:
             flat, drawn = head.draw(
-                head.restrict(net(many["position"]), many["action_mask"]), deterministic=False
+                head.restrict(net(many["position"]), many["action_mask"]),
+                deterministic=False,
             )
             actions, log_prob = flat.reshape(n, 2), drawn
-        assert torch.allclose(log_prob, head.distribution(many).log_prob(actions), atol=1e-5)
+        assert torch.allclose(
+            log_prob, head.distribution(many).log_prob(actions), atol=1e-5
+        )
     found = torch.zeros(NVEC).index_put_(
         tuple(actions.T), torch.ones(len(actions)), accumulate=True
     ) / len(actions)
@@ -355,7 +396,9 @@ def fitted(env: Any) -> tuple[Any, Any]:
 def test_a_head_counts_from_the_first_choice():
     net = logits_net()
     for policy in (None, policies.categorical(net)):
-        batch = collect(board(NVEC, "obs", 2), policy, num_envs=2, frames_per_batch=40, seed=0)
+        batch = collect(
+            board(NVEC, "obs", 2), policy, num_envs=2, frames_per_batch=40, seed=0
+        )
         assert batch["action"].min() == 2
         assert at_actions(batch["action_mask"], batch["action"] - 2).all()
     table = expected_log_probs(net, batch["position"], batch["action_mask"])
@@ -368,7 +411,10 @@ def test_the_best_allowed_combination_is_drawn_on_a_device():
     net = logits_net(2.0)
     head = policies.categorical(net)
     head.fit(*fitted(Board(start=2)))
-    obs, mask = torch.rand(50, 2), torch.from_numpy(np.stack([allowed_at(t) for t in range(50)]))
+    obs, mask = (
+        torch.rand(50, 2),
+        torch.from_numpy(np.stack([allowed_at(t) for t in range(50)])),
+    )
     action, log_prob = head.draw(head.restrict(net(obs), mask), deterministic=True)
     table = expected_log_probs(net, obs, mask)
     number = table.flatten(-2).argmax(-1)
@@ -382,7 +428,9 @@ def test_three_variables_and_sampled_shapes():
     obs, mask = torch.rand(5, 2), torch.rand(5, *nvec) < 0.4
     distribution = head.distribution(obs, action_mask=mask)
     every = torch.tensor(list(itertools.product(*map(range, nvec))))
-    log_probs = torch.stack([distribution.log_prob(action.expand(5, 3)) for action in every], 1)
+    log_probs = torch.stack(
+        [distribution.log_prob(action.expand(5, 3)) for action in every], 1
+    )
     allowed = mask.reshape(5, -1)
     with torch.no_grad():
         joint = torch.zeros(5, 1)
@@ -407,7 +455,9 @@ def test_two_variables_of_two_choices_have_the_mask_that_its_shape_says(shape, j
         assert found == ({(0, 0), (1, 1)} if joint else {(0, 1)})
     head.mask = ActionMask("env", ("action",), ("action_mask",), (2, 2), (0, 0), joint)
     head.low, flat = (0, 0), mask.reshape(200, 4)  # of a bound head, it is known
-    assert torch.equal(head.mode(obs, action_mask=flat), head.mode(obs, action_mask=mask))
+    assert torch.equal(
+        head.mode(obs, action_mask=flat), head.mode(obs, action_mask=mask)
+    )
     drawn, log_prob = head.draw(head.restrict(head.net(obs), flat), deterministic=True)
     assert torch.equal(drawn, head.mode(obs, action_mask=mask))
     assert torch.allclose(
@@ -417,7 +467,9 @@ def test_two_variables_of_two_choices_have_the_mask_that_its_shape_says(shape, j
 
 def test_a_loss_has_finite_gradients_also_at_blank_rows():
     head = policies.categorical(nn.Linear(2, 7), nvec=NVEC)
-    mask = torch.stack([torch.from_numpy(allowed_at(0)), torch.zeros(NVEC, dtype=torch.bool)])
+    mask = torch.stack(
+        [torch.from_numpy(allowed_at(0)), torch.zeros(NVEC, dtype=torch.bool)]
+    )
     distribution = head.distribution(torch.rand(2, 2), action_mask=mask)
     (
         distribution.log_prob(torch.tensor([[0, 0], [0, 0]])) + distribution.entropy()
@@ -437,28 +489,41 @@ def test_a_mask_for_a_head_that_does_not_fit_is_refused_with_the_sizes():
     unclear = policies.categorical(nn.Linear(2, 4), nvec=(2, 2))
     with pytest.raises(BadOption, match=r"\(1, 4\)"):
         unclear.distribution(obs, action_mask=torch.ones(3, 4))
-    unclear.distribution(obs, action_mask=torch.ones(3, 1, 4)).log_prob(torch.zeros(3, 2))
+    unclear.distribution(obs, action_mask=torch.ones(3, 1, 4)).log_prob(
+        torch.zeros(3, 2)
+    )
 
 
 @pytest.mark.parametrize("policy", ["random", "head"])
 @pytest.mark.parametrize("where", ["obs", "info"])
 def test_a_mask_that_allows_nothing_names_the_environment(policy, where):
     made = policies.categorical(logits_net()) if policy == "head" else None
-    make, allows_no = board(NVEC, where, none_at=3), r"Board\[0\]: .*action_mask allows no action"
+    make, allows_no = (
+        board(NVEC, where, none_at=3),
+        r"Board\[0\]: .*action_mask allows no action",
+    )
     with pytest.raises(BadEnvOutput, match=allows_no):
-        collect(make, made, num_envs=2, frames_per_batch=20, seed=0, **options_of(where))
+        collect(
+            make, made, num_envs=2, frames_per_batch=20, seed=0, **options_of(where)
+        )
 
 
 def test_random_actions_do_not_depend_on_the_size_of_batches():
     whole = collect(board(), None, num_envs=2, frames_per_batch=30, seed=3)
-    assert_same(whole, collect(board(), None, num_envs=2, frames_per_batch=6, seed=3, batches=5))
+    assert_same(
+        whole, collect(board(), None, num_envs=2, frames_per_batch=6, seed=3, batches=5)
+    )
 
 
 def test_random_frames_and_decorrelation_respect_joint_masks():
     head = policies.categorical(logits_net())
     options = {"max_decorrelation_steps": 7, "init_random_frames": 30, "seed": 0}
-    batch = collect(board(), head, num_envs=3, frames_per_batch=30, batches=2, **options)
-    assert batch["action_log_prob"].isnan().any()  # the environment refuses what is not allowed
+    batch = collect(
+        board(), head, num_envs=3, frames_per_batch=30, batches=2, **options
+    )
+    assert (
+        batch["action_log_prob"].isnan().any()
+    )  # the environment refuses what is not allowed
 
 
 @pytest.mark.parametrize("inference", ["worker", "server"])
@@ -507,7 +572,11 @@ class TorchBoards:
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         mask = (options or {}).get("reset_mask")
-        self.t = torch.zeros(self.num_envs, dtype=torch.long) if mask is None else self.t * ~mask
+        self.t = (
+            torch.zeros(self.num_envs, dtype=torch.long)
+            if mask is None
+            else self.t * ~mask
+        )
         return self.seen(), {}
 
     def step(self, action: torch.Tensor) -> Any:
@@ -569,7 +638,11 @@ class OfDmEnv:
 
             def step(self, action: Any) -> Any:
                 obs, reward, done, _, _ = self.env.step(action)
-                return dm_env.termination(reward, obs) if done else dm_env.transition(reward, obs)
+                return (
+                    dm_env.termination(reward, obs)
+                    if done
+                    else dm_env.transition(reward, obs)
+                )
 
             def observation_spec(self) -> Any:
                 position = specs.BoundedArray((2,), np.float32, 0, 100)
@@ -594,7 +667,9 @@ KINDS: dict[str, dict[str, Any]] = {
             [board()] * 2, autoreset_mode=AutoresetMode.SAME_STEP
         )
     },
-    "EnvPool": {"env": lambda: EnvPoolVectorEnv(GymnasiumEnvPool(board(), 2, shuffled=True))},
+    "EnvPool": {
+        "env": lambda: EnvPoolVectorEnv(GymnasiumEnvPool(board(), 2, shuffled=True))
+    },
     "dm_env": {"env": OfDmEnv, "num_envs": 2},
 }
 
@@ -644,7 +719,9 @@ def torchrl_env(action: Any, entries: tuple[int, ...]) -> Any:
         def _step(self, td: Any) -> Any:
             self.t += 1
             done = torch.tensor([self.t == LENGTH])
-            return TensorDict({**self._seen(), "reward": torch.ones(1), "done": done}, ())
+            return TensorDict(
+                {**self._seen(), "reward": torch.ones(1), "done": done}, ()
+            )
 
         def _set_seed(self, seed: Any) -> None:
             pass
@@ -654,14 +731,25 @@ def torchrl_env(action: Any, entries: tuple[int, ...]) -> Any:
 
 def test_torchrl_environments_masks_are_respected_by_random_actions_and_heads():
     data = pytest.importorskip("torchrl.data")
-    batch = collect(torchrl_env(data.OneHot(6), (6,)), None, frames_per_batch=60, seed=0)
+    batch = collect(
+        torchrl_env(data.OneHot(6), (6,)), None, frames_per_batch=60, seed=0
+    )
     assert batch["action"].sum(-1).eq(1).all()
     assert (batch["action_mask"].bool() & batch["action"].bool()).any(-1).all()
-    batch = collect(torchrl_env(data.MultiOneHot([2, 4]), (6,)), None, frames_per_batch=60, seed=0)
-    assert [part.sum(-1).eq(1).all() for part in batch["action"].split([2, 4], -1)] == [True, True]
+    batch = collect(
+        torchrl_env(data.MultiOneHot([2, 4]), (6,)), None, frames_per_batch=60, seed=0
+    )
+    assert [part.sum(-1).eq(1).all() for part in batch["action"].split([2, 4], -1)] == [
+        True,
+        True,
+    ]
     assert (batch["action_mask"].bool() | ~batch["action"].bool()).all()
-    batch = collect(torchrl_env(data.MultiOneHot(NVEC), NVEC), None, frames_per_batch=60, seed=0)
-    index = torch.stack([part.int().argmax(-1) for part in batch["action"].split(NVEC, -1)], -1)
+    batch = collect(
+        torchrl_env(data.MultiOneHot(NVEC), NVEC), None, frames_per_batch=60, seed=0
+    )
+    index = torch.stack(
+        [part.int().argmax(-1) for part in batch["action"].split(NVEC, -1)], -1
+    )
     assert at_actions(batch["action_mask"], index).all()
     make = torchrl_env(data.MultiCategorical(NVEC), NVEC)
     net = logits_net()
@@ -669,12 +757,16 @@ def test_torchrl_environments_masks_are_respected_by_random_actions_and_heads():
         batch = collect(make, policy, frames_per_batch=60, seed=0)
         assert at_actions(batch["action_mask"], batch["action"]).all()
     table = expected_log_probs(net, batch["observation"], batch["action_mask"])
-    assert torch.allclose(batch["action_log_prob"], at_actions(table, batch["action"]), atol=1e-5)
+    assert torch.allclose(
+        batch["action_log_prob"], at_actions(table, batch["action"]), atol=1e-5
+    )
     with pytest.raises(UnsupportedSpace, match="Masked: .*5 entries.*6 choices"):
         Collector(torchrl_env(data.OneHot(6), (5,)), None, frames_per_batch=6)
 
 
-@pytest.mark.parametrize(("turns", "head"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("turns", "head"), [(False, False), (True, False), (True, True)]
+)
 @pytest.mark.parametrize("where", ["obs", "info"])
 def test_agents_have_joint_masks_of_their_own(turns, where, head):
     pytest.importorskip("pettingzoo")
@@ -691,7 +783,9 @@ def test_agents_have_joint_masks_of_their_own(turns, where, head):
     assert at_actions(mask, action).all()
     if head:
         table = expected_log_probs(net, batch["observation"], mask)
-        assert torch.allclose(batch["action_log_prob"], at_actions(table, action), atol=1e-5)
+        assert torch.allclose(
+            batch["action_log_prob"], at_actions(table, action), atol=1e-5
+        )
 
 
 def test_policies_of_agents_that_take_turns_respect_joint_masks():
@@ -722,7 +816,11 @@ def two_players(turns: bool, where: str) -> Any:
             self.possible_agents = ["player_0", "player_1"]
 
         def observation_space(self, agent: str) -> Any:
-            return spaces.Dict(observation=box, action_mask=mask_space) if where == "obs" else box
+            return (
+                spaces.Dict(observation=box, action_mask=mask_space)
+                if where == "obs"
+                else box
+            )
 
         def action_space(self, agent: str) -> Any:
             return spaces.MultiDiscrete(NVEC)
@@ -746,7 +844,13 @@ def two_players(turns: bool, where: str) -> Any:
             seen = {agent: self.seen(agent) for agent in agents}
             self.agents = [] if over else agents
             flags = dict.fromkeys(agents, over)
-            return seen, dict.fromkeys(agents, 1.0), flags, dict.fromkeys(agents, False), self.infos
+            return (
+                seen,
+                dict.fromkeys(agents, 1.0),
+                flags,
+                dict.fromkeys(agents, False),
+                self.infos,
+            )
 
     class Turns(Both, AECEnv):
         def reset(self, seed: Any = None, options: Any = None) -> None:
@@ -781,15 +885,25 @@ def test_a_mask_of_agents_that_does_not_fit_is_refused(monkeypatch):
     for turns in (False, True):
         env = two_players(turns, "obs")
         monkeypatch.setattr(
-            type(env).__mro__[1], "action_space", lambda self, agent: spaces.MultiDiscrete([3, 5])
+            type(env).__mro__[1],
+            "action_space",
+            lambda self, agent: spaces.MultiDiscrete([3, 5]),
         )
-        with pytest.raises(UnsupportedSpace, match=r"\(3, 4\) has 12 entries.*8 entries.*15"):
+        with pytest.raises(
+            UnsupportedSpace, match=r"\(3, 4\) has 12 entries.*8 entries.*15"
+        ):
             Collector(env, None, frames_per_batch=4)
 
 
 def test_a_team_has_a_mask_for_each_agent():
     mask = ActionMask(
-        "env", ("team", "action"), ("team", "action_mask"), (2, 3, 2, 3), (0,) * 4, True, 2
+        "env",
+        ("team", "action"),
+        ("team", "action_mask"),
+        (2, 3, 2, 3),
+        (0,) * 4,
+        True,
+        2,
     )
     rows = np.zeros((4000, 2, 2, 3), np.int8)
     rows[:, 0, 0, 1] = rows[:, 0, 1, 2] = rows[:, 1, 1, 0] = 1
@@ -800,14 +914,22 @@ def test_a_team_has_a_mask_for_each_agent():
     on_device = mask.draw_on_device(torch.from_numpy(rows), torch.from_numpy(uniform))
     assert on_device.tolist() == drawn.tolist()
     rows[7, 1] = 0
-    with pytest.raises(BadEnvOutput, match=r"env\[7\]: team.action_mask allows no action"):
+    with pytest.raises(
+        BadEnvOutput, match=r"env\[7\]: team.action_mask allows no action"
+    ):
         mask.draw(rows, uniform)
 
 
 def test_a_head_for_a_team_renormalises_for_each_agent():
     head = policies.categorical(nn.Linear(2, 10), nvec=(2, 3, 2, 3))
     head.mask = ActionMask(
-        "env", ("team", "action"), ("team", "action_mask"), (2, 3, 2, 3), (0,) * 4, True, 2
+        "env",
+        ("team", "action"),
+        ("team", "action_mask"),
+        (2, 3, 2, 3),
+        (0,) * 4,
+        True,
+        2,
     )
     head.low, head.action_shape = (0,) * 4, (2, 2)
     obs, mask = torch.rand(6, 2), torch.rand(6, 2, 2, 3) < 0.6
@@ -824,7 +946,11 @@ def test_a_head_for_a_team_renormalises_for_each_agent():
             .flatten(1)
             .log_softmax(-1)
         )
-        each.append(joint.gather(1, (action[:, agent, 0] * 3 + action[:, agent, 1])[:, None])[:, 0])
+        each.append(
+            joint.gather(1, (action[:, agent, 0] * 3 + action[:, agent, 1])[:, None])[
+                :, 0
+            ]
+        )
     expected = torch.stack(each).sum(0)
     assert torch.allclose(distribution.log_prob(action), expected, atol=1e-5)
     drawn, log_prob = head.draw(head.restrict(head.net(obs), mask), deterministic=True)
@@ -846,12 +972,17 @@ class Parts(gymnasium.Env[Any, Any]):
         )
         each = {"move": spaces.MultiBinary(4), "where": spaces.MultiBinary(NVEC)}
         box = spaces.Box(0, 100, (1,), np.float32)
-        self.observation_space = spaces.Dict(position=box, action_mask=spaces.Dict(each))
+        self.observation_space = spaces.Dict(
+            position=box, action_mask=spaces.Dict(each)
+        )
         if masks == "one":
             self.action_space = spaces.Dict(
-                throttle=spaces.Box(0, 1, (2,), np.float32), where=spaces.MultiDiscrete(NVEC)
+                throttle=spaces.Box(0, 1, (2,), np.float32),
+                where=spaces.MultiDiscrete(NVEC),
             )
-            self.observation_space = spaces.Dict(position=box, action_mask=spaces.MultiBinary(NVEC))
+            self.observation_space = spaces.Dict(
+                position=box, action_mask=spaces.MultiBinary(NVEC)
+            )
         self.masks = masks
 
     def seen(self) -> Any:

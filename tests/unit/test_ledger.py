@@ -26,14 +26,20 @@ KINDS = {
     "sync": (MultiSyncCollector, lambda env: [env, env], IN_THREADS),
     "async": (MultiAsyncCollector, lambda env: [env, env], IN_THREADS),
     "one worker": (AsyncCollector, lambda env: env, IN_THREADS),
-    "nodes": (DistributedCollector, lambda env: [env, env], {"launcher": "mp", "sync": True}),
+    "nodes": (
+        DistributedCollector,
+        lambda env: [env, env],
+        {"launcher": "mp", "sync": True},
+    ),
     "nodes, async": (DistributedCollector, lambda env: [env, env], {"launcher": "mp"}),
 }
 CALLS = {
     "next": lambda c: next(iter(c)),
     "collect steps": lambda c: c.collect(n_step=12),
     "collect episodes": lambda c: c.collect(n_episode=3),
-    "collect episodes and keep others": lambda c: c.collect(n_episode=3, surplus="keep"),
+    "collect episodes and keep others": lambda c: c.collect(
+        n_episode=3, surplus="keep"
+    ),
     "collect with random actions": lambda c: c.collect(n_step=8, random=True),
     "rollout": lambda c: c.rollout(),
     "reset": lambda c: c.reset(),
@@ -48,18 +54,25 @@ def assert_balanced(ledger: Ledger) -> None:
     terms = ledger.terms()
     accounted = terms.delivered + sum(terms.discarded.values()) + terms.in_flight
     assert terms.executed == accounted, terms
-    assert min(terms.executed, terms.delivered, terms.in_flight, *terms.discarded.values()) >= 0
+    assert (
+        min(terms.executed, terms.delivered, terms.in_flight, *terms.discarded.values())
+        >= 0
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("more", [{}, {"trajs_per_batch": 2}, {"init_random_frames": 16}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"trajs_per_batch": 2}, {"init_random_frames": 16}], ids=str
+)
 def test_the_equation_holds_after_every_call(kind, more):
     cls, envs, options = KINDS[kind]
     calls = dict(CALLS)
     if more.get("trajs_per_batch"):
         calls = {name: call for name, call in calls.items() if "steps" not in name}
         calls.pop("collect with random actions")
-    with cls(envs(lambda: CountingEnv(5)), frames_per_batch=8, seed=0, **options, **more) as c:
+    with cls(
+        envs(lambda: CountingEnv(5)), frames_per_batch=8, seed=0, **options, **more
+    ) as c:
         assert_balanced(c._engine.ledger)
         for call in calls.values():
             call(c)

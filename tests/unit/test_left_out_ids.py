@@ -97,7 +97,13 @@ def test_hooks_on_episodes_get_none() -> None:
 
 
 def test_a_recording_needs_them(tmp_path: Any) -> None:
-    with pytest.raises(BadOption, match="record: a recording finds its episodes by their ids"):
+    with pytest.raises(
+        BadOption, match="record: a recording finds its episodes by their ids"
+    ):
         Collector(
-            counting(3), None, frames_per_batch=4, track_traj_ids=False, record=tmp_path / "a"
+            counting(3),
+            None,
+            frames_per_batch=4,
+            track_traj_ids=False,
+            record=tmp_path / "a",
         )

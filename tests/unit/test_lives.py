@@ -28,7 +28,12 @@ class LivesEnv(CountingEnv):
     """A life is lost every ``life`` steps, and the episode is over after ``length``."""
 
     def __init__(
-        self, length: int = 4, life: int = 2, *, fails_at: int | None = None, **options: Any
+        self,
+        length: int = 4,
+        life: int = 2,
+        *,
+        fails_at: int | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(length, **options)
         self.life, self.fails_at = life, fails_at
@@ -82,7 +87,9 @@ def test_a_lost_life_ends_the_agents_episode_and_not_the_environments():
         assert flags(batch, "traj_done") == [[0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1]]
         assert batch["collector", "traj_ids"].tolist() == [[0, 0, 0, 0, 2, 2], [1] * 6]
         assert states(batch) == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2]]
-        assert [(e.traj_id, e.length, e.episode_return, e.terminated) for e in c.episodes] == [
+        assert [
+            (e.traj_id, e.length, e.episode_return, e.terminated) for e in c.episodes
+        ] == [
             (0, 4, 10.0, True),
             (1, 6, 21.0, True),
         ]
@@ -115,7 +122,13 @@ def test_an_environment_that_is_over_without_an_end_is_truncated():
 
 
 def test_an_end_without_the_entry_is_one_of_the_environment():
-    assert times(collect(partial(CountingEnv, 2), frames_per_batch=5, **KEY)) == [0, 1, 0, 1, 0]
+    assert times(collect(partial(CountingEnv, 2), frames_per_batch=5, **KEY)) == [
+        0,
+        1,
+        0,
+        1,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +151,11 @@ def test_a_batch_of_environments_is_refused_with_the_way_out():
         Collector(lambda: SyncVectorEnv([LivesEnv]), None, frames_per_batch=4, **KEY)
     with pytest.raises(BadOption, match="single Gymnasium environments"):
         MultiSyncCollector(
-            [lambda: SyncVectorEnv([LivesEnv])], None, frames_per_batch=4, backend="threads", **KEY
+            [lambda: SyncVectorEnv([LivesEnv])],
+            None,
+            frames_per_batch=4,
+            backend="threads",
+            **KEY,
         )
     with pytest.raises(BadOption, match="name of an entry"):
         Collector(LivesEnv, None, frames_per_batch=4, traj_done_key=3)
@@ -181,7 +198,9 @@ def test_whole_episodes_are_those_of_the_environment():
 
 @settings(max_examples=10, deadline=None)
 @given(
-    sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=4, max_size=4),
+    sizes=st.lists(
+        st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=4, max_size=4
+    ),
     rows=st.integers(1, 5),
     limit=st.sampled_from([None, 4]),
     wait=st.booleans(),

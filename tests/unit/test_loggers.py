@@ -37,14 +37,21 @@ class Calls(list):
 
 class BoardLike(Calls):
     def add_scalar(
-        self, tag: str, scalar_value: float, global_step: int | None = None, walltime: Any = None
+        self,
+        tag: str,
+        scalar_value: float,
+        global_step: int | None = None,
+        walltime: Any = None,
     ) -> None:
         self.append((tag, scalar_value, global_step))
 
 
 class RunLike(Calls):
     def log(
-        self, data: dict[str, float], step: int | None = None, commit: bool | None = None
+        self,
+        data: dict[str, float],
+        step: int | None = None,
+        commit: bool | None = None,
     ) -> None:
         assert type(data) is dict
         self.append((data, step))
@@ -59,7 +66,9 @@ class PrtLike(Calls):
     def log_scalar(self, name: str, value: float, iteration: int | None = None) -> None:
         self.append((name, value, iteration))
 
-    def log_metrics(self, metrics: dict[str, float], iteration: int | None = None) -> None:
+    def log_metrics(
+        self, metrics: dict[str, float], iteration: int | None = None
+    ) -> None:
         raise AssertionError("takes no step=")
 
 
@@ -93,7 +102,9 @@ def test_loggers_of_scalars_get_a_call_for_each_and_those_of_records_one(kind, c
 
 def test_a_method_is_looked_up_when_it_is_called():
     class Module:  # wandb.log is replaced by wandb.init()
-        log = staticmethod(lambda *args, **kwargs: pytest.fail("the function of before"))
+        log = staticmethod(
+            lambda *args, **kwargs: pytest.fail("the function of before")
+        )
 
     module, seen = Module(), []
     log = as_logger(module)
@@ -205,12 +216,16 @@ def test_half_a_record_that_a_crash_has_left_is_removed(tmp_path):
         path.write_bytes(whole[:cut])
         with JsonlLogger(path) as logger:
             logger({"a": 3}, 3)
-        kept = (cut >= first - 1) + (cut >= len(whole) - 1)  # whole but for its end of line, too
+        kept = (cut >= first - 1) + (
+            cut >= len(whole) - 1
+        )  # whole but for its end of line, too
         assert records(path) == [*[(1, {"a": 1}), (2, {"}}": 2})][:kept], (3, {"a": 3})]
 
 
 @pytest.mark.parametrize(
-    "content", [b"notes", b'{"step":1}', b"12", b"a,b\n1,2", b"x" * (1 << 21)], ids=range(5)
+    "content",
+    [b"notes", b'{"step":1}', b"12", b"a,b\n1,2", b"x" * (1 << 21)],
+    ids=range(5),
 )
 def test_half_a_line_of_something_else_is_never_removed(tmp_path, content):
     path = tmp_path / "log"
@@ -233,7 +248,8 @@ def test_threads_may_share_a_file(tmp_path):
     with JsonlLogger(tmp_path / "log") as logger:
         threads = [
             threading.Thread(
-                target=lambda k=k: [logger({"k": k}, i) for i in range(100)], daemon=True
+                target=lambda k=k: [logger({"k": k}, i) for i in range(100)],
+                daemon=True,
             )
             for k in range(4)
         ]
@@ -243,9 +259,9 @@ def test_threads_may_share_a_file(tmp_path):
             thread.join(60)
     found = records(tmp_path / "log")
     assert len(found) == 400
-    assert [[step for step, metrics in found if metrics["k"] == k] for k in range(4)] == [
-        list(range(100))
-    ] * 4
+    assert [
+        [step for step, metrics in found if metrics["k"] == k] for k in range(4)
+    ] == [list(range(100))] * 4
 
 
 def test_processes_may_not_share_a_file(tmp_path):
@@ -309,7 +325,9 @@ def test_tensorboard_reads_what_was_logged(tmp_path):
         (10, 1.5),
         (20, 2.5),
     ]
-    assert [(e.step, e.value) for e in events.Scalars("collect/episodes")] == [(10, 2.0)]
+    assert [(e.step, e.value) for e in events.Scalars("collect/episodes")] == [
+        (10, 2.0)
+    ]
 
 
 def test_a_closed_tensorboard_logger_begins_no_other_file(tmp_path):
@@ -386,7 +404,9 @@ EPISODES = Episodes(
 def test_the_episodes_of_the_batch_are_summarised():
     [(record, _)] = logged((STATS, EPISODES), prefix="")
     of_episodes = {
-        name: value for name, value in record.items() if name.startswith(("return", "length"))
+        name: value
+        for name, value in record.items()
+        if name.startswith(("return", "length"))
     }
     assert of_episodes == {
         "return_mean": 4.0,
@@ -403,13 +423,24 @@ def test_the_episodes_of_the_batch_are_summarised():
 
 def test_the_lag_is_that_of_the_newest_batch():
     after = [{0: 1}, {0: 1, 3: 1}, {0: 2, 3: 1}, {0: 2, 3: 2}, {0: 2, 3: 2}]
-    found = logged(*[(dataclasses.replace(STATS, policy_lag=lags), ()) for lags in after])
-    assert [record.get("collect/policy_lag") for record, _ in found] == [0, 3, 0, 3, None]
+    found = logged(
+        *[(dataclasses.replace(STATS, policy_lag=lags), ()) for lags in after]
+    )
+    assert [record.get("collect/policy_lag") for record, _ in found] == [
+        0,
+        3,
+        0,
+        3,
+        None,
+    ]
 
 
 def test_before_any_time_was_measured_there_are_no_shares():
     [(record, _)] = logged(
-        (dataclasses.replace(STATS, env_s=0.0, policy_s=0.0, copy_s=0.0, rest_s=0.0), ())
+        (
+            dataclasses.replace(STATS, env_s=0.0, policy_s=0.0, copy_s=0.0, rest_s=0.0),
+            (),
+        )
     )
     assert not [name for name in record if name.endswith("share")]
 
@@ -418,7 +449,8 @@ def test_every_worker_has_its_rate():
     [(record, _)] = logged(
         (
             dataclasses.replace(
-                STATS, workers=(worker(0, frames_per_s=10.0), worker(3, frames_per_s=20.0))
+                STATS,
+                workers=(worker(0, frames_per_s=10.0), worker(3, frames_per_s=20.0)),
             ),
             (),
         ),
@@ -435,7 +467,12 @@ def test_every_worker_has_its_rate():
 
 def test_every_batch_of_a_collector_is_logged(tmp_path):
     with JsonlLogger(tmp_path / "log") as logger:
-        options = {"num_envs": 2, "frames_per_batch": 10, "total_frames": 30, "logger": logger}
+        options = {
+            "num_envs": 2,
+            "frames_per_batch": 10,
+            "total_frames": 30,
+            "logger": logger,
+        }
         with Collector(counting(3), **options) as collector:
             assert len(list(collector)) == 3
     found = records(tmp_path / "log")
@@ -490,7 +527,9 @@ class TestProgress:
                 said += piece
         os.close(main)
         return said.decode(), [
-            thread.name for thread in threading.enumerate() if "Refresh" in type(thread).__name__
+            thread.name
+            for thread in threading.enumerate()
+            if "Refresh" in type(thread).__name__
         ]
 
     def test_a_terminal_shows_frames_and_returns(self, monkeypatch):
@@ -501,7 +540,9 @@ class TestProgress:
         assert "100%" in said
         assert not threads
 
-    def test_an_endless_collection_has_no_percentage_and_ends_with_the_collector(self, monkeypatch):
+    def test_an_endless_collection_has_no_percentage_and_ends_with_the_collector(
+        self, monkeypatch
+    ):
         said, threads = self.shown(monkeypatch, total_frames=-1)
         assert "36 frames" in said
         assert "100%" not in said

@@ -18,7 +18,14 @@ from muster.memory.shared import Arena
 from muster.workers import mailbox as module
 from muster.workers.channel import Channel, WakeUp
 from muster.workers.launch import launch
-from muster.workers.mailbox import ASKED, ASLEEP, CELLS, FINISHED, Mailbox, MailboxClient
+from muster.workers.mailbox import (
+    ASKED,
+    ASLEEP,
+    CELLS,
+    FINISHED,
+    Mailbox,
+    MailboxClient,
+)
 from tests.fakes.served import rows_of
 from tests.waits import open_files, wait_until
 
@@ -38,7 +45,9 @@ def wake_up(request, monkeypatch):
 
 @pytest.fixture
 def mailbox(monkeypatch):
-    monkeypatch.setattr(module, "LOOK_S", 1000.0)  # who is not woken by a wake-up is not woken
+    monkeypatch.setattr(
+        module, "LOOK_S", 1000.0
+    )  # who is not woken by a wake-up is not woken
     made = Mailbox(2)
     yield made
     made.close()
@@ -144,7 +153,9 @@ def test_no_descriptor_of_lines_is_left(mailbox):
     before = open_files()
     for _ in range(3):
         made = Mailbox(5)
-        worker = MailboxClient(4, 5, [os.dup(fd) for fd in made.fds_for(4)], lambda: False)
+        worker = MailboxClient(
+            4, 5, [os.dup(fd) for fd in made.fds_for(4)], lambda: False
+        )
         worker.close()
         worker.close()
         made.close()
@@ -159,7 +170,12 @@ def test_a_question_says_what_and_lasts_until_its_answer(mailbox, client):
     assert mailbox.question(1) == 0
     thread, got = in_thread(lambda: client.ask(7, 3))
     wait_until(lambda: mailbox.question(1))
-    assert (mailbox.question(1), mailbox.request(1), mailbox.row(1), mailbox.question(0)) == (
+    assert (
+        mailbox.question(1),
+        mailbox.request(1),
+        mailbox.row(1),
+        mailbox.question(0),
+    ) == (
         1,
         7,
         3,
@@ -170,7 +186,9 @@ def test_a_question_says_what_and_lasts_until_its_answer(mailbox, client):
     assert (got, mailbox.question(1)) == ([None], 0)
 
 
-def test_an_answer_that_it_has_failed_is_an_error_and_the_next_question_is_another(mailbox, client):
+def test_an_answer_that_it_has_failed_is_an_error_and_the_next_question_is_another(
+    mailbox, client
+):
     thread, got = in_thread(lambda: client.ask(7, 3))
     wait_until(lambda: mailbox.question(1))
     mailbox.answer(1, 1, failed=True)
@@ -185,13 +203,17 @@ def test_an_answer_that_it_has_failed_is_an_error_and_the_next_question_is_anoth
 
 
 @pytest.mark.parametrize("late", [1, -1])
-def test_late_answers_to_one_who_is_gone_do_not_answer_its_successor(mailbox, client, late):
+def test_late_answers_to_one_who_is_gone_do_not_answer_its_successor(
+    mailbox, client, late
+):
     """The server was still at the first question."""
     client._cells[ASKED] = 1
     assert mailbox.question(1) == 1
     mailbox.reset(1)
     assert mailbox.question(1) == 0
-    successor = MailboxClient(1, 2, [os.dup(fd) for fd in mailbox.fds_for(1)], lambda: False)
+    successor = MailboxClient(
+        1, 2, [os.dup(fd) for fd in mailbox.fds_for(1)], lambda: False
+    )
     thread, got = in_thread(lambda: successor.ask(8, 0))
     wait_until(lambda: mailbox.question(1) == 2)
     mailbox.answer(1, 1, failed=late < 0)
@@ -205,7 +227,9 @@ def test_late_answers_to_one_who_is_gone_do_not_answer_its_successor(mailbox, cl
 
 def test_a_successor_does_not_inherit_the_sleep_of_who_was_killed(mailbox, client):
     client._cells[ASLEEP] = 1
-    MailboxClient(1, 2, [os.dup(fd) for fd in mailbox.fds_for(1)], lambda: False).close()
+    MailboxClient(
+        1, 2, [os.dup(fd) for fd in mailbox.fds_for(1)], lambda: False
+    ).close()
     mailbox.answer(1, 0)
     assert not rings(mailbox._wake_ups[1])
 
@@ -213,8 +237,12 @@ def test_a_successor_does_not_inherit_the_sleep_of_who_was_killed(mailbox, clien
 def test_who_is_given_up_does_not_wait_for_ever(mailbox, monkeypatch):
     """A thread whose collector is closed."""
     monkeypatch.setattr(module, "LOOK_S", 0.01)
-    client = MailboxClient(0, 2, [os.dup(fd) for fd in mailbox.fds_for(0)], lambda: True)
-    with pytest.raises(MusterError, match="This worker's rollouts are not awaited any more"):
+    client = MailboxClient(
+        0, 2, [os.dup(fd) for fd in mailbox.fds_for(0)], lambda: True
+    )
+    with pytest.raises(
+        MusterError, match="This worker's rollouts are not awaited any more"
+    ):
         client.ask(1, 0)
     client.close()
 
@@ -254,7 +282,8 @@ def test_who_is_at_work_is_known_until_it_has_finished(mailbox, client):
 def test_of_those_who_are_answered_together_the_last_one_rings():
     made = Mailbox(4, groups=[[0, 1, 3], [2]])
     hands = [
-        MailboxClient(n, 4, [os.dup(fd) for fd in made.fds_for(n)], lambda: False) for n in range(4)
+        MailboxClient(n, 4, [os.dup(fd) for fd in made.fds_for(n)], lambda: False)
+        for n in range(4)
     ]
     for worker in (0, 1, 2):
         made.expect(worker, worker + 1)
@@ -280,7 +309,9 @@ def test_of_those_who_are_answered_together_the_last_one_rings():
         end.close()
 
 
-def test_a_server_that_sleeps_is_woken_by_a_question_and_a_worker_by_its_answer(mailbox, client):
+def test_a_server_that_sleeps_is_woken_by_a_question_and_a_worker_by_its_answer(
+    mailbox, client
+):
     """Both have stopped looking by then."""
     asked, got = in_thread(lambda: client.ask(1, 0))
     wait_until(lambda: mailbox.cells[CELLS + ASLEEP])
@@ -320,8 +351,12 @@ def served(mailbox, counts, *, late_s=0.0, fails=lambda row: False):
     lanes = [rows_of(arena, worker) for worker in range(len(counts))]
     for worker, count in enumerate(counts):
         ours, theirs = Channel.pair()
-        child = launch("tests.fakes.served:asks", theirs, name=f"test-client-{worker}", light=True)
-        ours.send((worker, len(counts), count, late_s), [*mailbox.fds_for(worker), arena.fd])
+        child = launch(
+            "tests.fakes.served:asks", theirs, name=f"test-client-{worker}", light=True
+        )
+        ours.send(
+            (worker, len(counts), count, late_s), [*mailbox.fds_for(worker), arena.fd]
+        )
         started.append((ours, child))
     rows = [[] for _ in counts]
 
@@ -330,7 +365,9 @@ def served(mailbox, counts, *, late_s=0.0, fails=lambda row: False):
 
     try:
         while not over():
-            mailbox.sleep(lambda: any(map(mailbox.question, range(len(counts)))) or over(), 1.0)
+            mailbox.sleep(
+                lambda: any(map(mailbox.question, range(len(counts)))) or over(), 1.0
+            )
             for worker in range(len(counts)):
                 if number := mailbox.question(worker):
                     assert mailbox.request(worker) == worker + 1
@@ -356,7 +393,9 @@ def test_many_thousand_questions_of_processes_are_each_answered_once():
     made = Mailbox(len(counts))
     rows, refused = served(made, counts, fails=lambda row: row % 7 == 3)
     assert rows == [list(range(count)) for count in counts]
-    assert refused == [[row for row in range(count) if row % 7 == 3] for count in counts]
+    assert refused == [
+        [row for row in range(count) if row % 7 == 3] for count in counts
+    ]
     made.close()
 
 

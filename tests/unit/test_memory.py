@@ -45,7 +45,8 @@ def ring(limit: int = 1 << 20, **changes: Any) -> SlotRing:
 
 def counts(slots: SlotRing) -> tuple[int, int, int]:
     return tuple(
-        slots.count(state) for state in (SlotState.FREE, SlotState.FILLING, SlotState.LENT)
+        slots.count(state)
+        for state in (SlotState.FREE, SlotState.FILLING, SlotState.LENT)
     )
 
 
@@ -55,7 +56,9 @@ def counts(slots: SlotRing) -> tuple[int, int, int]:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from("?bBhHiIlLefd"), st.lists(st.integers(0, 3), max_size=3), st.booleans()
+            st.sampled_from("?bBhHiIlLefd"),
+            st.lists(st.integers(0, 3), max_size=3),
+            st.booleans(),
         ),
         max_size=5,
     ),
@@ -65,7 +68,8 @@ def counts(slots: SlotRing) -> tuple[int, int, int]:
 )
 def test_columns_of_any_kind_are_aligned_disjoint_and_zero(kinds, T, B, lanes):
     columns = tuple(
-        Column((str(i),), tuple(s), np.dtype(d), carry=c) for i, (d, s, c) in enumerate(kinds)
+        Column((str(i),), tuple(s), np.dtype(d), carry=c)
+        for i, (d, s, c) in enumerate(kinds)
     )
     slot = Slot(Layout(T, B, columns, lanes))
     arrays = [array for lane in slot.lanes for array in lane.arrays.values()]
@@ -173,7 +177,9 @@ def test_several_threads_may_count_slots_of_which_parts_are_used():
     try:
         with ThreadPoolExecutor(3) as threads:
             found = [
-                threads.submit(lambda: {slots.count(SlotState.LENT) for _ in range(3000)})
+                threads.submit(
+                    lambda: {slots.count(SlotState.LENT) for _ in range(3000)}
+                )
                 for _ in range(3)
             ]
     finally:
@@ -201,7 +207,8 @@ def test_a_full_ring_says_how_to_go_on_and_goes_on():
     slots = ring(2 * size)
     lent = [slots.lend(slots.take()) for _ in range(2)]
     with pytest.raises(
-        SlotsExhausted, match=rf"2 batches of {size:,} bytes.*slot_memory_limit={2 * size:,}"
+        SlotsExhausted,
+        match=rf"2 batches of {size:,} bytes.*slot_memory_limit={2 * size:,}",
     ):
         slots.take()
     assert issubclass(SlotsExhausted, MemoryError)
@@ -241,7 +248,9 @@ def test_pinned_memory_without_cuda_is_refused():
         (1, 2, True, True, "batch_major", (1, 2, 4), [None, None, "time"]),
     ],
 )
-def test_a_batch_is_a_view_in_every_arrangement(lanes, B, batched, stacked, order, shape, names):
+def test_a_batch_is_a_view_in_every_arrangement(
+    lanes, B, batched, stacked, order, shape, names
+):
     arranged = layout(
         lanes=lanes, B=B, batch_shape=None if batched else (), columns=(*COLUMNS, WORDS)
     )
@@ -252,7 +261,9 @@ def test_a_batch_is_a_view_in_every_arrangement(lanes, B, batched, stacked, orde
             for b in range(B):
                 lane.arrays["observation",][t, b] = [w, b, t]
                 lane.arrays["words",][t, b] = f"{w}{b}{t}"
-    batch = BatchView(arranged, stacked=stacked, order=order).tensordict(slots.lend(slot), slot)
+    batch = BatchView(arranged, stacked=stacked, order=order).tensordict(
+        slots.lend(slot), slot
+    )
 
     assert tuple(batch.batch_size) == shape
     assert batch.names == names
@@ -290,9 +301,17 @@ SAVED = {
     "one group": (Collector, CountingEnv, {}),
     "one group, time first": (Collector, CountingEnv, {"layout": "time_major"}),
     "several groups": (Collector, [CountingEnv] * 4, {}),
-    "several groups, time first": (Collector, [CountingEnv] * 4, {"layout": "time_major"}),
+    "several groups, time first": (
+        Collector,
+        [CountingEnv] * 4,
+        {"layout": "time_major"},
+    ),
     "whole episodes": (Collector, [CountingEnv] * 4, {"trajs_per_batch": 32}),
-    "threads": (MultiSyncCollector, [CountingEnv] * 4, {"backend": "threads", "num_workers": 2}),
+    "threads": (
+        MultiSyncCollector,
+        [CountingEnv] * 4,
+        {"backend": "threads", "num_workers": 2},
+    ),
     "each thread": (MultiAsyncCollector, [CountingEnv] * 2, {"backend": "threads"}),
 }
 ONE_GROUP = [name for name in SAVED if name.startswith(("one", "each"))]
@@ -317,7 +336,9 @@ def saved(thing: Any) -> int:
 
 def collected(name: str) -> Any:
     cls, envs, options = SAVED[name]
-    with cls(envs, None, frames_per_batch=2048, **{"num_envs": 8, **options}) as collector:
+    with cls(
+        envs, None, frames_per_batch=2048, **{"num_envs": 8, **options}
+    ) as collector:
         return collector.next()
 
 
@@ -330,7 +351,9 @@ def test_a_copy_of_a_batch_is_saved_with_its_numbers_and_nothing_else(name, tmp_
     assert size < len(pickle.dumps(batch.clone())) < size + entries
     part, column = batch[..., :3], batch["next", "observation"]
     assert saved(part.clone()) < numbers(part) + entries
-    assert saved(column.clone()) < column.numel() * column.element_size() + 2 * ENTRY_BYTES
+    assert (
+        saved(column.clone()) < column.numel() * column.element_size() + 2 * ENTRY_BYTES
+    )
     batch.memmap(tmp_path)
     assert sum(file.stat().st_size for file in tmp_path.rglob("*.memmap")) == size
     assert_same(pickle.loads(pickle.dumps(batch.clone())), batch)
@@ -373,7 +396,9 @@ def unchanged(held: Any, copy: Any) -> bool:
     return all(same(held[key], copy[key]) for key in copy.keys(True, True))
 
 
-@given(st.lists(st.tuples(st.sampled_from([*HOLDS, None]), st.integers(0, 6)), max_size=16))
+@given(
+    st.lists(st.tuples(st.sampled_from([*HOLDS, None]), st.integers(0, 6)), max_size=16)
+)
 def test_what_is_kept_stays_as_it_was_and_what_is_dropped_is_used_again(plan):
     """Keep any part of some batches for some time: nothing kept ever changes, nothing dropped is
     lost.
@@ -471,7 +496,9 @@ def test_several_batch_dimensions_are_the_environments_in_order():
         seen = batch.get(c.key)
         for b, t in itertools.product(range(6), range(4)):
             expected = torch.as_tensor(lane.arrays[c.key][t, b])
-            assert torch.equal(seen[b // 3, b % 3, t].reshape(expected.shape), expected), c.key
+            assert torch.equal(
+                seen[b // 3, b % 3, t].reshape(expected.shape), expected
+            ), c.key
 
 
 def test_a_batch_on_a_device_is_the_memory_of_its_slot():

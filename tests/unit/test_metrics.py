@@ -20,13 +20,17 @@ def tracked(
 ) -> tuple[MetricsTracker, list[tuple[int, dict[str, float]]]]:
     """A tracker after these steps, and what it has logged."""
     records: list[tuple[int, dict[str, float]]] = []
-    tracker = MetricsTracker(num_envs, lambda metrics, step: records.append((step, dict(metrics))))
+    tracker = MetricsTracker(
+        num_envs, lambda metrics, step: records.append((step, dict(metrics)))
+    )
     for reward, done in steps:
         tracker.update(reward, done)
     return tracker, records
 
 
-def record(reward: float, length: int, cumulative: float, number: int) -> dict[str, float]:
+def record(
+    reward: float, length: int, cumulative: float, number: int
+) -> dict[str, float]:
     return {
         "episode_reward": reward,
         "episode_length": length,
@@ -37,10 +41,15 @@ def record(reward: float, length: int, cumulative: float, number: int) -> dict[s
 
 def test_it_logs_only_when_episodes_finish():
     tracker, records = tracked(
-        2, [([1, 10], [False, False]), ([2, 20], [False, True]), ([4, 40], [True, False])]
+        2,
+        [([1, 10], [False, False]), ([2, 20], [False, True]), ([4, 40], [True, False])],
     )
     assert records == [(4, record(30.0, 2, 33.0, 1)), (6, record(7.0, 3, 77.0, 2))]
-    assert (tracker.collected_steps, tracker.cumulative_reward, tracker.episode_count) == (
+    assert (
+        tracker.collected_steps,
+        tracker.cumulative_reward,
+        tracker.episode_count,
+    ) == (
         6,
         77.0,
         2,
@@ -69,9 +78,17 @@ def test_episodes_that_finish_together_have_a_record_each_at_the_same_step():
         (1, np.float32(3.0), np.bool_(True)),
         (2, [1.0, 3.0], [False, True]),
         (2, np.array([[1], [3]], np.int64), np.array([[0], [1]], np.uint8)),
-        (2, torch.tensor([[1.0], [3.0]]).requires_grad_(), torch.tensor([[False], [True]])),
+        (
+            2,
+            torch.tensor([[1.0], [3.0]]).requires_grad_(),
+            torch.tensor([[False], [True]]),
+        ),
         (2, torch.tensor([1.0, 3.0], dtype=torch.bfloat16), torch.tensor([0.0, 1.0])),
-        (2, torch.tensor([[[0.5], [0.5]], [[1.0], [2.0]]]), torch.tensor([[False], [True]])),
+        (
+            2,
+            torch.tensor([[[0.5], [0.5]], [[1.0], [2.0]]]),
+            torch.tensor([[False], [True]]),
+        ),
         (2, np.array([[0.5, 0.5], [1.0, 2.0]]), np.array([False, True])),
     ],
 )
@@ -133,13 +150,19 @@ def test_abandoned_episodes_leave_nothing_to_the_next_ones():
     tracker.update([1, 1, 1], [False] * 3)
     tracker.abandon()
     tracker.update([2, 2, 2], [True] * 3)
-    assert [(r["episode_reward"], r["episode_length"]) for _, r in records[3:]] == [(2, 1)] * 3
+    assert [(r["episode_reward"], r["episode_length"]) for _, r in records[3:]] == [
+        (2, 1)
+    ] * 3
 
 
 def test_reset_begins_anew_with_all_counts():
     tracker, records = tracked(2, [([1, 1], [False, True]), ([1, 1], [False, False])])
     tracker.reset()
-    assert (tracker.collected_steps, tracker.cumulative_reward, tracker.episode_count) == (
+    assert (
+        tracker.collected_steps,
+        tracker.cumulative_reward,
+        tracker.episode_count,
+    ) == (
         0,
         0.0,
         0,
@@ -150,7 +173,9 @@ def test_reset_begins_anew_with_all_counts():
 
 
 @given(
-    st.lists(st.tuples(*[st.tuples(st.integers(-9, 9), st.booleans())] * 3), max_size=20),
+    st.lists(
+        st.tuples(*[st.tuples(st.integers(-9, 9), st.booleans())] * 3), max_size=20
+    ),
     st.integers(0, 20),
 )
 def test_a_loaded_state_goes_on_as_if_nothing_had_happened(steps, cut):
@@ -164,7 +189,9 @@ def test_a_loaded_state_goes_on_as_if_nothing_had_happened(steps, cut):
     assert records + more == all_records
     assert all(
         np.array_equal(a, b)
-        for a, b in zip(whole.state_dict().values(), second.state_dict().values(), strict=True)
+        for a, b in zip(
+            whole.state_dict().values(), second.state_dict().values(), strict=True
+        )
     )
 
 
@@ -176,7 +203,11 @@ def test_a_state_survives_a_file_and_is_a_copy(tmp_path):
     other = MetricsTracker(2)
     other.load_state_dict(load_state(tmp_path / "state"))
     other.update([4, 4], [False, True])
-    assert (other.last_episode_reward, other.last_episode_length, other.collected_steps) == (
+    assert (
+        other.last_episode_reward,
+        other.last_episode_length,
+        other.collected_steps,
+    ) == (
         6.0,
         2,
         4,
@@ -184,7 +215,9 @@ def test_a_state_survives_a_file_and_is_a_copy(tmp_path):
 
 
 def test_a_state_of_another_number_of_environments_is_refused():
-    with pytest.raises(BadCheckpoint, match="of 2 environments, and this tracker is for 3"):
+    with pytest.raises(
+        BadCheckpoint, match="of 2 environments, and this tracker is for 3"
+    ):
         MetricsTracker(3).load_state_dict(MetricsTracker(2).state_dict())
 
 
@@ -241,12 +274,16 @@ def test_a_logger_that_says_yes_once_per_step_gets_all_records_of_that_step():
 )
 def test_many_rows_at_once_are_counted_as_one_after_another(steps, data):
     N = len(steps[0]) if steps else 2
-    rows = [([reward for reward, _ in step], [done for _, done in step]) for step in steps]
+    rows = [
+        ([reward for reward, _ in step], [done for _, done in step]) for step in steps
+    ]
     one_by_one, expected = tracked(N, rows)
     tracker, records = tracked(N, [])
     cut = data.draw(st.integers(0, len(rows)))
     for part in (rows[:cut], rows[cut:]):
-        reward, done = (np.array([row[i] for row in part]).reshape(len(part), N) for i in (0, 1))
+        reward, done = (
+            np.array([row[i] for row in part]).reshape(len(part), N) for i in (0, 1)
+        )
         tracker.update_rows(reward.astype(np.float32), done.astype(bool))
     assert records == expected
     for name, value in one_by_one.state_dict().items():

@@ -24,7 +24,13 @@ from hypothesis import strategies as st
 from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import nn
 
-from muster import Collector, Evaluator, Execution, MultiAsyncCollector, MultiSyncCollector
+from muster import (
+    Collector,
+    Evaluator,
+    Execution,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+)
 from muster.errors import BadOption, BadWeights, EnvError, PolicyError, UnsupportedEnv
 from muster.policies import categorical
 from muster.rollout.progress import STOP
@@ -35,7 +41,9 @@ from tests.waits import wait_until
 
 B, T, GROUPS = 2, 6, 3
 PATIENCE = 60.0  # seconds after which a test gives up
-IDS, VERSION, VALID = (("collector", name) for name in ("traj_ids", "policy_version", "valid"))
+IDS, VERSION, VALID = (
+    ("collector", name) for name in ("traj_ids", "policy_version", "valid")
+)
 
 
 # --- what a worker has of its parent --------------------------------------------------------------
@@ -47,16 +55,21 @@ class Registered(CountingEnv):
     def __init__(self, made: Any) -> None:
         super().__init__(3)
         made[os.getpid()] = (
-            Path("/proc/self/cmdline").read_bytes() + Path("/proc/self/environ").read_bytes()
+            Path("/proc/self/cmdline").read_bytes()
+            + Path("/proc/self/environ").read_bytes()
         )
         keeper = Path(f"/proc/{os.getppid()}")
-        made[os.getppid()] = (keeper / "cmdline").read_bytes() + (keeper / "environ").read_bytes()
+        made[os.getppid()] = (keeper / "cmdline").read_bytes() + (
+            keeper / "environ"
+        ).read_bytes()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_workers_reach_a_manager_of_their_parent_and_nobody_else_can_read_its_key(method):
+def test_workers_reach_a_manager_of_their_parent_and_nobody_else_can_read_its_key(
+    method,
+):
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager:
         made = manager.dict()
@@ -70,7 +83,9 @@ def test_workers_reach_a_manager_of_their_parent_and_nobody_else_can_read_its_ke
     assert pids < public.keys()
     key = bytes(multiprocessing.current_process().authkey)
     assert not any(
-        secret in text for text in public.values() for secret in (key, key.hex().encode())
+        secret in text
+        for text in public.values()
+        for secret in (key, key.hex().encode())
     )
 
 
@@ -91,7 +106,9 @@ class Dropout(nn.Module):
 
     def forward(self, obs: torch.Tensor) -> Any:
         logits = self.net(nn.functional.dropout(obs, 0.3))
-        return torch.distributions.Categorical(logits=logits).sample(), {"logits": logits}
+        return torch.distributions.Categorical(logits=logits).sample(), {
+            "logits": logits
+        }
 
 
 class Recurrent(nn.Module):
@@ -158,7 +175,9 @@ def vector() -> Any:
 
 def linear() -> Any:
     torch.manual_seed(7)
-    return TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
+    return TensorDictModule(
+        nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"]
+    )
 
 
 CASES: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
@@ -182,7 +201,9 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-def batches_of(cls: Any, env: Any, policy: Any, count: int = 3, **options: Any) -> list[Any]:
+def batches_of(
+    cls: Any, env: Any, policy: Any, count: int = 3, **options: Any
+) -> list[Any]:
     envs = options.get("num_envs", B) or (B if env is vector else 1)
     frames = envs * T * (1 if issubclass(cls, MultiAsyncCollector) else GROUPS)
     options = {
@@ -231,7 +252,10 @@ def test_the_cases_are_random(here):
     fewer=st.integers(0, 1),
     random_batches=st.integers(0, 2),
     workers=st.fixed_dictionaries(
-        {"num_workers": st.integers(1, 3), "backend": st.sampled_from(["processes", "threads"])}
+        {
+            "num_workers": st.integers(1, 3),
+            "backend": st.sampled_from(["processes", "threads"]),
+        }
     ),
     options=st.fixed_dictionaries(
         {
@@ -291,7 +315,9 @@ def test_without_waiting_every_group_has_the_same_stream(here, case, place):
     if case == "recurrent" and "threads" in place:
         pytest.skip("threads beside the user's share the process's generators")
     env, policy, options = CASES[case]
-    found = batches_of(MultiAsyncCollector, env, policy(), 9, **options, **PLACES[place])
+    found = batches_of(
+        MultiAsyncCollector, env, policy(), 9, **options, **PLACES[place]
+    )
     envs = 1 if case == "TorchRL" else B
     for group, parts in enumerate(of_groups(found, envs)):
         for part, batch in zip(parts, here[case], strict=False):
@@ -343,7 +369,9 @@ def test_the_users_generators_are_left_alone(cls, backend):
 )
 def test_rollouts_are_stacked_or_concatenated(here, cat, dim, shape):
     env, policy, options = CASES["head"]
-    found = batches_of(MultiSyncCollector, env, policy(), **options, num_workers=2, cat_results=cat)
+    found = batches_of(
+        MultiSyncCollector, env, policy(), **options, num_workers=2, cat_results=cat
+    )
     for a, b in zip(found, here["head"], strict=True):
         assert a.shape == shape
         assert a.names[-1] == "time"
@@ -352,7 +380,11 @@ def test_rollouts_are_stacked_or_concatenated(here, cat, dim, shape):
 
 def test_concatenated_batches_free_their_slots():
     with MultiSyncCollector(
-        [CountingEnv] * 2, None, frames_per_batch=8, cat_results="cat", backend="threads"
+        [CountingEnv] * 2,
+        None,
+        frames_per_batch=8,
+        cat_results="cat",
+        backend="threads",
     ) as c:
         batches = [c.next() for _ in range(5)]
         assert [column(b, "next", "reward") for b in batches[:2]] == [
@@ -365,7 +397,8 @@ def test_concatenated_batches_free_their_slots():
 
 def test_groups_of_different_sizes_can_be_concatenated_but_not_stacked():
     factories = [
-        partial(SyncVectorEnv, [counting(length)] * n) for length, n in ((3, 2), (4, 1), (5, 3))
+        partial(SyncVectorEnv, [counting(length)] * n)
+        for length, n in ((3, 2), (4, 1), (5, 3))
     ]
     options = {"frames_per_batch": 6 * T, "seed": 1, "backend": "threads"}
     with MultiSyncCollector(factories, None, cat_results="cat", **options) as c:
@@ -377,7 +410,8 @@ def test_groups_of_different_sizes_can_be_concatenated_but_not_stacked():
     with (
         MultiSyncCollector(factories, None, **options) as c,
         pytest.raises(
-            BadOption, match="differ in number of environments.*2 environments.*1 environments"
+            BadOption,
+            match="differ in number of environments.*2 environments.*1 environments",
         ),
     ):
         c.next()
@@ -390,7 +424,11 @@ def test_groups_of_different_sizes_can_be_concatenated_but_not_stacked():
 def test_a_dimension_that_batches_do_not_have():
     with pytest.raises(BadOption, match="cat_results=3"):
         MultiSyncCollector(
-            [CountingEnv] * 2, None, frames_per_batch=8, cat_results=3, backend="threads"
+            [CountingEnv] * 2,
+            None,
+            frames_per_batch=8,
+            cat_results=3,
+            backend="threads",
         )
 
 
@@ -439,7 +477,9 @@ class GatedEnv(CountingEnv):
     FIFO before each.
     """
 
-    def __init__(self, log: Path, gate: Path | None = None, free: int = 0, length: int = 9) -> None:
+    def __init__(
+        self, log: Path, gate: Path | None = None, free: int = 0, length: int = 9
+    ) -> None:
         super().__init__(length)
         self.log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self.gate = os.open(gate, os.O_RDWR) if gate is not None else None
@@ -466,9 +506,14 @@ class Gates:
         os.mkfifo(folder / "gate")
         self._gate = os.open(folder / "gate", os.O_RDWR)
 
-    def env(self, group: int, *, gated: bool = False, free: int = 0) -> Callable[[], GatedEnv]:
+    def env(
+        self, group: int, *, gated: bool = False, free: int = 0
+    ) -> Callable[[], GatedEnv]:
         return partial(
-            GatedEnv, self.folder / f"log{group}", self.folder / "gate" if gated else None, free
+            GatedEnv,
+            self.folder / f"log{group}",
+            self.folder / "gate" if gated else None,
+            free,
         )
 
     def open(self, steps: int) -> None:
@@ -505,8 +550,15 @@ def test_those_who_are_late_are_stopped_and_what_they_lack_is_blank_or_left_out(
     gates, backend, cat
 ):
     factories = [gates.env(0), gates.env(1), gates.env(2, gated=True, free=2)]
-    options = {"num_envs": 1, "frames_per_batch": 12, "preemptive_threshold": 0.67, "seed": 1}
-    with MultiSyncCollector(factories, None, backend=backend, cat_results=cat, **options) as c:
+    options = {
+        "num_envs": 1,
+        "frames_per_batch": 12,
+        "preemptive_threshold": 0.67,
+        "seed": 1,
+    }
+    with MultiSyncCollector(
+        factories, None, backend=backend, cat_results=cat, **options
+    ) as c:
         cells = c._engine.source.pool.handles[2].process.status_page.cells
 
         def release() -> None:
@@ -538,7 +590,11 @@ def test_those_who_are_late_are_stopped_and_what_they_lack_is_blank_or_left_out(
             assert column(batch, "next", "reward") == [ahead + ahead + ahead[:rows]]
             assert batch[VALID].all()
         stats = c.stats()
-        assert (stats.frames, stats.executed, stats.cut_short) == (8 + rows, 8 + rows, blank)
+        assert (stats.frames, stats.executed, stats.cut_short) == (
+            8 + rows,
+            8 + rows,
+            blank,
+        )
         gates.open(100)
         batch = c.next()  # it goes on where it was, whoever is stopped now
         assert batch["next", "reward"][batch[IDS] == 2][0] == rows + 1
@@ -549,11 +605,18 @@ def test_those_who_are_late_are_stopped_and_what_they_lack_is_blank_or_left_out(
 def test_a_total_is_exact_where_some_are_stopped(gates):
     """What a stopped group lacks is made later."""
     factories = [gates.env(0), gates.env(1, gated=True, free=1)]
-    options = {"frames_per_batch": 8, "total_frames": 16, "preemptive_threshold": 0.5, "seed": 1}
+    options = {
+        "frames_per_batch": 8,
+        "total_frames": 16,
+        "preemptive_threshold": 0.5,
+        "seed": 1,
+    }
     with MultiSyncCollector(factories, None, backend="threads", **options) as c:
         gates.open(1000)
         batches = list(c)
-        assert sum(int(batch[VALID].sum()) for batch in batches) == c.stats().frames == 16
+        assert (
+            sum(int(batch[VALID].sum()) for batch in batches) == c.stats().frames == 16
+        )
         assert all(int(batch[VALID].sum()) <= 8 for batch in batches)
         assert_accounted(c)
 
@@ -583,11 +646,13 @@ def test_who_falls_behind_is_named_once(gates):
             warnings.simplefilter("always")
             for _ in range(40):
                 c.next()
-        behind = [text for one in caught if "is falling behind" in (text := str(one.message))]
-        # On a busy machine one of the others may really be slow.
-        assert [text.partition(" have")[0] for text in behind if "worker 2" in text] == [
-            "worker 2 is falling behind: environments [2] (GatedEnv)"
+        behind = [
+            text for one in caught if "is falling behind" in (text := str(one.message))
         ]
+        # On a busy machine one of the others may really be slow.
+        assert [
+            text.partition(" have")[0] for text in behind if "worker 2" in text
+        ] == ["worker 2 is falling behind: environments [2] (GatedEnv)"]
         assert len(set(behind)) == len(behind)
         assert c.stats().workers[2].frames == 0
         gates.open(100)
@@ -607,7 +672,11 @@ def test_the_lag_of_weights_is_bounded(gates, bound):
             pause.wait(0.002)
 
     policy = Actor(0.0)
-    options = {"frames_per_batch": 4, "max_policy_lag": bound, "track_policy_version": True}
+    options = {
+        "frames_per_batch": 4,
+        "max_policy_lag": bound,
+        "track_policy_version": True,
+    }
     with MultiAsyncCollector(factories, policy, **options) as c, beside(trickle):
         try:
             for published in range(40):
@@ -618,7 +687,10 @@ def test_the_lag_of_weights_is_bounded(gates, bound):
             stats = c.stats()
             assert max(stats.policy_lag) <= bound
             assert sum(stats.policy_lag.values()) == 40
-            assert all(worker.policy_lag <= bound and worker.frames > 0 for worker in stats.workers)
+            assert all(
+                worker.policy_lag <= bound and worker.frames > 0
+                for worker in stats.workers
+            )
         finally:
             ended.set()
 
@@ -632,7 +704,9 @@ def test_without_a_bound_weights_may_be_older(gates):
         for published in range(6):
             batch = c.next()
             assert batch[IDS][0] % 2 == 0
-            wait_until(lambda: gates.steps(1) == 1)  # it has begun, with the first weights
+            wait_until(
+                lambda: gates.steps(1) == 1
+            )  # it has begun, with the first weights
             c.update_policy_weights_(Actor(published + 1.0))
         gates.open(2)
         while batch[IDS][0] % 2 == 0:
@@ -665,7 +739,11 @@ class Secretive:
     """A factory, and a policy, that says nothing about itself."""
 
     def __call__(self, obs: Any = None) -> Any:
-        return CountingEnv() if obs is None else torch.ones(obs.shape[:-1], dtype=torch.int64)
+        return (
+            CountingEnv()
+            if obs is None
+            else torch.ones(obs.shape[:-1], dtype=torch.int64)
+        )
 
     __repr__ = __str__ = __format__ = CannotBeShown.__repr__  # type: ignore[assignment]
 
@@ -692,7 +770,9 @@ def test_nothing_of_the_users_is_asked_to_show_itself():
                         BadWeights, match=r"the policy \(Secretive\) has no modules"
                     ):
                         c.update_policy_weights_({"weight": torch.ones(1)})
-    with pytest.raises(EnvError, match="making env 0 from Broken raised ValueError: as asked"):
+    with pytest.raises(
+        EnvError, match="making env 0 from Broken raised ValueError: as asked"
+    ):
         Collector(Broken(), None, frames_per_batch=8)
     with (
         pytest.raises(PolicyError, match="policy Broken raised ValueError .*as asked"),
@@ -704,7 +784,9 @@ def test_nothing_of_the_users_is_asked_to_show_itself():
         assert evaluator.evaluate().mean == 6
     with pytest.raises(BadOption, match="policy is of type Unusable, expected None"):
         Collector(Secretive(), Unusable(), frames_per_batch=8)
-    with pytest.raises(UnsupportedEnv, match="create_env_fn is of type Unusable, expected"):
+    with pytest.raises(
+        UnsupportedEnv, match="create_env_fn is of type Unusable, expected"
+    ):
         Collector(Unusable(), None, frames_per_batch=8)
 
 

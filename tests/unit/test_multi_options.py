@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector, Restart
+from muster import (
+    AsyncCollector,
+    Collector,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    Restart,
+)
 from muster.collectors.multi import count_workers
 from muster.collectors.multi_options import MultiOptions
 from muster.errors import BadOption, UnknownOption
@@ -59,7 +65,10 @@ def test_defaults_are_those_of_the_seed():
             {"on_failure": "ignore"},
             "on_failure='ignore': expected one of 'raise', 'restart', 'drop'",
         ),
-        ({"start_method": "fork"}, "start_method='fork': expected one of 'forkserver', 'spawn'"),
+        (
+            {"start_method": "fork"},
+            "start_method='fork': expected one of 'forkserver', 'spawn'",
+        ),
         ({"cat_results": "join"}, "cat_results='join': expected one of 'stack', 'cat'"),
         ({"cat_results": True}, "cat_results=True"),
         ({"cat_results": None}, "cat_results=None"),
@@ -96,7 +105,9 @@ def test_impossible_values_are_refused_before_anything_is_made(cls, wrong, messa
     "wrong", [{"max_restarts": -1}, {"max_restarts": 1.5}, {"max_restarts": True}]
 )
 def test_impossible_numbers_of_restarts_are_refused(wrong):
-    with pytest.raises(BadOption, match="max_restarts=.*: expected an integer of at least 0"):
+    with pytest.raises(
+        BadOption, match="max_restarts=.*: expected an integer of at least 0"
+    ):
         Restart(**wrong)
 
 
@@ -122,13 +133,18 @@ def test_how_many_groups_are_enough(threshold, groups, enough):
     assert options(preemptive_threshold=threshold).enough(groups) == enough
 
 
-@pytest.mark.parametrize(("value", "dim"), [("stack", None), ("cat", 0), (0, 0), (1, 1), (-1, -1)])
+@pytest.mark.parametrize(
+    ("value", "dim"), [("stack", None), ("cat", 0), (0, 0), (1, 1), (-1, -1)]
+)
 def test_the_dimension_to_concatenate(value, dim):
     assert options(cat_results=value).cat_dim == dim
 
 
 def test_no_deadline_is_possible():
-    assert options(timeouts={"step": None, "close": 1}).timeouts == {"step": None, "close": 1}
+    assert options(timeouts={"step": None, "close": 1}).timeouts == {
+        "step": None,
+        "close": 1,
+    }
 
 
 # --- contradictions -------------------------------------------------------------------------------
@@ -152,8 +168,16 @@ class Buffer(list):  # type: ignore[type-arg]
             {"cat_results": "cat", "return_same_td": True},
             "return_same_td.*cat_results",
         ),
-        (MultiAsyncCollector, {"cat_results": "cat"}, "cat_results joins the rollouts of a batch"),
-        (MultiAsyncCollector, {"cat_results": 0}, "cat_results joins the rollouts of a batch"),
+        (
+            MultiAsyncCollector,
+            {"cat_results": "cat"},
+            "cat_results joins the rollouts of a batch",
+        ),
+        (
+            MultiAsyncCollector,
+            {"cat_results": 0},
+            "cat_results joins the rollouts of a batch",
+        ),
         (
             MultiAsyncCollector,
             {"preemptive_threshold": 0.5},
@@ -182,10 +206,17 @@ class Buffer(list):  # type: ignore[type-arg]
             for cls in BOTH
         ),
         *(
-            (cls, {"weight_sync_schemes": {"policy": "fax"}}, "'fax' is not a way to send weights")
+            (
+                cls,
+                {"weight_sync_schemes": {"policy": "fax"}},
+                "'fax' is not a way to send weights",
+            )
             for cls in BOTH
         ),
-        *((cls, {"set_truncated": True, "trajs_per_batch": 1}, "set_truncated") for cls in BOTH),
+        *(
+            (cls, {"set_truncated": True, "trajs_per_batch": 1}, "set_truncated")
+            for cls in BOTH
+        ),
     ],
 )
 def test_contradictions_are_refused_before_anything_is_made(cls, wrong, message):
@@ -199,7 +230,9 @@ def test_contradictions_are_refused_before_anything_is_made(cls, wrong, message)
     ("env", "more"), [([CountingEnv] * 2, {}), (CountingEnv, {"num_workers": 2})]
 )
 def test_an_async_collector_has_one_worker(env, more):
-    with pytest.raises(BadOption, match="AsyncCollector has one worker.*MultiAsyncCollector"):
+    with pytest.raises(
+        BadOption, match="AsyncCollector has one worker.*MultiAsyncCollector"
+    ):
         AsyncCollector(env, None, frames_per_batch=4, **more)
 
 
@@ -246,7 +279,8 @@ def test_no_environments():
 @pytest.mark.parametrize("backend", ["processes", "threads"])
 def test_environments_that_are_made_already_are_refused(cls, backend):
     with pytest.raises(
-        BadOption, match=r"create_env_fn\[1\] is an environment, which lives in this process"
+        BadOption,
+        match=r"create_env_fn\[1\] is an environment, which lives in this process",
     ):
         cls([CountingEnv, CountingEnv()], None, frames_per_batch=4, backend=backend)
     with pytest.raises(BadOption, match=r"create_env_fn\[0\] is an environment"):
@@ -256,7 +290,10 @@ def test_environments_that_are_made_already_are_refused(cls, backend):
 @pytest.mark.parametrize(
     ("what", "arguments"),
     [
-        (r"create_env_fn\[1\]", {"env": [CountingEnv, partial(CountingEnv, threading.Lock())]}),
+        (
+            r"create_env_fn\[1\]",
+            {"env": [CountingEnv, partial(CountingEnv, threading.Lock())]},
+        ),
         ("policy", {"policy": lambda obs, lock=threading.Lock(): torch.zeros(())}),  # noqa: B008
         ("policy_factory", {"policy_factory": lambda lock=threading.Lock(): None}),  # noqa: B008
         ("create_env_kwargs", {"create_env_kwargs": {"length": threading.Lock()}}),
@@ -265,14 +302,19 @@ def test_environments_that_are_made_already_are_refused(cls, backend):
 def test_what_cannot_be_pickled_is_named(what, arguments):
     arguments = dict(arguments)
     env, policy = arguments.pop("env", [CountingEnv] * 2), arguments.pop("policy", None)
-    with pytest.raises(BadOption, match=f"^{what}.*is a _thread.lock, which cannot be pickled"):
+    with pytest.raises(
+        BadOption, match=f"^{what}.*is a _thread.lock, which cannot be pickled"
+    ):
         MultiSyncCollector(env, policy, frames_per_batch=4, **arguments)
 
 
 def test_keywords_for_each_group():
     options = {"frames_per_batch": 8, "backend": "threads"}
     with MultiSyncCollector(
-        [CountingEnv] * 2, None, create_env_kwargs=[{"length": 2}, {"length": 3}], **options
+        [CountingEnv] * 2,
+        None,
+        create_env_kwargs=[{"length": 2}, {"length": 3}],
+        **options,
     ) as c:
         assert c.getattr_env("length") == [2, 3]
     with MultiSyncCollector(
@@ -286,7 +328,9 @@ def test_keywords_for_each_group():
 @pytest.mark.parametrize("backend", ["processes", "threads"])
 def test_a_factory_makes_the_policy_here_and_in_workers(backend):
     options = {"frames_per_batch": 8, "backend": backend, "track_policy_version": True}
-    with MultiSyncCollector([CountingEnv] * 2, policy_factory=partial(Actor, 2.0), **options) as c:
+    with MultiSyncCollector(
+        [CountingEnv] * 2, policy_factory=partial(Actor, 2.0), **options
+    ) as c:
         assert c.next()["weight"].unique().tolist() == [2.0]
         assert isinstance(c.policy, Actor)
         c.policy.weight.data.fill_(3.0)

@@ -52,7 +52,9 @@ POLICY = b""
 def setup(start_method=None):
     worker = WorkerConfig(0, [0], [], b"", b"?", False, b"")
     supervision = SupervisionOptions()
-    vars(supervision)["start_method"] = start_method  # also one that a node does not know
+    vars(supervision)["start_method"] = (
+        start_method  # also one that a node does not know
+    )
     pool = PoolConfig([worker], b"", 1, None, [None], None, {}, supervision)
     return NodeSetup(pool, (), hashlib.sha256(POLICY).digest())
 
@@ -97,8 +99,12 @@ def oracles(path, count=1, **options):
 
 
 class TestWorkers:
-    def test_rollouts_stay_in_order_if_requests_cross_the_news_of_a_death(self, tmp_path):
-        factory = partial(OracleEnv, tmp_path / "o", fault=Fault(Signalled(signal.SIGKILL), at=50))
+    def test_rollouts_stay_in_order_if_requests_cross_the_news_of_a_death(
+        self, tmp_path
+    ):
+        factory = partial(
+            OracleEnv, tmp_path / "o", fault=Fault(Signalled(signal.SIGKILL), at=50)
+        )
         options = {"frames_per_batch": 20, "total_frames": -1, "sync": False, "seed": 0}
         batches = []
         with QueueCollector(
@@ -111,15 +117,23 @@ class TestWorkers:
         assert before == 2
         check_stream(batches)
 
-    def test_a_batch_is_one_request_and_one_result_of_each_node(self, tmp_path, carrier):
-        options = {"collector_class": "sync", "num_workers_per_collector": 2, "total_frames": -1}
+    def test_a_batch_is_one_request_and_one_result_of_each_node(
+        self, tmp_path, carrier
+    ):
+        options = {
+            "collector_class": "sync",
+            "num_workers_per_collector": 2,
+            "total_frames": -1,
+        }
         with oracles(tmp_path / "o", 2, carrier=carrier, **options) as collector:
             next(iter(collector))
             for links in carrier.links.values():
                 (link,) = links
                 before = len(link.other.said), len(link.said)
                 next(iter(collector))
-                asked = [said for said in link.other.said[before[0] :] if not is_beat(said)]
+                asked = [
+                    said for said in link.other.said[before[0] :] if not is_beat(said)
+                ]
                 (told,) = [said for said in link.said[before[1] :] if not is_beat(said)]
                 assert [said.method for said in asked] == [NodeMain.follow]
                 assert len(told.results) == 2
@@ -127,7 +141,9 @@ class TestWorkers:
     def test_a_call_right_after_a_restart_gets_its_own_answer(self, tmp_path, carrier):
         gate = tmp_path / "gate"
         gate.touch()
-        with served_collector(gate, carrier, workers=1, on_failure="raise") as collector:
+        with served_collector(
+            gate, carrier, workers=1, on_failure="raise"
+        ) as collector:
             next(iter(collector))
             os.kill(collector.stats().workers[0].pid, signal.SIGKILL)
             with pytest.raises(WorkerDied):
@@ -193,7 +209,11 @@ class TestNodes:
         assert "muster-node-main-receives" in {t.name for t in threading.enumerate()}
         tell(link, NodeMain.bye, urgent=True)
         thread.join(JOIN_S)
-        assert not {t.name for t in threading.enumerate() if t.name.startswith("muster-node-main")}
+        assert not {
+            t.name
+            for t in threading.enumerate()
+            if t.name.startswith("muster-node-main")
+        }
 
     def test_a_goodbye_is_answered_by_closing_the_link(self, node):
         link, thread, ended = node
@@ -204,7 +224,9 @@ class TestNodes:
             heard(link, "failure")
         assert ended == [True]
 
-    def test_a_goodbye_that_has_come_counts_although_nothing_more_can_be_sent(self, node):
+    def test_a_goodbye_that_has_come_counts_although_nothing_more_can_be_sent(
+        self, node
+    ):
         link, thread, ended = node
         heard(link, "host")
 
@@ -212,14 +234,24 @@ class TestNodes:
             raise LinkLost("the other end has closed it")
 
         link.other.send = closed
-        wait_until(lambda: "muster-node-main-sends" not in {t.name for t in threading.enumerate()})
+        wait_until(
+            lambda: (
+                "muster-node-main-sends" not in {t.name for t in threading.enumerate()}
+            )
+        )
         tell(link, NodeMain.bye, urgent=True)
         thread.join(JOIN_S)
         assert ended == [True]
 
     def test_a_policy_that_was_changed_on_its_way_is_not_unpickled(self, node):
         link, _, _ = node
-        tell(link, NodeMain.set_up, setup(), block=Block(np.frombuffer(b"other", np.uint8)), tag=1)
+        tell(
+            link,
+            NodeMain.set_up,
+            setup(),
+            block=Block(np.frombuffer(b"other", np.uint8)),
+            tag=1,
+        )
         assert "modified in transit" in str(heard(link, "failure").error())
 
 
@@ -248,9 +280,13 @@ class TestWeights:
             action = 1 - number % 2
             assert act_with(action).unique().tolist() == [action]
             expected = list(carrier.links[0][0].other.expected)
-            assert expected == [WEIGHTS + number + 1], "the next, and nothing that has come"
+            assert expected == [WEIGHTS + number + 1], (
+                "the next, and nothing that has come"
+            )
 
-    def test_some_that_come_before_they_are_expected_are_as_good(self, carrier, act_with):
+    def test_some_that_come_before_they_are_expected_are_as_good(
+        self, carrier, act_with
+    ):
         for action in (0, 1, 0):
             carrier.links[0][0].other.expected.clear()
             assert act_with(action).unique().tolist() == [action]
@@ -354,7 +390,9 @@ class TestSessions:
         others = set(threading.enumerate())
 
         def running():
-            return {t for t in threading.enumerate() if t.name.startswith("muster-node")} - others
+            return {
+                t for t in threading.enumerate() if t.name.startswith("muster-node")
+            } - others
 
         with oracles(tmp_path / "o", carrier=carrier, total_frames=20) as collector:
             next(iter(collector))
@@ -366,7 +404,9 @@ class TestSessions:
 
     def test_nothing_is_left_open(self, tmp_path, carrier):
         def one(name):
-            with oracles(tmp_path / name, carrier=QueueCarrier(), total_frames=20) as collector:
+            with oracles(
+                tmp_path / name, carrier=QueueCarrier(), total_frames=20
+            ) as collector:
                 next(iter(collector))
 
         one("a")
@@ -390,16 +430,22 @@ class TestSessions:
 
 
 class TestServers:
-    def test_a_node_comes_back_whose_workers_are_built_one_after_another(self, tmp_path, carrier):
+    def test_a_node_comes_back_whose_workers_are_built_one_after_another(
+        self, tmp_path, carrier
+    ):
         gate = tmp_path / "gate"
         gate.touch()
-        with served_collector(gate, carrier, workers=2, on_failure="restart") as collector:
+        with served_collector(
+            gate, carrier, workers=2, on_failure="restart"
+        ) as collector:
             next(iter(collector))
             gate.unlink()
             (tmp_path / "first").touch()
             carrier.links[0][0].cut("a test cuts it")
             got = []
-            going_on = threading.Thread(target=lambda: got.append(next(iter(collector))))
+            going_on = threading.Thread(
+                target=lambda: got.append(next(iter(collector)))
+            )
             going_on.start()
             wait_until(lambda: len(carrier.links[0]) > 1)
             two_beats(carrier.links[0][1])
@@ -418,7 +464,9 @@ class TestWriters:
         yield
         GatedBuffer.open_.set()
 
-    def test_a_worker_is_restarted_once_its_rollouts_are_written(self, tmp_path, carrier):
+    def test_a_worker_is_restarted_once_its_rollouts_are_written(
+        self, tmp_path, carrier
+    ):
         options = {
             "on_failure": "restart",
             "total_frames": -1,
@@ -427,7 +475,9 @@ class TestWriters:
         }
         with oracles(tmp_path / "o", carrier=carrier, **options) as collector:
             got = []
-            going_on = threading.Thread(target=lambda: got.append(next(iter(collector), None)))
+            going_on = threading.Thread(
+                target=lambda: got.append(next(iter(collector), None))
+            )
             going_on.start()
             assert GatedBuffer.writing.wait(JOIN_S)
             (link,) = carrier.links[0]
@@ -442,7 +492,11 @@ class TestWriters:
 
     def test_what_never_comes_is_not_expected(self, tmp_path, carrier):
         GatedBuffer.open_.set()
-        options = {"total_frames": 200, "replay_buffer": GatedBuffer(), "cls": WritingCollector}
+        options = {
+            "total_frames": 200,
+            "replay_buffer": GatedBuffer(),
+            "cls": WritingCollector,
+        }
         with oracles(tmp_path / "o", carrier=carrier, **options) as collector:
             for _ in collector:
                 pass
@@ -461,24 +515,41 @@ class TestWriters:
         self, tmp_path, carrier, failing
     ):
         failing(1)
-        options = {"total_frames": -1, "replay_buffer": FullBuffer(), "cls": WritingCollector}
+        options = {
+            "total_frames": -1,
+            "replay_buffer": FullBuffer(),
+            "cls": WritingCollector,
+        }
         with oracles(tmp_path / "o", 2, carrier=carrier, **options) as collector:
             with pytest.raises(
-                WorkerError, match=r"a FullBuffer, raised OSError: no space left.* node [01] "
+                WorkerError,
+                match=r"a FullBuffer, raised OSError: no space left.* node [01] ",
             ) as caught:
                 next(iter(collector))
             assert isinstance(caught.value.__cause__, OSError)
-            assert caught.value.crash_report is None, "nothing is known that could be replayed"
+            assert caught.value.crash_report is None, (
+                "nothing is known that could be replayed"
+            )
             for _ in range(2):
                 next(iter(collector))
         self.check_books(collector, tmp_path)
         assert collector.stats().discarded == {"worker_died": 20}
-        assert [len(links) for links in carrier.links.values()] == [1, 1], "no node was lost"
+        assert [len(links) for links in carrier.links.values()] == [1, 1], (
+            "no node was lost"
+        )
 
-    def test_a_buffer_that_fails_for_good_uses_up_the_restarts(self, tmp_path, carrier, failing):
+    def test_a_buffer_that_fails_for_good_uses_up_the_restarts(
+        self, tmp_path, carrier, failing
+    ):
         failing(1000)
-        options = {"on_failure": "restart", "replay_buffer": FullBuffer(), "cls": WritingCollector}
-        with oracles(tmp_path / "o", carrier=carrier, total_frames=-1, **options) as collector:
+        options = {
+            "on_failure": "restart",
+            "replay_buffer": FullBuffer(),
+            "cls": WritingCollector,
+        }
+        with oracles(
+            tmp_path / "o", carrier=carrier, total_frames=-1, **options
+        ) as collector:
             with pytest.raises(WorkerError, match="no space left"):
                 next(iter(collector))
             assert collector.stats().workers[0].restarts == 3
@@ -519,7 +590,11 @@ class TestWriters:
         assert len(GatedBuffer()) == stats.frames
         assert stats.executed == stats.frames + sum(stats.discarded.values())
         assert stats.unseen == 0
-        assert 0 <= OracleEnv.read(tmp_path / "o")[:, EXECUTED].sum() - stats.executed <= kills
+        assert (
+            0
+            <= OracleEnv.read(tmp_path / "o")[:, EXECUTED].sum() - stats.executed
+            <= kills
+        )
 
     def test_a_slow_buffer_does_not_lose_the_node_of_a_worker_that_is_ended(
         self, tmp_path, carrier
@@ -549,7 +624,9 @@ class TestWriters:
             assert not going_on.is_alive()
             assert len(carrier.links[0]) == 1, link.said[-3:]
 
-    def test_a_rollout_that_is_elsewhere_can_be_replayed(self, tmp_path, carrier, failing):
+    def test_a_rollout_that_is_elsewhere_can_be_replayed(
+        self, tmp_path, carrier, failing
+    ):
         fault = Fault(raises, at=21)
         factories = [partial(OracleEnv, tmp_path / "o", 0, 1, fault)]
         options = {
@@ -651,9 +728,13 @@ def test_a_session_without_threads_is_lost_at_once(monkeypatch, lacks):
     link, rung = Unread(), threading.Event()
     if lacks == "sends":
         with pytest.raises(RuntimeError, match="new thread"):
-            Session("session", lambda given_up: link, lambda: Outgoing("beat"), rung.set)
+            Session(
+                "session", lambda given_up: link, lambda: Outgoing("beat"), rung.set
+            )
         return
-    session = Session("session", lambda given_up: link, lambda: Outgoing("beat"), rung.set)
+    session = Session(
+        "session", lambda given_up: link, lambda: Outgoing("beat"), rung.set
+    )
     wait_until(lambda: session.lost)
     assert session.lost == "RuntimeError: can't start new thread"
     assert rung.is_set()

@@ -22,7 +22,9 @@ PARTS = st.lists(st.integers(0, 20), min_size=1, max_size=8)
 
 
 @given(PARTS, st.integers(0, 2**31), st.sampled_from([1e-3, 1.0, 1e6]))
-def test_the_statistics_are_those_of_all_observations_however_they_are_divided(parts, seed, size):
+def test_the_statistics_are_those_of_all_observations_however_they_are_divided(
+    parts, seed, size
+):
     rng = np.random.default_rng(seed)
     norm, rows = policies.RunningNorm(3), rng.normal(size, 2.0, (sum(parts), 3))
     for part in np.split(rows, np.cumsum(parts)[:-1]):
@@ -30,7 +32,9 @@ def test_the_statistics_are_those_of_all_observations_however_they_are_divided(p
     assert norm.count == len(rows)
     if len(rows):
         np.testing.assert_allclose(norm.mean, rows.mean(0), rtol=1e-12)
-        np.testing.assert_allclose(norm.variance, rows.var(0), rtol=1e-9, atol=1e-18 * size**2)
+        np.testing.assert_allclose(
+            norm.variance, rows.var(0), rtol=1e-9, atol=1e-18 * size**2
+        )
         np.testing.assert_allclose(norm.scale, (rows.var(0) + 1e-8) ** -0.5, rtol=1e-5)
 
 
@@ -59,7 +63,9 @@ def test_other_observations_are_refused_and_change_nothing(bad):
     assert norm.count == 1
 
 
-@pytest.mark.parametrize(("rows", "kind"), [(1, "numpy"), (64, "numpy"), (8192, "torch")])
+@pytest.mark.parametrize(
+    ("rows", "kind"), [(1, "numpy"), (64, "numpy"), (8192, "torch")]
+)
 def test_executors_compute_what_the_module_does(rows, kind):
     norm = policies.RunningNorm(4, clip=0.3)
     net, x = (
@@ -68,12 +74,16 @@ def test_executors_compute_what_the_module_does(rows, kind):
     )
     program = plan(net, x)
     for _ in range(3):
-        norm.update(torch.randn(50, 4) * 5 + 1)  # the program reads the memory of the buffers
+        norm.update(
+            torch.randn(50, 4) * 5 + 1
+        )  # the program reads the memory of the buffers
         assert program is not None
         assert program.kind == kind
         assert program.current()
         got = program(x.numpy().copy()) if program.kind == "numpy" else program(x)
-        torch.testing.assert_close(torch.as_tensor(got), net(x).detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            torch.as_tensor(got), net(x).detach(), rtol=1e-5, atol=1e-6
+        )
     norm.clip = 1.0
     assert not program.current()
 
@@ -134,7 +144,9 @@ def test_rewards_are_divided_by_the_deviation_of_returns_over_batches():
             for lane in batch:
                 for row in lane:
                     number = int(row["collector", "traj_ids"])
-                    value = open_returns.get(number, 0.0) * 0.5 + float(row["next", "reward"])
+                    value = open_returns.get(number, 0.0) * 0.5 + float(
+                        row["next", "reward"]
+                    )
                     open_returns[number] = value
                     if row["next", "done"]:
                         del open_returns[number]

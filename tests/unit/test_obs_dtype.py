@@ -33,7 +33,9 @@ class Wide(gymnasium.Env[Any, Any]):
     second entry.
     """
 
-    def __init__(self, length: int = 3, dtype: Any = np.float64, high: float = np.inf) -> None:
+    def __init__(
+        self, length: int = 3, dtype: Any = np.float64, high: float = np.inf
+    ) -> None:
         self.length, self.t = length, 0
         self.observation_space = spaces.Box(-np.inf, high, (2,), dtype)
         self.action_space = spaces.Discrete(2)
@@ -53,13 +55,17 @@ class Wide(gymnasium.Env[Any, Any]):
 
 def rows(first: int, n: int = 6, dtype: Any = F32) -> torch.Tensor:
     """Observations of ``Wide`` from t = ``first`` on, with resets after 3."""
-    t = torch.tensor([(first + k) % 3 if first == 0 else k % 3 + 1 for k in range(n)], dtype=F64)
+    t = torch.tensor(
+        [(first + k) % 3 if first == 0 else k % 3 + 1 for k in range(n)], dtype=F64
+    )
     return torch.stack([torch.full_like(t, 3), t + 1 / 3], -1).to(dtype)
 
 
 def net(dtype: torch.dtype = F32, inputs: int = 2, outputs: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)).to(dtype)
+    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)).to(
+        dtype
+    )
 
 
 class Greedy(nn.Module):
@@ -90,7 +96,10 @@ def assert_as_stepped(batch: Any, dtype: torch.dtype = F32, seed: int = SEED) ->
     """The batch ``[B, T]`` has, cast once, what the environments observe when they are given its
     actions.
     """
-    assert (batch["observation"].dtype, batch["next", "observation"].dtype) == (dtype, dtype)
+    assert (batch["observation"].dtype, batch["next", "observation"].dtype) == (
+        dtype,
+        dtype,
+    )
     assert (batch["action"].dtype, batch["next", "reward"].dtype) == (F32, F32)
     for b, row in enumerate(batch):
         env = gymnasium.make(CHEETAH)
@@ -110,15 +119,23 @@ def assert_as_stepped(batch: Any, dtype: torch.dtype = F32, seed: int = SEED) ->
 @pytest.mark.parametrize("kind", ["head", "module", "tensordict"])
 def test_mujoco_at_once(kind, dtype):
     policy = cheetah_policy(kind, dtype)
-    batch = collect(CHEETAH, policy, num_envs=2, frames_per_batch=FRAMES, batches=2, seed=SEED)
+    batch = collect(
+        CHEETAH, policy, num_envs=2, frames_per_batch=FRAMES, batches=2, seed=SEED
+    )
     assert_as_stepped(batch, dtype)
 
 
 @processes
-@pytest.mark.parametrize("options", [{}, {"inference": "server"}], ids=["worker", "server"])
+@pytest.mark.parametrize(
+    "options", [{}, {"inference": "server"}], ids=["worker", "server"]
+)
 def test_mujoco_in_processes(options):
     with MultiSyncCollector(
-        [CHEETAH] * 2, cheetah_policy("head"), frames_per_batch=FRAMES, seed=SEED, **options
+        [CHEETAH] * 2,
+        cheetah_policy("head"),
+        frames_per_batch=FRAMES,
+        seed=SEED,
+        **options,
     ) as collector:
         assert_as_stepped(joined(collector, 2))
 
@@ -154,7 +171,9 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps = nn.Parameter(torch.zeros((), dtype=torch.int64), requires_grad=False)
+        self.steps = nn.Parameter(
+            torch.zeros((), dtype=torch.int64), requires_grad=False
+        )
         self.first, self.second = nn.Linear(2, 4), nn.Linear(4, 2).double()
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
@@ -184,7 +203,11 @@ CHOICES: dict[
     str, tuple[Any, Any, torch.dtype]
 ] = {  # policy, obs_dtype, and what is stored of float64
     "random": (lambda: None, None, F64),
-    "function": (lambda: lambda obs: torch.zeros(obs.shape[:-1], dtype=torch.int64), None, F64),
+    "function": (
+        lambda: lambda obs: torch.zeros(obs.shape[:-1], dtype=torch.int64),
+        None,
+        F64,
+    ),
     "no parameters": (lambda: Greedy(nn.Identity()), None, F64),
     "head": (lambda: categorical(net()), None, F32),
     "double": (lambda: categorical(net(F64)), None, F64),
@@ -195,7 +218,11 @@ CHOICES: dict[
     "random, told": (lambda: None, F32, F32),
     "function, told": (lambda: lambda obs: Greedy(net())(obs), F32, F32),
     "head, told": (lambda: categorical(net(F64)), F64, F64),
-    "the environment's": (lambda: Greedy(nn.Sequential(nn.Identity(), net(F64))), "env", F64),
+    "the environment's": (
+        lambda: Greedy(nn.Sequential(nn.Identity(), net(F64))),
+        "env",
+        F64,
+    ),
 }
 
 
@@ -204,7 +231,9 @@ CHOICES: dict[
 def test_what_decides(name, num_envs):
     policy, obs_dtype, dtype = CHOICES[name]
     B = num_envs or 1
-    batch = collect(Wide, policy(), num_envs=num_envs, frames_per_batch=6 * B, obs_dtype=obs_dtype)
+    batch = collect(
+        Wide, policy(), num_envs=num_envs, frames_per_batch=6 * B, obs_dtype=obs_dtype
+    )
     batch = batch if num_envs else batch[None]
     for b in range(B):
         assert torch.equal(batch["observation"][b], rows(0, dtype=dtype))
@@ -220,16 +249,20 @@ def test_a_dtype_that_does_not_fit_names_the_option():
         with (
             Collector(Wide, policy, frames_per_batch=6, **options) as collector,
             pytest.raises(
-                PolicyError, match="must have the same dtype.*pass obs_dtype=torch.float32"
+                PolicyError,
+                match="must have the same dtype.*pass obs_dtype=torch.float32",
             ),
         ):
             collector.rollout()
 
 
-@pytest.mark.parametrize("wrong", ["float32", torch.bfloat16, torch.int64, np.float32, 32, ["env"]])
+@pytest.mark.parametrize(
+    "wrong", ["float32", torch.bfloat16, torch.int64, np.float32, 32, ["env"]]
+)
 def test_what_is_no_dtype_is_refused(wrong):
     with pytest.raises(
-        BadOption, match=r"obs_dtype=.*expected None, 'env', or one of torch.float16, torch.float32"
+        BadOption,
+        match=r"obs_dtype=.*expected None, 'env', or one of torch.float16, torch.float32",
     ):
         Collector(Wide, None, frames_per_batch=6, obs_dtype=wrong)
 
@@ -246,7 +279,9 @@ def test_only_floating_leaves_are_cast():
         }
     )
     made = SpaceEnv(space, spaces.Discrete(2))
-    batch = collect(made, None, frames_per_batch=7, obs_dtype=F32, seed=0, validate="full")
+    batch = collect(
+        made, None, frames_per_batch=7, obs_dtype=F32, seed=0, validate="full"
+    )
     kinds = {
         "wide": F32,
         ("deep", "0"): F32,
@@ -260,9 +295,12 @@ def test_only_floating_leaves_are_cast():
         batch["wide"][:3], torch.as_tensor(np.stack([o["wide"] for o in seen])).float()
     )
     assert torch.equal(
-        batch["deep", "0"][:3], torch.as_tensor([float(o["deep"][0]) for o in seen]).float()
+        batch["deep", "0"][:3],
+        torch.as_tensor([float(o["deep"][0]) for o in seen]).float(),
     )
-    assert torch.equal(batch["image"][:3], torch.as_tensor(np.stack([o["image"] for o in seen])))
+    assert torch.equal(
+        batch["image"][:3], torch.as_tensor(np.stack([o["image"] for o in seen]))
+    )
     assert batch[:3]["text"] == [o["text"] for o in seen]
 
 
@@ -271,14 +309,21 @@ def test_only_floating_leaves_are_cast():
 
 def test_previous_actions_and_rewards_are_observations():
     space = spaces.Box(-1, 1, (3,), np.float32), spaces.Box(-1, 1, (1,), np.float32)
-    options = {"num_envs": 2, "frames_per_batch": 12, "prev_action_reward": True, "obs_dtype": F64}
+    options = {
+        "num_envs": 2,
+        "frames_per_batch": 12,
+        "prev_action_reward": True,
+        "obs_dtype": F64,
+    }
     batch = collect(lambda: SpaceEnv(*space), None, **options)
     assert batch["action"].dtype == F32
     going = ~batch["next", "done"][:, :-1, 0]
     for key, source in (("prev_action", "action"), ("prev_reward", ("next", "reward"))):
         assert batch[key].dtype == F64
         before = batch[source][:, :-1].double()
-        assert torch.equal(batch[key][:, 1:][going].reshape(-1), before[going].reshape(-1))
+        assert torch.equal(
+            batch[key][:, 1:][going].reshape(-1), before[going].reshape(-1)
+        )
 
 
 class Awaited:
@@ -315,14 +360,18 @@ class Costly(Wide):
     ids=["previous", "infos", "both", "coroutines"],
 )
 def test_environments_that_add_columns(make, options, num_envs):
-    batch = collect(make, None, num_envs=num_envs, frames_per_batch=12, obs_dtype=F32, **options)
+    batch = collect(
+        make, None, num_envs=num_envs, frames_per_batch=12, obs_dtype=F32, **options
+    )
     lines = batch["observation"].reshape(-1, 12 // (num_envs or 1), 2)
     for line in lines:
         assert torch.equal(line, rows(0, len(line)))
 
 
 def test_a_resumed_collection_goes_on_in_the_same_dtype(tmp_path):
-    make = partial(Collector, Wide, categorical(net()), num_envs=2, frames_per_batch=8, seed=1)
+    make = partial(
+        Collector, Wide, categorical(net()), num_envs=2, frames_per_batch=8, seed=1
+    )
     with make() as collector:
         collector.rollout()
         muster.save_state(tmp_path / "state", collector.state_dict())
@@ -351,9 +400,12 @@ class Huge(Wide):
 def test_values_beyond_the_range_become_infinite_and_full_validation_tells():
     batch = collect(Huge, None, frames_per_batch=6, obs_dtype=F32)
     assert batch["next", "observation"][:, 1].tolist() == [1, np.inf, 3, 1, np.inf, 3]
-    with Collector(Huge, None, frames_per_batch=6, obs_dtype=F32, validate="full") as collector:
+    with Collector(
+        Huge, None, frames_per_batch=6, obs_dtype=F32, validate="full"
+    ) as collector:
         with pytest.raises(
-            BadEnvOutput, match=r"Huge\[0\] \(row 1 of the batch\): observation inf is not finite"
+            BadEnvOutput,
+            match=r"Huge\[0\] \(row 1 of the batch\): observation inf is not finite",
         ):
             collector.rollout()
         assert_accounted(collector)

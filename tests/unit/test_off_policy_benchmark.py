@@ -53,8 +53,12 @@ def test_the_ring_by_hand_is_full_at_its_capacity_and_pairs_observations():
 
     assert hand.ring.size == CAPACITY
     assert hand.bytes_per_transition() == 2 * 4 * 4 + 8 + 4 + 1
-    assert np.allclose(after[:, 0], obs[:, 0] + 0.02 * obs[:, 1], atol=1e-6)  # CartPole's position
-    assert np.array_equal(np.sign(after[:, 1] - obs[:, 1]), 2 * action - 1)  # and its push
+    assert np.allclose(
+        after[:, 0], obs[:, 0] + 0.02 * obs[:, 1], atol=1e-6
+    )  # CartPole's position
+    assert np.array_equal(
+        np.sign(after[:, 1] - obs[:, 1]), 2 * action - 1
+    )  # and its push
     assert (reward == 1).all()
     assert 0 < done.sum() < SAMPLE / 2
 
@@ -69,5 +73,7 @@ def test_an_iteration_of_muster_collects_and_samples(buffer):
     assert frames == 6
     assert len(muster.memory) == 30
     assert muster.sample().shape == (SAMPLE,)
-    assert muster.bytes_per_transition() > 2 * 17 * 4 * (0.5 if buffer == "memory" else 1)
+    assert muster.bytes_per_transition() > 2 * 17 * 4 * (
+        0.5 if buffer == "memory" else 1
+    )
     muster.close()

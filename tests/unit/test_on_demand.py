@@ -27,7 +27,9 @@ LENGTHS = [[3], [1, 4], [2, 6]]
 
 def make(policy: Any = None, lengths: Any = LENGTHS, **options: Any) -> Collector:
     return Collector(
-        partial(PatternEnv, lengths), policy, **{"num_envs": len(lengths), "seed": 0, **options}
+        partial(PatternEnv, lengths),
+        policy,
+        **{"num_envs": len(lengths), "seed": 0, **options},
     )
 
 
@@ -50,7 +52,11 @@ def remembers(obs: Any, state: Any) -> Any:
     """
     total = obs[..., 2:3] + 1 + (0 if state is None else state)
     noise = torch.full(obs.shape[:-1], np.random.randn() + random.random())
-    return torch.randint(2, obs.shape[:-1]), {"state_value": total.clone(), "noise": noise}, total
+    return (
+        torch.randint(2, obs.shape[:-1]),
+        {"state_value": total.clone(), "noise": noise},
+        total,
+    )
 
 
 # --- bootstrap ------------------------------------------------------------------------------------
@@ -71,14 +77,18 @@ def test_a_recurrent_policy_values_the_last_observation_with_its_state_and_goes_
             )
             after = batch["next", "observation"][..., 2]
             worth = (after + 1) * (after + 2) / 2
-            over, cut = (batch["next", flag].squeeze(-1) for flag in ("terminated", "truncated"))
+            over, cut = (
+                batch["next", flag].squeeze(-1) for flag in ("terminated", "truncated")
+            )
             assert torch.equal(stats.last_value_est.squeeze(-1), (worth * ~over)[:, -1])
             cut_in_the_end |= bool(cut[:, -1].any())
             cut = cut & (bootstrap == "truncations")
             cut[:, -1] |= ~over[:, -1]
             assert torch.equal(batch["next", "state_value"].squeeze(-1), worth * cut)
             assert_same(
-                batch, other.collect_batch(n_step=n).batch, ignore=[("next", "state_value")]
+                batch,
+                other.collect_batch(n_step=n).batch,
+                ignore=[("next", "state_value")],
             )
     assert cut_in_the_end
 
@@ -101,11 +111,13 @@ def test_a_single_environment_has_a_bootstrap_of_its_own():
         batch, stats = c.collect_batch(n_step=6, bootstrap=True)
         assert batch.shape == (6,)
         assert stats.last_value_est.tolist() == [10 * 1 + 2 + 1]
-        assert c.collect(n_step=2, bootstrap=True).last_value_est.tolist() == [10 + 4 + 1], (
-            "truncated"
-        )
+        assert c.collect(n_step=2, bootstrap=True).last_value_est.tolist() == [
+            10 + 4 + 1
+        ], "truncated"
         c.collect(n_step=3)
-        assert c.collect(n_step=1, bootstrap=True).last_value_est.tolist() == [0], "terminated"
+        assert c.collect(n_step=1, bootstrap=True).last_value_est.tolist() == [0], (
+            "terminated"
+        )
 
 
 # --- surplus --------------------------------------------------------------------------------------
@@ -145,8 +157,12 @@ def test_time_may_come_first():
         for n in (12, 7):
             batch, plain = (a.collect_batch(n_step=n).batch for a in (c, other))
             assert batch.shape == plain.shape[::-1]
-            assert torch.equal(batch["observation"].transpose(0, 1), plain["observation"])
-        assert_same(c.collect_batch(n_episode=7).batch, other.collect_batch(n_episode=7).batch)
+            assert torch.equal(
+                batch["observation"].transpose(0, 1), plain["observation"]
+            )
+        assert_same(
+            c.collect_batch(n_episode=7).batch, other.collect_batch(n_episode=7).batch
+        )
 
 
 def test_a_mark_at_the_end_of_a_batch_ends_no_episode():
@@ -156,7 +172,9 @@ def test_a_mark_at_the_end_of_a_batch_ends_no_episode():
         ends = batch["next", "done"].squeeze(-1).nonzero().flatten().tolist()
         assert len(ends) == 8
         assert np.diff([-1, *ends]).tolist() == stats.lens.tolist()
-        assert batch["observation"][:, 2].tolist() == [t for n in stats.lens for t in range(n)]
+        assert batch["observation"][:, 2].tolist() == [
+            t for n in stats.lens for t in range(n)
+        ]
         assert_accounted(c)
 
 
@@ -189,7 +207,9 @@ def seen(c: Any, call: dict[str, Any]) -> Any:
 
 
 @given(
-    st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=2), min_size=2, max_size=4),
+    st.lists(
+        st.lists(st.integers(1, 6), min_size=1, max_size=2), min_size=2, max_size=4
+    ),
     st.lists(st.integers(1, 9), min_size=1, max_size=2),
     st.sampled_from(["fair", "last_even", "per_env", "first_done"]),
     st.sampled_from(AutoresetMode),
@@ -197,10 +217,15 @@ def seen(c: Any, call: dict[str, Any]) -> Any:
 def test_batches_of_environments_that_cannot_rest_give_the_same_episodes(
     lengths, wanted, rule, mode
 ):
-    env = lambda: SyncVectorEnv([partial(PatternEnv, lengths)] * len(lengths), autoreset_mode=mode)  # noqa: E731
+    env = lambda: SyncVectorEnv(  # noqa: E731
+        [partial(PatternEnv, lengths)] * len(lengths), autoreset_mode=mode
+    )
     with Collector(env, None, seed=0) as c:
         expected = contest(rule, wanted[0], lengths, [0] * len(lengths))
-        assert wholes(seen(c, {"n_episode": wanted[0], "rule": rule}), lengths) == expected.chosen
+        assert (
+            wholes(seen(c, {"n_episode": wanted[0], "rule": rule}), lengths)
+            == expected.chosen
+        )
         assert_accounted(c)
         for n in wanted[1:]:
             assert len(wholes(seen(c, {"n_episode": n, "rule": rule}), lengths)) == n
@@ -275,7 +300,9 @@ class Once:
 
 
 @pytest.mark.parametrize("asked", [{"n_step": 9}, {"n_episode": 4}], ids=str)
-def test_what_a_hook_has_refused_comes_with_the_next_call_or_is_forgotten_by_a_load(asked):
+def test_what_a_hook_has_refused_comes_with_the_next_call_or_is_forgotten_by_a_load(
+    asked,
+):
     with make(Guess(), on_batch=Once()) as c, make(Guess()) as other:
         c.collect(n_step=6)
         state = c.state_dict()
@@ -311,7 +338,9 @@ def fails_at_the_seventh_call() -> Any:
     return policy
 
 
-@pytest.mark.parametrize("asked", [{"n_step": 36}, {"n_episode": 12, "rule": "last_even"}], ids=str)
+@pytest.mark.parametrize(
+    "asked", [{"n_step": 36}, {"n_episode": 12, "rule": "last_even"}], ids=str
+)
 def test_the_same_call_goes_on_after_an_error_and_another_one_begins_anew(asked):
     with (
         make(fails_at_the_seventh_call()) as c,
@@ -345,13 +374,20 @@ def test_an_environment_that_is_left_out_keeps_the_seed_that_it_was_given():
         assert [env.executed for env in made] == [5, 1, 1]
         assert [env.seeds[-1] for env in made] == [5, None, None]
         c.collect(n_step=3)
-        assert [[seed for seed in env.seeds if seed is not None] for env in made] == [[5], [6], [7]]
+        assert [[seed for seed in env.seeds if seed is not None] for env in made] == [
+            [5],
+            [6],
+            [7],
+        ]
 
 
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
 def test_a_group_that_has_given_its_episodes_makes_no_step_while_others_do(cls):
     with cls(
-        [partial(CountingEnv, 3), partial(CountingEnv, 50)], None, num_envs=2, frames_per_batch=32
+        [partial(CountingEnv, 3), partial(CountingEnv, 50)],
+        None,
+        num_envs=2,
+        frames_per_batch=32,
     ) as c:
         for _ in range(2):
             stats = c.collect(n_episode=8, rule="per_env")

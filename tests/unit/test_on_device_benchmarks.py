@@ -22,11 +22,17 @@ from tests.fakes.tape import TapePool
 from tests.unit.test_device_lanes import CUDA
 
 # us per time step, without and with a compiled step
-LIMITS = [(64, (125, 70)), (1024, (130, 75)), (16_384, (145, 80)), (131_072, (340, 260))]
+LIMITS = [
+    (64, (125, 70)),
+    (1024, (130, 75)),
+    (16_384, (145, 80)),
+    (131_072, (340, 260)),
+]
 
 
 @pytest.mark.parametrize(
-    ("make", "device"), [(Loop, "cpu"), pytest.param(Recorded, "cuda:0", marks=CUDA.marks)]
+    ("make", "device"),
+    [(Loop, "cpu"), pytest.param(Recorded, "cuda:0", marks=CUDA.marks)],
 )
 def test_batches_of_the_loop_by_hand_are_one_stream_of_steps(make, device):
     loop = make(32, 40, device)
@@ -41,9 +47,14 @@ def test_batches_of_the_loop_by_hand_are_one_stream_of_steps(make, device):
     assert torch.equal(before[going_on], after[going_on])
     assert not torch.equal(before, after)
     fresh = after[done[:-1]]
-    assert (fresh.abs() <= 0.05).all(), "the first row of an episode is a first observation"
+    assert (fresh.abs() <= 0.05).all(), (
+        "the first row of an episode is a first observation"
+    )
     assert (
-        (joined["next_observation"][done][:, [0, 2]].abs() > torch.tensor([2.4, 0.2094]).to(device))
+        (
+            joined["next_observation"][done][:, [0, 2]].abs()
+            > torch.tensor([2.4, 0.2094]).to(device)
+        )
         .any(1)
         .all()
     ), "the last observation is where the pole fell"
@@ -56,7 +67,9 @@ def good(B: int) -> dict[str, Any]:
     """Results that meet all goals."""
     row = {"frames_per_s": 1, "us_per_step": 1.0, "of_loop": 1.0}
     found: dict[str, Any] = {name: dict(row) for name in (on_device.BY_HAND, *EAGER)}
-    found |= {name: row | {"recording_s": 0.4, "graphs": 1} for name in (CAPTURED, COMPILED)}
+    found |= {
+        name: row | {"recording_s": 0.4, "graphs": 1} for name in (CAPTURED, COMPILED)
+    }
     return found
 
 
@@ -175,7 +188,10 @@ class Keeping(Learner):
 def test_the_loop_by_hand_and_the_collector_learn_from_rows_of_the_same_kind():
     learners = {}
     curves = {}
-    for name, system in (("by hand", ppo_on_device.by_hand), ("muster", ppo_on_device.train)):
+    for name, system in (
+        ("by hand", ppo_on_device.by_hand),
+        ("muster", ppo_on_device.train),
+    ):
         learners[name] = Keeping()
         curves[name] = system(learners[name], "cpu", 8, 3 * 8 * T, 0)
     for name, learner in learners.items():
@@ -184,14 +200,18 @@ def test_the_loop_by_hand_and_the_collector_learn_from_rows_of_the_same_kind():
         done = after["done"].squeeze(-1)
         assert rows.shape == (3 * T, 8), name
         assert done.sum() > 5
-        assert torch.equal(after["terminated"], after["done"]), "no episode is 500 steps long yet"
+        assert torch.equal(after["terminated"], after["done"]), (
+            "no episode is 500 steps long yet"
+        )
         assert after["reward"].eq(1).all()
         going_on = ~done[:-1]
         before = after["observation"][:-1]
         assert torch.equal(before[going_on], rows["observation"][1:][going_on])
         assert (rows["observation"][1:][done[:-1]].abs() <= 0.05).all()
         ends = after["observation"][done][:, [0, 2]].abs()
-        assert (ends > torch.tensor([2.4, 0.2094])).any(1).all(), "true last observations"
+        assert (ends > torch.tensor([2.4, 0.2094])).any(1).all(), (
+            "true last observations"
+        )
         assert (rows["action_log_prob"] < 0).all()
         ends_of = [[-1, *column.nonzero()[:, 0].tolist()] for column in done.T]
         lengths = [b - a for at in ends_of for a, b in itertools.pairwise(at)]

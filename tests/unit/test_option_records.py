@@ -30,7 +30,12 @@ RECORDS = {
     "collectors/options.py": ("Autosave", "Watch", "CollectorOptions"),
     "collectors/multi_options.py": ("CentralInference", "PoolOptions", "MultiOptions"),
     "collectors/cluster_options.py": ("ClusterOptions",),
-    "collectors/clusters.py": ("JoiningOptions", "DistributedOptions", "RPCOptions", "RayOptions"),
+    "collectors/clusters.py": (
+        "JoiningOptions",
+        "DistributedOptions",
+        "RPCOptions",
+        "RayOptions",
+    ),
 }
 
 
@@ -39,8 +44,12 @@ def fields(source: str, records: tuple[str, ...]) -> Iterator[ast.Name]:
     for cls in ast.parse(source).body:
         if isinstance(cls, ast.ClassDef) and cls.name in records:
             for line in cls.body:
-                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                    special = line.target.id == "_" or "ClassVar" in ast.unparse(line.annotation)
+                if isinstance(line, ast.AnnAssign) and isinstance(
+                    line.target, ast.Name
+                ):
+                    special = line.target.id == "_" or "ClassVar" in ast.unparse(
+                        line.annotation
+                    )
                     if not special:
                         yield line.target
 
@@ -50,7 +59,9 @@ def fields(source: str, records: tuple[str, ...]) -> Iterator[ast.Name]:
 def test_renaming_any_option_at_its_declaration_fails_in_mypy(tmp_path):
     pytest.importorskip("mypy")
     package = tmp_path / "src" / "muster"
-    shutil.copytree(ROOT / "src" / "muster", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "src" / "muster", package, ignore=shutil.ignore_patterns("__pycache__")
+    )
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     renamed = set()
     for path, records in RECORDS.items():
@@ -82,12 +93,19 @@ def test_names_that_are_passed_on_are_options():
 
 def test_each_record_has_the_options_of_its_bases_and_their_checks():
     options = MultiOptions(
-        None, frames_per_batch=8, max_frames_per_traj=-1, execution=Execution(executor=False)
+        None,
+        frames_per_batch=8,
+        max_frames_per_traj=-1,
+        execution=Execution(executor=False),
     )
     for base in (RolloutOptions, WorkerOptions, SupervisionOptions):
         part = base_part(base, options)
         assert type(part) is base
-        assert all(getattr(options, name) == value for name, value in vars(part).items())
+        assert all(
+            getattr(options, name) == value for name, value in vars(part).items()
+        )
     assert base_part(WorkerOptions, options).max_frames_per_traj is None
-    with pytest.raises(TypeError, match="CollectorOptions does not extend SupervisionOptions"):
+    with pytest.raises(
+        TypeError, match="CollectorOptions does not extend SupervisionOptions"
+    ):
         base_part(SupervisionOptions, CollectorOptions(None))

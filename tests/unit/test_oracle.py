@@ -25,7 +25,9 @@ def path(tmp_path):
 @pytest.fixture
 def batches(path):
     factories = partial(OracleEnv, path, 0, ENVS)
-    with Collector(factories, None, num_envs=ENVS, frames_per_batch=ENVS * T, seed=0) as collector:
+    with Collector(
+        factories, None, num_envs=ENVS, frames_per_batch=ENVS * T, seed=0
+    ) as collector:
         return [collector.rollout().clone() for _ in range(3)]
 
 
@@ -110,7 +112,12 @@ def forgotten_reset(batches):
             swapped_environments,
             shifted_reward,
         ),
-        *(reset_observation_instead_of_the_last, forgotten_end, made_up_end, done_without_a_reason),
+        *(
+            reset_observation_instead_of_the_last,
+            forgotten_end,
+            made_up_end,
+            done_without_a_reason,
+        ),
         *(changed_id, ids_that_begin_anew_with_every_batch, shared_id, forgotten_reset),
     ],
 )
@@ -133,7 +140,10 @@ def test_a_cut_may_set_truncated_besides(path):
     with Collector(
         factories, None, num_envs=ENVS, frames_per_batch=ENVS * T, max_frames_per_traj=4
     ) as collector:
-        assert sum(check_stream(collector.rollout().clone() for _ in range(2)).values()) == 4 * T
+        assert (
+            sum(check_stream(collector.rollout().clone() for _ in range(2)).values())
+            == 4 * T
+        )
 
 
 def test_steps_that_are_missing_are_counted(batches):
@@ -180,7 +190,9 @@ def test_many_rows_follow_as_one_does(path):
 def test_counts_survive_a_kill(path):
     pid = os.fork()
     if pid == 0:
-        env = OracleEnv(path, 2, fault=Fault(lambda _: os.kill(os.getpid(), signal.SIGKILL), at=7))
+        env = OracleEnv(
+            path, 2, fault=Fault(lambda _: os.kill(os.getpid(), signal.SIGKILL), at=7)
+        )
         env.reset()
         while True:
             env.step(0)
@@ -209,7 +221,8 @@ def test_a_fault_comes_in_its_call_and_its_runs_only(path, on):
 
 def test_what_a_fault_returns_is_returned(path):
     env = OracleEnv(
-        path, fault=Fault(lambda honest: (*honest[:1], None, *honest[2:]), at=1, runs=None)
+        path,
+        fault=Fault(lambda honest: (*honest[:1], None, *honest[2:]), at=1, runs=None),
     )
     env.reset()
     assert [env.step(0)[1] is None for _ in range(3)] == [False, True, False]

@@ -26,7 +26,9 @@ SPEC.loader.exec_module(check_owners)
     ],
 )
 def test_an_assignment_from_outside_is_found(tmp_path, capsys, line):
-    (tmp_path / "workers.py").write_text(f"def change(self, group, worker, x):\n    {line}\n")
+    (tmp_path / "workers.py").write_text(
+        f"def change(self, group, worker, x):\n    {line}\n"
+    )
     assert check_owners.main(tmp_path) == 1
     assert "workers.py:2: assigns to" in capsys.readouterr().out
 
@@ -41,5 +43,7 @@ def test_reading_calling_and_writing_into_memory_are_free(tmp_path, line):
 
 def test_the_owner_may(tmp_path):
     (tmp_path / "rollout").mkdir()
-    (tmp_path / "rollout" / "group.py").write_text("def change(group):\n    group.rule = 1\n")
+    (tmp_path / "rollout" / "group.py").write_text(
+        "def change(group):\n    group.rule = 1\n"
+    )
     assert check_owners.main(tmp_path) == 0

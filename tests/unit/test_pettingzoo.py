@@ -65,7 +65,9 @@ class Shifts(ParallelEnv):
         box = spaces.Box(0, 100, (2,), np.float32)
         if self.masks != "obs":
             return box
-        return spaces.Dict({"observation": box, "action_mask": spaces.Box(0, 1, (3,), np.int8)})
+        return spaces.Dict(
+            {"observation": box, "action_mask": spaces.Box(0, 1, (3,), np.int8)}
+        )
 
     def action_space(self, agent: str) -> Any:
         return spaces.Discrete(3)
@@ -76,11 +78,16 @@ class Shifts(ParallelEnv):
     def see(self, agent: str) -> Any:
         box = np.array([self.possible_agents.index(agent), self.t], np.float32)
         return (
-            {"observation": box, "action_mask": self.legal(agent)} if self.masks == "obs" else box
+            {"observation": box, "action_mask": self.legal(agent)}
+            if self.masks == "obs"
+            else box
         )
 
     def infos(self, agents: Any) -> Any:
-        return {a: {"action_mask": self.legal(a)} if self.masks == "info" else {} for a in agents}
+        return {
+            a: {"action_mask": self.legal(a)} if self.masks == "info" else {}
+            for a in agents
+        }
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         self.resets.append((seed, options))
@@ -136,8 +143,12 @@ def test_agents_come_and_go_with_zeros_and_a_mask():
     ):
         number, (comes, goes, cut) = env.possible_agents.index(agent), env.times[agent]
 
-        def seen(t: int, number: int = number, comes: int = comes, goes: int = goes) -> list[int]:
-            return [number, t] if comes <= t <= goes else [0, 0]  # the last one is seen, too
+        def seen(
+            t: int, number: int = number, comes: int = comes, goes: int = goes
+        ) -> list[int]:
+            return (
+                [number, t] if comes <= t <= goes else [0, 0]
+            )  # the last one is seen, too
 
         steps = [*range(4)] * 2
         of_agent, of_next = batch[group][:, place], after[group][:, place]
@@ -148,9 +159,13 @@ def test_agents_come_and_go_with_zeros_and_a_mask():
         assert column(of_next, "reward") == [
             10 * number + t + 1 if comes <= t < goes else 0 for t in steps
         ]
-        assert column(of_next, "terminated") == [t + 1 >= goes and not cut for t in steps]
+        assert column(of_next, "terminated") == [
+            t + 1 >= goes and not cut for t in steps
+        ]
         assert column(of_next, "truncated") == [t + 1 >= goes and cut for t in steps]
-        assert torch.equal(of_next["done"], of_next["terminated"] | of_next["truncated"])
+        assert torch.equal(
+            of_next["done"], of_next["terminated"] | of_next["truncated"]
+        )
         assert column(of_agent, "done") == [not comes <= t < goes for t in steps], (
             "also before it comes"
         )
@@ -167,8 +182,12 @@ def test_each_agent_gets_its_own_action_while_it_is_there():
     expected = []
     for t in range(8):
         there = [("cook", 0, "cook_0"), ("cook", 1, "cook_1"), ("waiter", 0, "waiter")]
-        there = [(group, i, agent) for group, i, agent in there if batch[group, "mask"][t, i]]
-        expected.append({agent: batch[group, "action"][t, i] for group, i, agent in there})
+        there = [
+            (group, i, agent) for group, i, agent in there if batch[group, "mask"][t, i]
+        ]
+        expected.append(
+            {agent: batch[group, "action"][t, i] for group, i, agent in there}
+        )
     assert env.got == expected
 
 
@@ -191,14 +210,23 @@ def test_several_environments_are_a_batch_of_their_own_episodes():
 @pytest.mark.parametrize("masks", ["obs", "info"])
 def test_action_masks_say_what_is_legal_and_random_actions_obey(masks):
     batch = collect(
-        shifts(masks=masks), None, num_envs=2, frames_per_batch=400, seed=0, validate="full"
+        shifts(masks=masks),
+        None,
+        num_envs=2,
+        frames_per_batch=400,
+        seed=0,
+        validate="full",
     )
     mask, there = batch["cook", "action_mask"], batch["cook", "mask"]
     assert mask.dtype == torch.bool
     assert mask.shape == (2, 200, 2, 3)
     t = torch.arange(200) % 4
-    legal = torch.stack([t % 2 == 0, t >= 0, t % 2 == 1], -1)[None, :, None].expand_as(mask)
-    assert torch.equal(mask, legal | ~there[..., None])  # an agent that is away could do anything
+    legal = torch.stack([t % 2 == 0, t >= 0, t % 2 == 1], -1)[None, :, None].expand_as(
+        mask
+    )
+    assert torch.equal(
+        mask, legal | ~there[..., None]
+    )  # an agent that is away could do anything
     action = batch["cook", "action"]
     assert mask.gather(-1, action[..., None]).all()
     counts = torch.stack([(action[there] == i).sum() for i in range(3)]) / there.sum()
@@ -236,7 +264,11 @@ class Zoo(Shifts):
         self.wide = wide
 
     def action_space(self, agent: str) -> Any:
-        return spaces.Box(-1, 1, (2,), np.float32) if agent in self.wide else spaces.Discrete(3)
+        return (
+            spaces.Box(-1, 1, (2,), np.float32)
+            if agent in self.wide
+            else spaces.Discrete(3)
+        )
 
 
 @pytest.mark.parametrize(
@@ -251,7 +283,11 @@ class Zoo(Shifts):
 )
 def test_agents_of_one_name_and_equal_spaces_are_a_group(names, wide, groups):
     batch = collect(Zoo(names, wide), None, frames_per_batch=6, validate="full")
-    found = {key[0]: batch[key].shape[-1] for key in batch.keys(True, True) if key[1:] == ("mask",)}
+    found = {
+        key[0]: batch[key].shape[-1]
+        for key in batch.keys(True, True)
+        if key[1:] == ("mask",)
+    }
     assert found == groups
     for name in wide:
         assert batch[name, "action"].shape == (6, 1, 2)
@@ -267,9 +303,18 @@ def test_names_that_a_batch_needs_are_refused():
 
 
 def test_the_environments_of_a_batch_are_alike_and_different_objects():
-    made = iter([Zoo(("a_0", "a_1")), Zoo(("a_0", "b_1")), Zoo(("a_0",)), Zoo(("a_0",), ("a_0",))])
+    made = iter(
+        [
+            Zoo(("a_0", "a_1")),
+            Zoo(("a_0", "b_1")),
+            Zoo(("a_0",)),
+            Zoo(("a_0",), ("a_0",)),
+        ]
+    )
     for _ in range(2):
-        with pytest.raises(UnsupportedEnv, match="environment 1 has other agents or spaces"):
+        with pytest.raises(
+            UnsupportedEnv, match="environment 1 has other agents or spaces"
+        ):
             Collector(lambda: next(made), None, num_envs=2, frames_per_batch=4)
     one = Zoo(("a_0",))
     with pytest.raises(UnsupportedEnv, match="same object twice"):
@@ -364,7 +409,12 @@ def test_a_bad_output_is_refused_and_the_rows_before_it_are_kept(case):
     with Collector(Bad(), None, frames_per_batch=4) as collector:
         with pytest.raises(BadEnvOutput, match=message):
             collector.rollout()
-        assert collector.rollout()["waiter", "observation"][:, 0, 1].tolist() == [0, 0, 1, 2]
+        assert collector.rollout()["waiter", "observation"][:, 0, 1].tolist() == [
+            0,
+            0,
+            1,
+            2,
+        ]
         assert_accounted(collector)
 
 
@@ -399,7 +449,9 @@ def test_rock_paper_scissors_gives_what_torchrl_gives():
 
     actions = iter(ours["player", "action"])
     expected = theirs.rollout(
-        12, lambda td: td.set(("player", "action"), next(actions)), break_when_any_done=False
+        12,
+        lambda td: td.set(("player", "action"), next(actions)),
+        break_when_any_done=False,
     )
     for part in (expected, expected["next"]):  # one-hot there, the number itself here
         part["player", "observation"] = part["player", "observation"].long().argmax(-1)
@@ -427,9 +479,15 @@ def test_agents_that_go_have_the_columns_that_torchrl_gives_them(masks):
     expected = theirs.rollout(4, break_when_any_done=False)
     ours = collect(Shifts(times, masks=masks, state=True), None, frames_per_batch=4)
     # They say of an agent that has left that it was truncated as well as terminated.
-    differ = [("cook", "action"), *((*at, "cook", "truncated") for at in ((), ("next",)))]
+    differ = [
+        ("cook", "action"),
+        *((*at, "cook", "truncated") for at in ((), ("next",))),
+    ]
     for key in differ:
-        assert (ours[key].shape, ours[key].dtype) == (expected[key].shape, expected[key].dtype)
+        assert (ours[key].shape, ours[key].dtype) == (
+            expected[key].shape,
+            expected[key].dtype,
+        )
     assert_same(ours, expected, ignore=(("collector", "traj_ids"), *differ))
 
 
@@ -503,7 +561,9 @@ def test_records_have_the_return_of_each_agent(options: dict[str, Any]) -> None:
 
 
 def test_returns_of_agents_in_batches_of_whole_episodes() -> None:
-    with Collector(Shifts, None, num_envs=2, frames_per_batch=14, trajs_per_batch=3) as c:
+    with Collector(
+        Shifts, None, num_envs=2, frames_per_batch=14, trajs_per_batch=3
+    ) as c:
         for _ in range(3):
             expected = returns_by_hand([c.next()])
             assert {r.traj_id: r.info["agent_returns"] for r in c.episodes} == expected

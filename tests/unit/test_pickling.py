@@ -70,7 +70,11 @@ def test_lambdas_closures_and_local_classes_come_back() -> None:
         if make is not again and not hasattr(make, "__self__"):
             assert again().double() == 8
     weights = torch.arange(3.0)
-    assert loads(dumps(lambda: weights, "policy"), "policy")().tolist() == [0.0, 1.0, 2.0]
+    assert loads(dumps(lambda: weights, "policy"), "policy")().tolist() == [
+        0.0,
+        1.0,
+        2.0,
+    ]
     array = np.arange(3)
     assert loads(dumps(array, "x"), "x").tolist() == [0, 1, 2]
 
@@ -90,8 +94,14 @@ def test_a_closure_variable_is_named_with_the_attribute_that_fails() -> None:
             functools.partial(CountingEnv, 3, truncate=LOCK),
             "argument 'truncate' of the partial is a _thread.lock",
         ),
-        (functools.partial(CountingEnv, LOCK), "argument 0 of the partial is a _thread.lock"),
-        (Sim().make, "the object it is a method of -> attribute 'lock' is a _thread.lock"),
+        (
+            functools.partial(CountingEnv, LOCK),
+            "argument 0 of the partial is a _thread.lock",
+        ),
+        (
+            Sim().make,
+            "the object it is a method of -> attribute 'lock' is a _thread.lock",
+        ),
         ({"a": [1, (2, LOCK)]}, "item 'a' -> item 1 -> item 1 is a _thread.lock"),
         (Slotted(), "attribute 'lock' is a _thread.lock"),
         ([io.StringIO, Stubborn()], "item 1 is a "),
@@ -133,7 +143,9 @@ def test_defaults_globals_attributes_and_nested_functions_are_searched() -> None
         guard = lock
 
     assert "class attribute 'guard' is a _thread.lock" in refusal(Local)
-    assert "base class 'Local' -> class attribute 'guard'" in refusal(type("Derived", (Local,), {}))
+    assert "base class 'Local' -> class attribute 'guard'" in refusal(
+        type("Derived", (Local,), {})
+    )
     assert "the function of the partial -> closure variable 'lock'" in refusal(
         functools.partial(lambda: lock)
     )
@@ -171,6 +183,7 @@ def test_the_search_survives_cycles_and_depth() -> None:
 
 def test_what_does_not_come_back_says_so() -> None:
     with pytest.raises(
-        BadOption, match="create_env_fn was pickled, but could not be unpickled in another process"
+        BadOption,
+        match="create_env_fn was pickled, but could not be unpickled in another process",
     ):
         loads(b"\x80\x05cno_such_module\nThing\n.", "create_env_fn")

@@ -33,16 +33,22 @@ def test_a_postproc_that_returns_nothing_has_changed_the_batch_in_place():
     def double(batch: Any) -> None:
         batch["next", "reward"] *= 2
 
-    with Collector(counting(3), None, frames_per_batch=4, total_frames=8, postproc=double) as c:
+    with Collector(
+        counting(3), None, frames_per_batch=4, total_frames=8, postproc=double
+    ) as c:
         assert [column(b, "next", "reward") for b in c] == [[2, 4, 6, 2], [4, 6, 2, 4]]
 
 
 def test_torchrls_multistep_is_a_postproc():
     multi_step = pytest.importorskip("torchrl.data").MultiStep(gamma=0.5, n_steps=2)
-    with Collector(counting(4), None, num_envs=2, frames_per_batch=8, postproc=multi_step) as c:
+    with Collector(
+        counting(4), None, num_envs=2, frames_per_batch=8, postproc=multi_step
+    ) as c:
         batch = next(iter(c))
     assert batch.shape == (2, 4)
-    assert column(batch, "next", "reward") == [[2.0, 3.5, 5.0, 4.0]] * 2, "r + r' / 2, over no end"
+    assert column(batch, "next", "reward") == [[2.0, 3.5, 5.0, 4.0]] * 2, (
+        "r + r' / 2, over no end"
+    )
     assert batch["next", "observation"][0, :, 1].tolist() == [2, 3, 4, 4]
 
 
@@ -96,7 +102,8 @@ def test_single_steps_are_in_the_buffer_as_soon_as_they_are_made(num_envs):
     joined = torch.stack([row["next", "reward"].reshape(-1)[0] for row in buffer.rows])
     assert joined.tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
     ids = [
-        row["collector", "traj_ids"].reshape(-1)[0].item() // (num_envs or 1) for row in buffer.rows
+        row["collector", "traj_ids"].reshape(-1)[0].item() // (num_envs or 1)
+        for row in buffer.rows
     ]
     assert ids == [0, 0, 0, 1, 1, 1, 2, 2]
 
@@ -121,7 +128,11 @@ def test_single_steps_with_a_limit_and_random_frames_count_whole_batches():
         list(c)
     assert calls == [0, 8, 9, 10, 11], "the first one shows what the policy returns"
     assert [row["step_count"].item() for row in buffer.rows] == [0, 1, 2] * 4
-    assert [row["next", "truncated"].item() for row in buffer.rows] == [False, False, True] * 4
+    assert [row["next", "truncated"].item() for row in buffer.rows] == [
+        False,
+        False,
+        True,
+    ] * 4
 
 
 def test_after_an_error_between_single_steps_the_frames_stay_exact():
@@ -134,7 +145,16 @@ def test_after_an_error_between_single_steps_the_frames_stay_exact():
         assert len(buffer.rows) == 2
         list(c)
         assert c.stats().frames == len(buffer.rows) == 8
-        assert [row["next", "reward"].item() for row in buffer.rows] == [1, 2, 1, 2, 3, 4, 5, 6]
+        assert [row["next", "reward"].item() for row in buffer.rows] == [
+            1,
+            2,
+            1,
+            2,
+            3,
+            4,
+            5,
+            6,
+        ]
         assert_accounted(c)
 
 
@@ -150,7 +170,12 @@ def test_rollout_is_a_whole_batch_also_where_a_buffer_takes_steps():
 @pytest.mark.filterwarnings("error")
 def test_single_steps_are_exact_in_number_too():
     buffer = Adds()
-    options = {"num_envs": 2, "frames_per_batch": 3, "total_frames": 6, "extend_buffer": False}
+    options = {
+        "num_envs": 2,
+        "frames_per_batch": 3,
+        "total_frames": 6,
+        "extend_buffer": False,
+    }
     with Collector(counting(9), None, replay_buffer=buffer, **options) as c:
         list(c)
         assert c.stats().frames == 6
@@ -166,8 +191,14 @@ def test_single_steps_are_exact_in_number_too():
 
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"extend_buffer": False}, "needs a replay_buffer"),
-    ({"extend_buffer": False, "replay_buffer": Adds(), "postproc": print}, "need whole batches"),
-    ({"extend_buffer": False, "replay_buffer": Adds(), "split_trajs": True}, "need whole batches"),
+    (
+        {"extend_buffer": False, "replay_buffer": Adds(), "postproc": print},
+        "need whole batches",
+    ),
+    (
+        {"extend_buffer": False, "replay_buffer": Adds(), "split_trajs": True},
+        "need whole batches",
+    ),
     (
         {"extend_buffer": False, "replay_buffer": Adds(), "post_collect_hook": print},
         "need whole batches",
@@ -196,7 +227,10 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"return_same_td": True, "split_trajs": True}, "leave return_same_td out"),
     ({"split_trajs": True, "trajs_per_batch": 2}, "give one"),
     ({"set_truncated": True, "trajs_per_batch": 2}, "waits for real ones"),
-    ({"set_truncated": True, "on_episode_done": print}, "on_episode_done waits for real ones"),
+    (
+        {"set_truncated": True, "on_episode_done": print},
+        "on_episode_done waits for real ones",
+    ),
     (
         {"replay_buffer": 3},
         r"replay_buffer is a int: expected .* with extend\(batch\) or add\(transition\)",
@@ -216,7 +250,9 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=stable)
-def test_what_contradicts_itself_is_refused_before_an_environment_is_made(options, message):
+def test_what_contradicts_itself_is_refused_before_an_environment_is_made(
+    options, message
+):
     def make() -> Any:
         raise AssertionError("made")
 
@@ -226,7 +262,10 @@ def test_what_contradicts_itself_is_refused_before_an_environment_is_made(option
 
 @pytest.mark.parametrize(
     ("rule", "message"),
-    [("shortest", "first_begun"), ("fair", r"rule='fair': this rule is called 'first_begun'")],
+    [
+        ("shortest", "first_begun"),
+        ("fair", r"rule='fair': this rule is called 'first_begun'"),
+    ],
 )
 def test_rules_that_do_not_exist_are_refused(rule, message):
     with pytest.raises(BadOption, match=message):
@@ -238,13 +277,20 @@ def test_rules_that_do_not_exist_are_refused(rule, message):
 
 def torchrl_buffer(storage: str = "LazyTensorStorage", **options: Any) -> Any:
     data = pytest.importorskip("torchrl.data")
-    return data.ReplayBuffer(storage=getattr(data, storage)(100, **options), batch_size=4)
+    return data.ReplayBuffer(
+        storage=getattr(data, storage)(100, **options), batch_size=4
+    )
 
 
 @pytest.mark.parametrize("layout", ["batch_major", "time_major"])
 def test_torchrls_one_dimensional_buffer_has_one_item_per_frame(layout):
     buffer = torchrl_buffer()
-    options = {"num_envs": 2, "frames_per_batch": 8, "total_frames": 16, "layout": layout}
+    options = {
+        "num_envs": 2,
+        "frames_per_batch": 8,
+        "total_frames": 16,
+        "layout": layout,
+    }
     with Collector(counting(3), None, replay_buffer=buffer, **options) as c:
         list(c)
     assert buffer.write_count == 16
@@ -256,7 +302,12 @@ def test_cells_that_are_no_transitions_are_no_items():
     buffer = torchrl_buffer()
     with pytest.warns(UserWarning, match="cannot be shared"):
         c = Collector(
-            counting(3), None, num_envs=2, frames_per_batch=5, total_frames=10, replay_buffer=buffer
+            counting(3),
+            None,
+            num_envs=2,
+            frames_per_batch=5,
+            total_frames=10,
+            replay_buffer=buffer,
         )
     with c:
         list(c)
@@ -288,9 +339,15 @@ def in_order(batch: Any) -> list[tuple[Any, ...]]:
         batch = [row for line in lines for row in line.unbind(0)]
     rows = []
     for row in batch:
-        leaves = [row.get(key) for key in ("t", "word", ("next", "word"), ("next", "t"))]
+        leaves = [
+            row.get(key) for key in ("t", "word", ("next", "word"), ("next", "t"))
+        ]
         values = [
-            v if v is None or isinstance(v, str) else int(v) if torch.is_tensor(v) else v.data
+            v
+            if v is None or isinstance(v, str)
+            else int(v)
+            if torch.is_tensor(v)
+            else v.data
             for v in leaves
         ]
         ragged = row.get("rows", None)
@@ -303,7 +360,11 @@ AMOUNTS: dict[str, dict[str, Any]] = {
     "batches": {"frames_per_batch": 16},
     "lines": {"frames_per_batch": 16, "split_trajs": True},
     "episodes": {"frames_per_batch": 16, "trajs_per_batch": 2},
-    "padded episodes": {"frames_per_batch": 16, "trajs_per_batch": 2, "traj_format": "pad"},
+    "padded episodes": {
+        "frames_per_batch": 16,
+        "trajs_per_batch": 2,
+        "traj_format": "pad",
+    },
 }
 
 
@@ -313,7 +374,9 @@ def test_objects_are_the_same_in_either_layout(amount, ragged):
     options = {"num_envs": 2, "seed": 0, **AMOUNTS[amount]}
     with (
         Collector(partial(Words, 5, ragged=ragged), None, **options) as c,
-        Collector(partial(Words, 5, ragged=ragged), None, layout="time_major", **options) as other,
+        Collector(
+            partial(Words, 5, ragged=ragged), None, layout="time_major", **options
+        ) as other,
     ):
         for _ in range(3):
             batch, time_first = c.next(), other.next()
@@ -332,9 +395,15 @@ def test_objects_of_several_groups_are_the_same_in_either_layout():
     options = {"num_envs": 2, "seed": 0, "frames_per_batch": 24}
     for split in (False, True):
         with (
-            Collector([Words, partial(Words, 5)], None, split_trajs=split, **options) as c,
             Collector(
-                [Words, partial(Words, 5)], None, split_trajs=split, layout="time_major", **options
+                [Words, partial(Words, 5)], None, split_trajs=split, **options
+            ) as c,
+            Collector(
+                [Words, partial(Words, 5)],
+                None,
+                split_trajs=split,
+                layout="time_major",
+                **options,
             ) as other,
         ):
             for _ in range(2):
@@ -357,7 +426,11 @@ def test_an_episode_hook_sees_the_same_objects_in_either_layout():
         with Collector(partial(Words, 5), None, on_episode_done=look, **options) as c:
             for _ in range(3):
                 c.next()
-    assert seen["time_major"] == seen["batch_major"] == [[(*row, "None") for row in WORDS]] * 8
+    assert (
+        seen["time_major"]
+        == seen["batch_major"]
+        == [[(*row, "None") for row in WORDS]] * 8
+    )
 
 
 class AddsAndExtends(Adds, Extends):
@@ -365,7 +438,9 @@ class AddsAndExtends(Adds, Extends):
 
 
 def collector(**options: Any) -> Collector:
-    return Collector([counting(2), counting(3)], None, frames_per_batch=10, seed=0, **options)
+    return Collector(
+        [counting(2), counting(3)], None, frames_per_batch=10, seed=0, **options
+    )
 
 
 @pytest.fixture
@@ -378,16 +453,40 @@ def batch() -> Any:
 
 
 @pytest.mark.parametrize("layout", ["batch_major", "time_major"])
-@pytest.mark.parametrize(("buffer", "options"), [(Adds, {}), (AddsAndExtends, {"extend": False})])
+@pytest.mark.parametrize(
+    ("buffer", "options"), [(Adds, {}), (AddsAndExtends, {"extend": False})]
+)
 def test_add_gets_transitions_by_environment_and_time(buffer, options, layout):
     buffer = buffer()
     with collector(layout=layout) as c:
         ReplaySink(buffer, **options).write(c.rollout())
         assert c.stats().slots["lent"] == 0, "transitions are copies"
     assert all(item.shape == () for item in buffer.rows)
-    observations = [[2, 0], [2, 1], [2, 0], [2, 1], [2, 0], [3, 0], [3, 1], [3, 2], [3, 0], [3, 1]]
+    observations = [
+        [2, 0],
+        [2, 1],
+        [2, 0],
+        [2, 1],
+        [2, 0],
+        [3, 0],
+        [3, 1],
+        [3, 2],
+        [3, 0],
+        [3, 1],
+    ]
     assert [item["observation"].tolist() for item in buffer.rows] == observations
-    assert [item["next", "reward"].item() for item in buffer.rows] == [1, 2, 1, 2, 1, 1, 2, 3, 1, 2]
+    assert [item["next", "reward"].item() for item in buffer.rows] == [
+        1,
+        2,
+        1,
+        2,
+        1,
+        1,
+        2,
+        3,
+        1,
+        2,
+    ]
 
 
 def test_a_list_is_a_buffer(batch):
@@ -413,12 +512,16 @@ def test_torchrls_storages(tmp_path, make, storage, options):
     data = pytest.importorskip("torchrl.data")
     if storage == "LazyMemmapStorage":
         options = {**options, "scratch_dir": str(tmp_path)}
-    buffer = getattr(data, make)(storage=getattr(data, storage)(100, **options), batch_size=4)
+    buffer = getattr(data, make)(
+        storage=getattr(data, storage)(100, **options), batch_size=4
+    )
     with collector() as c:
         batch = c.rollout()
         expected, keys = batch.clone(), set(batch.keys(True, True))
         ReplaySink(buffer).write(batch)
-        assert set(batch.keys(True, True)) == keys, "the batch has no more columns than before"
+        assert set(batch.keys(True, True)) == keys, (
+            "the batch has no more columns than before"
+        )
         del batch
         assert c.stats().slots["lent"] == 0
         assert len(buffer) == 10
@@ -428,7 +531,9 @@ def test_torchrls_storages(tmp_path, make, storage, options):
             assert_same(stored, expected.reshape(-1), ignore=("index",))
         sample = buffer.sample()
         assert sample.shape == (4,)
-        follows = sample["next", "observation"][..., 1] == sample["observation"][..., 1] + 1
+        follows = (
+            sample["next", "observation"][..., 1] == sample["observation"][..., 1] + 1
+        )
         assert follows.all()
 
 

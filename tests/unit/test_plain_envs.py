@@ -24,7 +24,9 @@ class PlainEnv:
         self.observation_space = self._inner.observation_space
         self.action_space = self._inner.action_space
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: Any = None
+    ) -> tuple[Any, dict[str, Any]]:
         return self._inner.reset(seed=seed, options=options)
 
     def step(self, action: Any) -> Any:
@@ -59,7 +61,11 @@ def test_a_plain_environment_gives_the_same_data_as_a_gymnasium_env(num_envs):
 
 
 def test_a_plain_environment_object_and_workers():
-    assert column(collect(PlainEnv(2), frames_per_batch=3), "next", "reward") == [1, 2, 1]
+    assert column(collect(PlainEnv(2), frames_per_batch=3), "next", "reward") == [
+        1,
+        2,
+        1,
+    ]
     options = {"num_envs": 2, "frames_per_batch": 16, "seed": 0, "backend": "threads"}
     with MultiSyncCollector([PlainEnv] * 2, None, **options) as collector:
         found = collector.next()
@@ -86,7 +92,9 @@ def test_values_of_the_old_api_are_refused():
         def reset(self) -> Any:  # type: ignore[override]
             return super().reset()[0]
 
-    with pytest.raises(BadEnvOutput, match=r"Old\[0\].reset returned ndarray, expected \(obs"):
+    with pytest.raises(
+        BadEnvOutput, match=r"Old\[0\].reset returned ndarray, expected \(obs"
+    ):
         collect(Old, frames_per_batch=8)
 
 
@@ -101,7 +109,9 @@ def test_a_reset_without_a_seed_is_called_without_it_and_warned_of_once():
 
 
 def test_a_method_seed_gets_the_seed():
-    with Collector(SeededApart, None, num_envs=2, frames_per_batch=16, seed=3) as collector:
+    with Collector(
+        SeededApart, None, num_envs=2, frames_per_batch=16, seed=3
+    ) as collector:
         collector.next()
         assert [env.given for env in collector.env] == [(3,), (4,)]
 
@@ -122,7 +132,9 @@ def test_coroutines_without_a_seed():
             return await super().reset()
 
     with pytest.warns(UserWarning, match="takes no seed"):
-        batch = collect(lambda: AwaitedUnseeded(CountingEnv(2)), frames_per_batch=3, seed=0)
+        batch = collect(
+            lambda: AwaitedUnseeded(CountingEnv(2)), frames_per_batch=3, seed=0
+        )
     assert column(batch, "next", "reward") == [1, 2, 1]
 
 
@@ -156,7 +168,9 @@ def test_a_wrapper_that_passes_a_seed_on_says_whose_fault_it_is():
 
 
 def test_without_a_seed_there_is_nothing_to_warn_of(recwarn):
-    assert column(collect(lambda: Unseeded(2), frames_per_batch=3), "next", "reward") == [1, 2, 1]
+    assert column(
+        collect(lambda: Unseeded(2), frames_per_batch=3), "next", "reward"
+    ) == [1, 2, 1]
     assert not recwarn.list
 
 

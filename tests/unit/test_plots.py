@@ -20,7 +20,9 @@ from muster.testing import CountingEnv
 
 
 def collected() -> Collector:
-    collector = Collector(CountingEnv, None, num_envs=2, frames_per_batch=24, total_frames=48)
+    collector = Collector(
+        CountingEnv, None, num_envs=2, frames_per_batch=24, total_frames=48
+    )
     collector.timeline.start()
     with collector:
         list(collector)
@@ -46,7 +48,9 @@ def spans(n: int = 3) -> Timeline:
 
 FIGURES: dict[str, Callable[[], Any]] = {
     "collector": lambda: collected().plot(),
-    "before the first batch": lambda: Collector(CountingEnv, None, frames_per_batch=24).plot(),
+    "before the first batch": lambda: Collector(
+        CountingEnv, None, frames_per_batch=24
+    ).plot(),
     "evaluation": lambda: evaluated().plot(),
     "timeline": lambda: spans().plot(),
     "run": lambda: plot_run(RunHistory()),
@@ -68,7 +72,9 @@ def test_a_notebook_shows_a_figure_without_pyplot(name):
     assert (width, height) == tuple(
         round(inches * figure.dpi) for inches in figure.get_size_inches()
     )
-    assert plt.get_fignums() == open_figures, "it was made with pyplot, which may open a window"
+    assert plt.get_fignums() == open_figures, (
+        "it was made with pyplot, which may open a window"
+    )
     assert mpl.get_backend() == backend
     assert size_of(pickle.loads(pickle.dumps(figure))._repr_png_()) == (width, height)
 
@@ -105,12 +111,17 @@ def test_the_picture_of_an_evaluation_has_its_returns_their_mean_and_its_interva
 def test_the_picture_of_an_evaluation_without_episodes_says_so():
     with Evaluator(CountingEnv, None, episodes=4, num_envs=2, max_T=1) as evaluator:
         figure = evaluator.evaluate().plot()
-    assert [axis.texts[0].get_text() for axis in figure.axes] == ["no complete episode"] * 2
+    assert [axis.texts[0].get_text() for axis in figure.axes] == [
+        "no complete episode"
+    ] * 2
 
 
 def test_the_picture_of_a_timeline_has_a_row_for_each_track_with_outer_spans_below_inner_ones():
     [axis] = spans().plot().axes
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["track -1", "group 1"]
+    assert [label.get_text() for label in axis.get_yticklabels()] == [
+        "track -1",
+        "group 1",
+    ]
     bars = {
         bar.get_label(): [path.get_extents() for path in bar.get_paths()]
         for bar in axis.collections
@@ -128,5 +139,9 @@ def test_the_picture_of_a_long_timeline_has_its_newest_spans():
     [axis] = spans(2000).plot().axes
     bars = [path.get_extents() for bar in axis.collections for path in bar.get_paths()]
     assert len(bars) == 5000
-    assert max(box.x1 for box in bars) == 9 + 10 * (1999 - 333), "the first of them begins at 0"
-    assert Timeline().plot().axes[0].texts[0].get_text() == "no spans: call start() first"
+    assert max(box.x1 for box in bars) == 9 + 10 * (1999 - 333), (
+        "the first of them begins at 0"
+    )
+    assert (
+        Timeline().plot().axes[0].texts[0].get_text() == "no spans: call start() first"
+    )

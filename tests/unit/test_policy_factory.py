@@ -75,9 +75,15 @@ POLICIES: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         r"ParametrizedLinear, which cannot be pickled",
     ),
-    "generator": (Drawing, r"attribute 'noise' is a generator, which cannot be pickled"),
+    "generator": (
+        Drawing,
+        r"attribute 'noise' is a generator, which cannot be pickled",
+    ),
     "lock": (Locked, r"attribute 'lock' is a _thread.lock, which cannot be pickled"),
-    "function": (function, r"closure variable 'lock' is a _thread.lock, which cannot be pickled"),
+    "function": (
+        function,
+        r"closure variable 'lock' is a _thread.lock, which cannot be pickled",
+    ),
 }
 SPACES: dict[str, Any] = {
     "observation_space": CountingEnv().observation_space,
@@ -104,9 +110,13 @@ ENTRIES: dict[str, Callable[..., Any]] = {
     "DistributedCollector": lambda **policy: DistributedCollector(
         [counting()], launcher="mp", **policy, **OPTIONS
     ),
-    "RPCCollector": lambda **policy: RPCCollector([counting()], launcher="mp", **policy, **OPTIONS),
+    "RPCCollector": lambda **policy: RPCCollector(
+        [counting()], launcher="mp", **policy, **OPTIONS
+    ),
     "serve": lambda **policy: muster.serve(**SPACES, **policy, frames_per_batch=8),
-    "Evaluator": lambda **policy: Evaluator(counting(), num_workers=1, episodes=2, **policy),
+    "Evaluator": lambda **policy: Evaluator(
+        counting(), num_workers=1, episodes=2, **policy
+    ),
     "tune": lambda **policy: muster.tune(
         counting(), seconds=0.1, num_envs=2, frames_per_batch=8, **policy
     ),
@@ -115,7 +125,9 @@ ENTRIES: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_error_names_the_part_and_the_option_that_helps(entry: str, name: str) -> None:
+def test_the_error_names_the_part_and_the_option_that_helps(
+    entry: str, name: str
+) -> None:
     made, culprit = POLICIES[name]
     with pytest.raises(BadOption, match=f"^policy: .*{culprit}") as refused:
         ENTRIES[entry](policy=made())
@@ -161,7 +173,9 @@ def test_weights_arrive_in_a_policy_that_a_function_makes(name: str) -> None:
         return policies.categorical(nn.utils.weight_norm(nn.Linear(2, 2)))
 
     make = old if name == "old weight_norm" else POLICIES[name][0]
-    with MultiSyncCollector([counting(9)], policy_factory=make, backend="threads", **OPTIONS) as c:
+    with MultiSyncCollector(
+        [counting(9)], policy_factory=make, backend="threads", **OPTIONS
+    ) as c:
         for action in (0, 1, 0):
             chosen = 100 * torch.eye(2)[action]
             modules = (
@@ -169,8 +183,12 @@ def test_weights_arrive_in_a_policy_that_a_function_makes(name: str) -> None:
                 if name == "function"
                 else [c.policy]
             )
-            for tensor in (t for m in modules if isinstance(m, nn.Module) for t in m.parameters()):
-                tensor.data.copy_(chosen if tensor.shape == (2,) else torch.full_like(tensor, 1e-9))
+            for tensor in (
+                t for m in modules if isinstance(m, nn.Module) for t in m.parameters()
+            ):
+                tensor.data.copy_(
+                    chosen if tensor.shape == (2,) else torch.full_like(tensor, 1e-9)
+                )
             c.update_policy_weights_()
             assert c.rollout()["action"].unique().tolist() == [action]
 
@@ -203,7 +221,9 @@ def test_the_background_acts_with_a_policy_of_its_own() -> None:
         assert str(refused.value).endswith(REMEDY)
         assert not c.is_running()
         c.next()
-    with Collector(counting(9), policy_factory=Locked, replay_buffer=buffer, **OPTIONS) as c:
+    with Collector(
+        counting(9), policy_factory=Locked, replay_buffer=buffer, **OPTIONS
+    ) as c:
         users = c.policy
         count = len(buffer.batches)
         c.start()
@@ -213,7 +233,10 @@ def test_the_background_acts_with_a_policy_of_its_own() -> None:
         users.net.bias.data.copy_(torch.tensor([-9.0, 9.0]))
         c.update_policy_weights_()
         buffer.until_true(
-            lambda: len(buffer.batches) > count and bool((buffer.batches[-1]["action"] == 1).all())
+            lambda: (
+                len(buffer.batches) > count
+                and bool((buffer.batches[-1]["action"] == 1).all())
+            )
         )
         assert users.training
         c.async_shutdown()

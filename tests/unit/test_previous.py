@@ -38,16 +38,24 @@ def test_policies_see_what_they_did_and_got_and_nothing_at_a_beginning():
     assert first["next", "prev_reward"].equal(first["next", "reward"].squeeze(-1))
     assert second["prev_action"].tolist() == [[0, 1] * 3, [1, 0, 1, 0, 0, 1]]
     assert second["prev_reward"].tolist() == [[0, 1] * 3, [1, 2, 3, 4, 0, 1]]
-    assert (first["prev_action"].dtype, first["prev_reward"].dtype) == (torch.int64, torch.float32)
+    assert (first["prev_action"].dtype, first["prev_reward"].dtype) == (
+        torch.int64,
+        torch.float32,
+    )
     assert first["observation"].shape == (2, 6, 2)
 
 
 def test_parts_of_actions_have_their_own_names_and_zero_may_be_no_action():
     space = spaces.Dict(
-        {"move": spaces.Box(1, 2, (2,), np.float32), "kind": spaces.Discrete(3, start=5)}
+        {
+            "move": spaces.Box(1, 2, (2,), np.float32),
+            "kind": spaces.Discrete(3, start=5),
+        }
     )
     make = partial(SpaceEnv, spaces.Box(0, 1, (3,)), space, 3)
-    with Collector(make, None, num_envs=2, frames_per_batch=10, validate="full", **PREV) as c:
+    with Collector(
+        make, None, num_envs=2, frames_per_batch=10, validate="full", **PREV
+    ) as c:
         batch = c.rollout()
     for name in ("move", "kind"):
         prev, action = batch["prev_action", name], batch["action", name]
@@ -94,14 +102,19 @@ def test_what_on_step_has_written_is_what_came_before(ends):
 
 def test_what_on_step_has_written_is_what_came_before_of_an_environment_alone_and_a_vector_environment():
     for env in (counting(3), lambda: SyncVectorEnv([counting(2), counting(3)])):
-        with Collector(env, counted, frames_per_batch=6, on_step=Hundredfold(), **PREV) as c:
+        with Collector(
+            env, counted, frames_per_batch=6, on_step=Hundredfold(), **PREV
+        ) as c:
             assert_repeated(torch.cat([c.rollout().clone() for _ in range(3)], -1))
 
 
 def test_what_on_step_has_written_is_not_shown_to_whoever_waits_or_has_lost_a_life():
     from tests.unit.test_lives import KEY, LivesEnv
 
-    for env in (recorded(lambda i: CountingEnv((2, 5)[i % 2]))[0], partial(LivesEnv, 4, 2)):
+    for env in (
+        recorded(lambda i: CountingEnv((2, 5)[i % 2]))[0],
+        partial(LivesEnv, 4, 2),
+    ):
         lives = KEY if isinstance(env, partial) else {}
         for wait in (False, True):
             options = {
@@ -114,17 +127,22 @@ def test_what_on_step_has_written_is_not_shown_to_whoever_waits_or_has_lost_a_li
             with Collector(env, counted, on_step=Hundredfold(), **options) as c:
                 for _ in range(2):
                     batch = c.rollout()
-                    ended = batch["next", "done"][..., 0] & (batch["collector", "traj_ids"] >= 0)
+                    ended = batch["next", "done"][..., 0] & (
+                        batch["collector", "traj_ids"] >= 0
+                    )
                     made = batch["collector", "traj_ids"] >= 0
                     assert torch.equal(
-                        batch["next", "prev_reward"][made], batch["next", "reward"][..., 0][made]
+                        batch["next", "prev_reward"][made],
+                        batch["next", "reward"][..., 0][made],
                     )
                     after = batch["prev_reward"][:, 1:]
                     assert torch.equal(
                         after,
-                        torch.where(ended | ~made.roll(-1, 1), 0, batch["next", "reward"][..., 0])[
-                            :, :-1
-                        ],
+                        torch.where(
+                            ended | ~made.roll(-1, 1),
+                            0,
+                            batch["next", "reward"][..., 0],
+                        )[:, :-1],
                     )
 
 
@@ -173,7 +191,12 @@ def test_policies_see_nothing_of_what_on_step_has_written_for_whoever_waits():
 def test_what_came_before_can_only_be_read():
     def write(step: Any) -> None:
         assert step["prev_reward"].shape == (2,)
-        for key in ("prev_action", "prev_reward", ("next", "prev_action"), ("next", "prev_reward")):
+        for key in (
+            "prev_action",
+            "prev_reward",
+            ("next", "prev_action"),
+            ("next", "prev_reward"),
+        ):
             with pytest.raises(BadOption, match="can only be read"):
                 step[key] = 1
             with pytest.raises(ValueError, match="read-only"):
@@ -197,13 +220,23 @@ class Follows(torch.nn.Module):
     """Acts on all that it sees."""
 
     def forward(self, obs: dict[str, torch.Tensor]) -> torch.Tensor:
-        return (obs["observation"][..., 2] + obs["prev_action"] + obs["prev_reward"].long()) % 5
+        return (
+            obs["observation"][..., 2] + obs["prev_action"] + obs["prev_reward"].long()
+        ) % 5
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_wherever_the_policy_acts_it_sees_what_on_step_has_written(place):
-    options = {"num_envs": 2, "frames_per_batch": 24, "seed": 2, "on_step": Hundredfold(), **PREV}
-    with MultiSyncCollector([counting(4), counting(7)], Seen(), **options, **PLACES[place]) as c:
+    options = {
+        "num_envs": 2,
+        "frames_per_batch": 24,
+        "seed": 2,
+        "on_step": Hundredfold(),
+        **PREV,
+    }
+    with MultiSyncCollector(
+        [counting(4), counting(7)], Seen(), **options, **PLACES[place]
+    ) as c:
         batch = torch.cat([c.next().clone() for _ in range(3)], -1)
         assert_accounted(c)
     assert torch.equal(batch["seen"], batch["prev_reward"] + batch["prev_action"])
@@ -222,7 +255,9 @@ class Seen(torch.nn.Module):
 
 def test_a_state_has_them(tmp_path):
     def run(state: Any = None) -> tuple[Any, Any]:
-        with Collector(ChainEnv, Follows(), num_envs=2, frames_per_batch=14, seed=3, **PREV) as c:
+        with Collector(
+            ChainEnv, Follows(), num_envs=2, frames_per_batch=14, seed=3, **PREV
+        ) as c:
             if state is None:
                 c.rollout()
                 return c.state_dict(), c.rollout().clone()
@@ -264,5 +299,7 @@ class Has(CountingEnv):
     ],
 )
 def test_what_cannot_have_them_is_refused(env, message):
-    with pytest.raises(BadOption, match=f"prev_action_reward: .*{message}.*leave it out"):
+    with pytest.raises(
+        BadOption, match=f"prev_action_reward: .*{message}.*leave it out"
+    ):
         Collector(env, None, frames_per_batch=6, **PREV)

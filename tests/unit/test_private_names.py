@@ -76,14 +76,24 @@ def foreign(tree: ast.AST, ours: set[str]) -> set[str]:
     here, found = set(definitions(tree)), set[str]()
     for node in executed(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
-            known = node.attr in (ours | TEXTS if _is_self(node.value) else here | FRIENDS)
+            known = node.attr in (
+                ours | TEXTS if _is_self(node.value) else here | FRIENDS
+            )
             found |= set() if known else {node.attr}
         elif isinstance(node, ast.Import):
             found |= {
-                part for name in node.names for part in name.name.split(".") if is_private(part)
+                part
+                for name in node.names
+                for part in name.name.split(".")
+                if is_private(part)
             }
-        elif isinstance(node, ast.ImportFrom) and not f"{node.module}.".startswith("muster."):
-            parts = [*(node.module or "").split("."), *(name.name for name in node.names)]
+        elif isinstance(node, ast.ImportFrom) and not f"{node.module}.".startswith(
+            "muster."
+        ):
+            parts = [
+                *(node.module or "").split("."),
+                *(name.name for name in node.names),
+            ]
             found |= {part for part in parts if is_private(part)}
         elif (
             isinstance(node, ast.Constant)
@@ -112,7 +122,9 @@ def listed() -> dict[str, set[str]]:
         cells = line.split("|")
         if len(cells) > 3:
             for name in re.findall(r"`(?:[\w.]*\.)?(_\w+)`", cells[1]):
-                names.setdefault(name, set()).update(re.findall(r"`([\w/]+\.py)`", cells[2]))
+                names.setdefault(name, set()).update(
+                    re.findall(r"`([\w/]+\.py)`", cells[2])
+                )
     return names
 
 
@@ -124,7 +136,9 @@ def test_every_private_name_of_another_package_is_listed_with_its_files() -> Non
     assert sorted(said.keys() - found.keys()) == [], (
         "not used any more: take it out of the decision"
     )
-    assert {name: files ^ said[name] for name, files in found.items() if files != said[name]} == {}
+    assert {
+        name: files ^ said[name] for name, files in found.items() if files != said[name]
+    } == {}
 
 
 def test_the_scan_sees_imports_attributes_and_texts() -> None:

@@ -28,7 +28,13 @@ from muster import DistributedCollector
 from muster.cluster import process_groups
 from muster.cluster.distributed_link import DistributedLink, Groups
 from muster.cluster.link import Block, LinkLost
-from muster.cluster.process_groups import BufferedWay, GlooWay, LinkStore, check_backend, two_ways
+from muster.cluster.process_groups import (
+    BufferedWay,
+    GlooWay,
+    LinkStore,
+    check_backend,
+    two_ways,
+)
 from muster.cluster.rendezvous import hear, say
 from muster.cluster.socket_link import SocketLink
 from muster.errors import BadOption
@@ -38,7 +44,8 @@ from tests.waits import open_files, wait_until
 
 pytestmark = [
     pytest.mark.skipif(
-        not (dist.is_available() and dist.is_gloo_available()), reason="this PyTorch has no gloo"
+        not (dist.is_available() and dist.is_gloo_available()),
+        reason="this PyTorch has no gloo",
     ),
 ]
 TOKEN = b"0123456789abcdef"
@@ -148,7 +155,9 @@ def test_blocks_arrive_in_the_expected_memory_from_the_given_size_on(ends):
 
 
 @pytest.mark.parametrize("size", [LARGE, LARGE + 5, 5 * LARGE])
-def test_a_block_of_another_size_than_expected_is_refused_before_gloo_sees_it(ends, size):
+def test_a_block_of_another_size_than_expected_is_refused_before_gloo_sees_it(
+    ends, size
+):
     """gloo would end this process."""
     main, node = ends
     memory = np.zeros(LARGE + 1, np.uint8)
@@ -157,7 +166,9 @@ def test_a_block_of_another_size_than_expected_is_refused_before_gloo_sees_it(en
         lambda: node.send(b"x", Block(np.ones(size, np.uint8)), 1), main.receive
     )
     assert isinstance(sending, LinkLost)
-    assert str(receiving) == f"Block 1 has {size} bytes where {LARGE + 1} were expected."
+    assert (
+        str(receiving) == f"Block 1 has {size} bytes where {LARGE + 1} were expected."
+    )
     assert not memory.any()
     lost(lambda: node.send(b"more"))
 
@@ -220,7 +231,12 @@ def test_a_stopped_process_in_the_middle_of_a_block_does_not_delay_closing(tmp_p
     """
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        command = [sys.executable, "-c", textwrap.dedent(program), str(listener.getsockname()[1])]
+        command = [
+            sys.executable,
+            "-c",
+            textwrap.dedent(program),
+            str(listener.getsockname()[1]),
+        ]
         process = stack.enter_context(subprocess.Popen(command))
         stack.callback(process.kill)
         link = DistributedLink(
@@ -269,19 +285,25 @@ def test_another_process_that_has_taken_the_connection_is_found(connected, monke
     main, node = connected
     monkeypatch.setattr(node, "derived", lambda purpose: bytes(32))
     found = both(
-        lambda: two_ways(main, "gloo", main=True), lambda: two_ways(node, "gloo", main=False)
+        lambda: two_ways(main, "gloo", main=True),
+        lambda: two_ways(node, "gloo", main=False),
     )
     assert all(isinstance(error, LinkLost) for error in found), found
-    assert any("Another process has taken the connection" in str(error) for error in found), found
+    assert any(
+        "Another process has taken the connection" in str(error) for error in found
+    ), found
 
 
 def test_an_end_that_has_no_group_says_why(connected, monkeypatch):
     main, node = connected
     monkeypatch.setattr(
-        node.__class__, "host", property(lambda self: "127.0.0.1" if self is main else "192.0.2.7")
+        node.__class__,
+        "host",
+        property(lambda self: "127.0.0.1" if self is main else "192.0.2.7"),
     )
     here, there = both(
-        lambda: two_ways(main, "gloo", main=True), lambda: two_ways(node, "gloo", main=False)
+        lambda: two_ways(main, "gloo", main=True),
+        lambda: two_ways(node, "gloo", main=False),
     )
     assert isinstance(there, LinkLost)
     assert "192.0.2.7" in str(there)
@@ -304,10 +326,14 @@ def test_without_private_names_groups_are_made_as_well(connected, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     main, node = connected
     here, there = both(
-        lambda: two_ways(main, "gloo", main=True), lambda: two_ways(node, "gloo", main=False)
+        lambda: two_ways(main, "gloo", main=True),
+        lambda: two_ways(node, "gloo", main=False),
     )
     memory = np.zeros(5000, np.uint8)
-    both(lambda: here[0].send(pattern(5000, 1), 10.0), lambda: there[1].receive(memory, 10.0))
+    both(
+        lambda: here[0].send(pattern(5000, 1), 10.0),
+        lambda: there[1].receive(memory, 10.0),
+    )
     assert (memory == pattern(5000, 1)).all()
     for way in (*here, *there):
         way.abort()
@@ -318,7 +344,11 @@ def test_a_store_has_what_either_end_sets(connected):
     here.set("text", "abc")
     here.set("bytes", b"\0\xff")
     there.set("back", b"1")
-    assert (there.get("bytes"), there.get("text"), here.get("back")) == (b"\0\xff", b"abc", b"1")
+    assert (there.get("bytes"), there.get("text"), here.get("back")) == (
+        b"\0\xff",
+        b"abc",
+        b"1",
+    )
     here.set("late", b"2")
     both(here.end, there.end)
     assert there.check(["late", "text"])
@@ -328,7 +358,9 @@ def test_a_store_has_what_either_end_sets(connected):
     with pytest.raises(LinkLost, match="'never'"):
         here.get("never")
     say(connected[0], nothing=True)
-    assert hear(connected[1]) == {"nothing": True}, "the stores have left nothing unread"
+    assert hear(connected[1]) == {"nothing": True}, (
+        "the stores have left nothing unread"
+    )
 
 
 # --- backends whose works are asked whether they are complete -------------------------------------
@@ -387,7 +419,8 @@ def test_a_block_that_has_arrived_in_its_buffer_is_not_copied_after_closing(buff
     closed = ClosedMeanwhile(receiver.group, 0, torch.device("cpu"))
     memory = np.zeros(5000, np.uint8)
     _, error = both(
-        lambda: sender.send(np.ones(5000, np.uint8), 10.0), lambda: closed.receive(memory, 10.0)
+        lambda: sender.send(np.ones(5000, np.uint8), 10.0),
+        lambda: closed.receive(memory, 10.0),
     )
     assert isinstance(error, ConnectionError)
     assert not memory.any()
@@ -410,16 +443,22 @@ def test_a_backend_that_torch_lacks_is_refused_with_its_reason(backend):
         BadOption,
         match=f"backend='{backend}' .*torch {torch.__version__.replace('+', '.')} says: .*{name}",
     ):
-        DistributedCollector(["CartPole-v1"], frames_per_batch=10, launcher="mp", backend=backend)
+        DistributedCollector(
+            ["CartPole-v1"], frames_per_batch=10, launcher="mp", backend=backend
+        )
 
 
 def test_a_backend_that_does_not_exist_is_refused():
     with pytest.raises(BadOption, match="'smoke' is unknown: expected one of 'gloo'"):
-        DistributedCollector(["CartPole-v1"], frames_per_batch=10, launcher="mp", backend="smoke")
+        DistributedCollector(
+            ["CartPole-v1"], frames_per_batch=10, launcher="mp", backend="smoke"
+        )
     with pytest.raises(
         BadOption, match="transport='ray': expected 'torch_distributed' or 'direct'"
     ):
-        DistributedCollector(["CartPole-v1"], frames_per_batch=10, launcher="mp", transport="ray")
+        DistributedCollector(
+            ["CartPole-v1"], frames_per_batch=10, launcher="mp", transport="ray"
+        )
     check_backend("gloo")
 
 
@@ -487,7 +526,8 @@ ENDS = """
 
 
 @pytest.mark.parametrize(
-    ("how", "status"), [("sys.exit(7)", 7), ("raise ValueError", 1), ("wait_until(lambda: 1)", 0)]
+    ("how", "status"),
+    [("sys.exit(7)", 7), ("raise ValueError", 1), ("wait_until(lambda: 1)", 0)],
 )
 def test_a_program_ends_with_its_own_status_while_threads_are_in_torch(how, status):
     run = subprocess.run(

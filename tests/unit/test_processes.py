@@ -61,7 +61,9 @@ def start():
 
     def start_one(function: str, **options):
         ours, theirs = Channel.pair()
-        child = launch(f"{TARGETS}:{function}", theirs, name=f"test-{len(started)}", **options)
+        child = launch(
+            f"{TARGETS}:{function}", theirs, name=f"test-{len(started)}", **options
+        )
         started.append((ours, child))
         return ours, child
 
@@ -119,7 +121,12 @@ def test_descriptors_arrive_with_their_message_and_are_not_inherited(pair):
     for fd in files:
         os.close(fd)
     received = [b.receive() for _ in range(4)]
-    assert [message for message, _ in received] == ["none", "first", "others", "none again"]
+    assert [message for message, _ in received] == [
+        "none",
+        "first",
+        "others",
+        "none again",
+    ]
     assert [[os.pread(fd, 9, 0) for fd in fds] for _, fds in received] == [
         *([], [b"file 0"], [b"file 1", b"file 2", b"file 3"], []),
     ]
@@ -129,14 +136,18 @@ def test_descriptors_arrive_with_their_message_and_are_not_inherited(pair):
             os.close(fd)
 
 
-@given(st.lists(st.tuples(st.integers(0, 400_000), st.integers(0, 3)), max_size=8), st.booleans())
+@given(
+    st.lists(st.tuples(st.integers(0, 400_000), st.integers(0, 3)), max_size=8),
+    st.booleans(),
+)
 def test_messages_of_any_size_arrive_whole_with_their_descriptors(shapes, deadline):
     a, b = Channel.pair()
     null = os.open(os.devnull, os.O_RDONLY)
     timeout = WAIT_S if deadline else None
     sender = threading.Thread(
         target=lambda: [
-            a.send(bytes([i]) * size, [null] * fds, timeout) for i, (size, fds) in enumerate(shapes)
+            a.send(bytes([i]) * size, [null] * fds, timeout)
+            for i, (size, fds) in enumerate(shapes)
         ]
     )
     sender.start()
@@ -222,20 +233,26 @@ def test_a_peer_that_does_not_read_is_given_up_and_nothing_gets_out_of_step(pair
     with pytest.raises(TimeoutError):
         a.send("withdrawn: the rest of the big one goes first", timeout=0)
     got = []
-    reader = threading.Thread(target=lambda: got.extend(b.receive(WAIT_S)[0] for _ in range(2)))
+    reader = threading.Thread(
+        target=lambda: got.extend(b.receive(WAIT_S)[0] for _ in range(2))
+    )
     reader.start()
     a.send("after", timeout=WAIT_S)
     reader.join()
     assert got == [big, "after"]
 
 
-def test_a_message_of_which_nothing_could_be_sent_is_withdrawn_with_its_descriptors(pair):
+def test_a_message_of_which_nothing_could_be_sent_is_withdrawn_with_its_descriptors(
+    pair,
+):
     a, b = pair
     null = os.open(os.devnull, os.O_RDONLY)
     sent = 0
     with pytest.raises(TimeoutError):
         while True:
-            a.send(sent, [null], timeout=0)  # small: the system takes all of it or nothing
+            a.send(
+                sent, [null], timeout=0
+            )  # small: the system takes all of it or nothing
             sent += 1
     got = [b.receive(WAIT_S) for _ in range(sent)]
     a.send("end", timeout=WAIT_S)
@@ -365,7 +382,9 @@ def test_exceptions_of_signal_handlers_lose_and_double_nothing(start):
 
     with storm(interrupt):
         for i in itertools.count():
-            if i >= 300 and interrupted > 5:  # a storm is as strong as the machine has time for it
+            if (
+                i >= 300 and interrupted > 5
+            ):  # a storm is as strong as the machine has time for it
                 break
             try:
                 armed = True
@@ -382,7 +401,9 @@ def test_exceptions_of_signal_handlers_lose_and_double_nothing(start):
                     got.extend(
                         map(channel.receive, (0.02,))
                     )  # nothing is between the call and the list
-                except TimeoutError:  # it was withdrawn, or its rest goes before the next message
+                except (
+                    TimeoutError
+                ):  # it was withdrawn, or its rest goes before the next message
                     break
                 except Interrupt:
                     interrupted += 1
@@ -417,7 +438,9 @@ def test_a_message_that_comes_together_with_an_interruption_is_not_lost(start):
     got = []
     try:
         for i in range(20_000):
-            if i >= 200 and interrupted > 5:  # how often both come together is the system's affair
+            if (
+                i >= 200 and interrupted > 5
+            ):  # how often both come together is the system's affair
                 break
             channel.send((i, os.getpid()))
             while len(got) <= i:
@@ -464,11 +487,18 @@ def test_the_stack_of_a_worker_that_holds_the_gil_names_file_and_line(start):
     lines = Path("tests/fakes/worker_targets.py").read_text().splitlines()
     number = next(i for i, line in enumerate(lines, start=1) if "# HERE" in line)
     stacks = []
-    while len(stacks) < 50 and not (stacks and "in holds_the_gil" in stacks[-1].splitlines()[1]):
+    while len(stacks) < 50 and not (
+        stacks and "in holds_the_gil" in stacks[-1].splitlines()[1]
+    ):
         child.send_signal(signal.SIGUSR1)  # the first may find it still in `send`
         stacks.append(status_page.stack(within_s=WAIT_S))
-    assert f'worker_targets.py", line {number} in holds_the_gil' in stacks[-1].splitlines()[1]
-    assert stacks[-1].count("most recent call first") == 1, "what was read before comes again"
+    assert (
+        f'worker_targets.py", line {number} in holds_the_gil'
+        in stacks[-1].splitlines()[1]
+    )
+    assert stacks[-1].count("most recent call first") == 1, (
+        "what was read before comes again"
+    )
     assert status_page.stack() == ""
     assert child.exit_code() is None
     status_page.close()
@@ -529,7 +559,9 @@ def test_a_worker_sees_the_surroundings_that_the_parent_has_now(
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["here", "now"])
-    (tmp_path / "brand_new.py").write_text("def run(channel):\n    channel.send(__file__)\n")
+    (tmp_path / "brand_new.py").write_text(
+        "def run(channel):\n    channel.send(__file__)\n"
+    )
     channel, _ = start("asked")
     before = os.umask(0o31)
     expected = [str(tmp_path), "a=b ü \udcff", None, sys.path, ["here", "now"], 0o31]
@@ -555,7 +587,9 @@ def test_a_worker_sees_the_surroundings_that_the_parent_has_now(
 
 
 @pytest.mark.slow
-def test_a_parent_without_a_directory_or_output_can_start_workers_all_the_same(tmp_path):
+def test_a_parent_without_a_directory_or_output_can_start_workers_all_the_same(
+    tmp_path,
+):
     (tmp_path / "gone").mkdir()
     process = driver(
         """
@@ -590,7 +624,9 @@ def test_a_worker_holds_no_descriptor_of_the_server_or_of_other_workers(start):
     channel.send("descriptors()")
     held = channel.receive(WAIT_S)[0]
     assert len(held) == 2, held  # its channel and its lifeline
-    assert all(name.startswith("socket:") and not inheritable for name, inheritable in held)
+    assert all(
+        name.startswith("socket:") and not inheritable for name, inheritable in held
+    )
 
 
 def test_workers_find_the_parent_s_heavy_modules_imported_and_no_threads(start):
@@ -603,13 +639,17 @@ def test_workers_find_the_parent_s_heavy_modules_imported_and_no_threads(start):
         assert channel.receive(WAIT_S)[0] is False
         channel.send("sys.modules['torch'].get_num_threads()")
         assert channel.receive(WAIT_S)[0] >= 1
-        channel.send("[line for line in open('/proc/self/status') if 'Threads' in line]")
+        channel.send(
+            "[line for line in open('/proc/self/status') if 'Threads' in line]"
+        )
         assert channel.receive(WAIT_S)[0] == ["Threads:\t1\n"]
         channel.send(
             "[random.random(), float(sys.modules['numpy'].random.rand()), float(sys.modules['torch'].rand(()))]"
         )
         values += [channel.receive(WAIT_S)[0]]
-    assert all(a != b for a, b in zip(*values, strict=True)), "workers share a global random stream"
+    assert all(a != b for a, b in zip(*values, strict=True)), (
+        "workers share a global random stream"
+    )
     assert torch.get_num_threads() == 1
 
 
@@ -660,7 +700,9 @@ def test_what_a_worker_started_in_other_sessions_ends_with_it_before_its_end_is_
     assert all(map(alive, others)), "the other worker's are left alone"
 
 
-def test_an_interpreter_that_cannot_begin_is_an_error_and_leaves_nothing(start, monkeypatch):
+def test_an_interpreter_that_cannot_begin_is_an_error_and_leaves_nothing(
+    start, monkeypatch
+):
     before = len(descriptors())
     with monkeypatch.context() as patch:
         patch.setattr(sys, "path", [])  # no module can be imported there
@@ -670,7 +712,9 @@ def test_an_interpreter_that_cannot_begin_is_an_error_and_leaves_nothing(start, 
 
 
 @pytest.mark.parametrize("how", ["return", signal.SIGKILL])
-def test_what_a_worker_leaves_that_ended_well_is_asked_to_end(start, light, tmp_path, how):
+def test_what_a_worker_leaves_that_ended_well_is_asked_to_end(
+    start, light, tmp_path, how
+):
     channel, child = start("with_polite_daemon")
     channel.send(str(tmp_path / "asked"))
     pids = channel.receive(WAIT_S)[0]
@@ -691,11 +735,17 @@ def test_orphans_that_end_while_the_worker_lives_leave_no_zombies(start, light):
 
 
 @pytest.mark.slow
-def test_a_keeper_without_the_kernels_list_of_children_finds_them_all_the_same(monkeypatch):
+def test_a_keeper_without_the_kernels_list_of_children_finds_them_all_the_same(
+    monkeypatch,
+):
     with subprocess.Popen(["sleep", "1000"]) as child:
         mine = [pid for pid in lifelines.children() if pid == child.pid]
         monkeypatch.setattr(lifelines, "_text", missing := MissingList(lifelines._text))
-        assert [pid for pid in lifelines.children() if pid == child.pid] == mine == [child.pid]
+        assert (
+            [pid for pid in lifelines.children() if pid == child.pid]
+            == mine
+            == [child.pid]
+        )
         assert missing.asked
         child.kill()
 
@@ -730,7 +780,11 @@ def test_a_worker_whose_server_died_before_it_looked_does_not_run():
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "")
 
@@ -742,12 +796,17 @@ def test_the_server_leaves_no_zombies(start):
     assert child.join(WAIT_S)
     start("asked")  # the server answers: it has reaped
     deadline = time.monotonic() + 5
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+    while (
+        any(Path(f"/proc/{pid}").exists() for pid in pids)
+        and time.monotonic() < deadline
+    ):
         select.select([], [], [], 0.01)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_a_killed_server_takes_its_workers_along_and_another_takes_its_place(start, light):
+def test_a_killed_server_takes_its_workers_along_and_another_takes_its_place(
+    start, light
+):
     workers = [start("with_grandchild"), start("spins")]
     (pids, _), (pid, _) = (channel.receive(WAIT_S) for channel, _ in workers)
     old = server_pid()
@@ -817,7 +876,9 @@ def test_a_launch_that_is_interrupted_does_not_mix_up_the_next_ones(start, light
     assert channel.receive(WAIT_S)[0] == child.pid
 
 
-def test_a_worker_costs_three_descriptors_with_its_status_page_and_none_after_its_end(start):
+def test_a_worker_costs_three_descriptors_with_its_status_page_and_none_after_its_end(
+    start,
+):
     start("asked")
     gc.collect()
     before = len(descriptors())
@@ -840,7 +901,8 @@ def test_too_few_descriptors_are_an_error_that_says_what_to_do():
     with (
         descriptors_left(9),
         pytest.raises(
-            BadOption, match="worker-7 cannot be started: of the .* 9 are left.*`ulimit -n 4096"
+            BadOption,
+            match="worker-7 cannot be started: of the .* 9 are left.*`ulimit -n 4096",
         ),
     ):
         launch(f"{TARGETS}:echo", theirs, name="worker-7")
@@ -850,7 +912,9 @@ def test_too_few_descriptors_are_an_error_that_says_what_to_do():
 
 
 def test_impossible_methods_and_systems_are_refused(monkeypatch, pair):
-    with pytest.raises(BadOption, match="'fork' is unknown; there are .*forkserver.*spawn"):
+    with pytest.raises(
+        BadOption, match="'fork' is unknown; there are .*forkserver.*spawn"
+    ):
         launch(f"{TARGETS}:echo", pair[0], name="w", method="fork")
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(BadOption, match="backend='threads' works everywhere"):
@@ -872,7 +936,10 @@ def test_a_spawned_worker_behaves_like_a_forked_one(start, monkeypatch, capfd):
         "sys.argv": ["of the parent"],
         "sys.path": sys.path,
         "signal.getsignal(signal.SIGINT) is signal.SIG_IGN": True,
-        "len(descriptors()), any(inheritable for _, inheritable in descriptors())": (2, False),
+        "len(descriptors()), any(inheritable for _, inheritable in descriptors())": (
+            2,
+            False,
+        ),
         "open('/proc/self/comm').read()": "test-0\n",
     }.items():
         channel.send(expression)
@@ -920,11 +987,17 @@ def driver(code: str, shell: str = ":", **options) -> subprocess.Popen[str]:
         DRIVER + textwrap.dedent(code),
     ]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environ, **options)
+    return subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, env=environ, **options
+    )
 
 
 def flat(values) -> list[int]:
-    return [pid for value in values for pid in (value if isinstance(value, list) else [value])]
+    return [
+        pid
+        for value in values
+        for pid in (value if isinstance(value, list) else [value])
+    ]
 
 
 def test_nothing_is_left_of_a_killed_parent():
@@ -1007,7 +1080,9 @@ def test_a_parent_that_ends_by_itself_is_not_held_up_by_its_workers():
         print(pids + [launching._ForkServer.shared[False].pid], flush=True)
         """
     )
-    lines = process.stdout.read().splitlines()  # ends only when no worker holds its standard output
+    lines = (
+        process.stdout.read().splitlines()
+    )  # ends only when no worker holds its standard output
     assert process.wait(WAIT_S) == 0
     assert lines[0] == "main module runs"
     assert len(lines) == 2, "a worker has imported the main module again"

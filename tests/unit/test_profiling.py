@@ -38,7 +38,9 @@ def shown(path: Path) -> list[int]:
     [(3, 1, [1, 2]), (3, 0, [0, 1, 2]), (1, 0, [0]), (4, 3, [3])],
 )
 @pytest.mark.filterwarnings("error")
-def test_the_trace_has_the_rollouts_after_the_warmup(tmp_path, rollouts, warmup, expected):
+def test_the_trace_has_the_rollouts_after_the_warmup(
+    tmp_path, rollouts, warmup, expected
+):
     path = tmp_path / "traces" / "p.json"
     profiler = RolloutProfiler(
         ProfileConfig(num_rollouts=rollouts, warmup_rollouts=warmup, save_path=path)
@@ -67,7 +69,9 @@ def test_a_process_that_ends_while_profiling_writes_what_there_is(tmp_path):
                 torch.ones(3)
             profiler.step()
     """
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True
+    )
     assert shown(tmp_path / "p.json") == [1]
 
 
@@ -89,7 +93,9 @@ def test_paths_have_the_number_of_the_worker(tmp_path, monkeypatch):
     assert [config.includes(i) for i in range(4)] == [True, False, False, True]
     assert [ProfileConfig().includes(i) for i in range(2)] == [True, False]
     monkeypatch.chdir(tmp_path)
-    profiler = RolloutProfiler(ProfileConfig(num_rollouts=1, warmup_rollouts=0), worker_idx=4)
+    profiler = RolloutProfiler(
+        ProfileConfig(num_rollouts=1, warmup_rollouts=0), worker_idx=4
+    )
     profiler.start()
     profiled(profiler, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["collector_profile_4.json"]
@@ -106,7 +112,10 @@ def test_paths_have_the_number_of_the_worker(tmp_path, monkeypatch):
         ({"activities": ["tpu"]}, r"activities=\['tpu'\]: expected some of"),
         ({"activities": []}, r"activities=\[\]"),
         ({"save_path": "a.json", "on_trace_ready": print}, "give one of the two"),
-        ({"save_path": "a.json", "workers": [0, 1]}, "'a.json' is one file for several workers"),
+        (
+            {"save_path": "a.json", "workers": [0, 1]},
+            "'a.json' is one file for several workers",
+        ),
     ],
 )
 def test_impossible_values_are_refused(options, message):
@@ -117,7 +126,10 @@ def test_impossible_values_are_refused(options, message):
 @NO_CUDA
 def test_cuda_counts_only_where_there_is_some(tmp_path):
     config = ProfileConfig(
-        num_rollouts=1, warmup_rollouts=0, activities=["cpu", "cuda"], save_path=tmp_path / "p.json"
+        num_rollouts=1,
+        warmup_rollouts=0,
+        activities=["cpu", "cuda"],
+        save_path=tmp_path / "p.json",
     )
     profiler = RolloutProfiler(config)
     profiler.start()

@@ -35,7 +35,9 @@ class Wire:
     def fileno(self) -> int:
         return -1
 
-    def send(self, message: Any, fds: Sequence[int] = (), timeout: float | None = None) -> None:
+    def send(
+        self, message: Any, fds: Sequence[int] = (), timeout: float | None = None
+    ) -> None:
         self.sent.append(message)
 
     def poll(self) -> bool:
@@ -77,7 +79,9 @@ class Answering:
     def wait_for(
         self, handle: WorkerProxy, ready: Callable[[], bool], start: int | None = None
     ) -> bool:
-        answer = self.answers.popleft() if self.answers else lambda number: [Answer(number)]
+        answer = (
+            self.answers.popleft() if self.answers else lambda number: [Answer(number)]
+        )
         if isinstance(answer, BaseException):
             raise answer
         wire = handle.process.channel
@@ -121,18 +125,28 @@ def test_a_successor_gets_the_config_that_its_predecessor_would_have_now(proxy):
     proxy.start()
     config, *rest = proxy.process.channel.sent
     assert (config.generation, config.factories) == (1, [b""])
-    assert config.place == WorkerPlace({0: 0}, 1, False, 7, True, columns=LayOut("policy", {0: 4}))
-    assert [message for message in rest if isinstance(message, RolloutRequest)] == [request]
+    assert config.place == WorkerPlace(
+        {0: 0}, 1, False, 7, True, columns=LayOut("policy", {0: 4})
+    )
+    assert [message for message in rest if isinstance(message, RolloutRequest)] == [
+        request
+    ]
     assert len(rest) == 1, "nothing is told again message by message"
 
 
 def test_an_answer_that_nobody_waits_for_any_more_is_not_taken_for_another(proxy):
     patience = proxy._pool
     late = Answer(2, failure=pack(ValueError("late"), phase="call"))
-    patience.answers += [KeyboardInterrupt(), lambda number: [late, Answer(number, "of this one")]]
+    patience.answers += [
+        KeyboardInterrupt(),
+        lambda number: [late, Answer(number, "of this one")],
+    ]
     with pytest.raises(KeyboardInterrupt):
         proxy.call(Call(running))
-    assert [m.number for m in proxy.process.channel.sent if isinstance(m, Tell)] == [1, 2]
+    assert [m.number for m in proxy.process.channel.sent if isinstance(m, Tell)] == [
+        1,
+        2,
+    ]
     assert proxy.call(Call(running)) == ["of this one"]
 
 
@@ -147,7 +161,9 @@ def test_a_failure_is_raised_where_it_was_asked_for(proxy):
 def test_a_state_follows_only_on_those_that_it_can_follow_on(proxy):
     assert proxy.state is WorkerState.RUNNING
     for state in (WorkerState.NEW, WorkerState.RESTARTING, WorkerState.CLOSED):
-        with pytest.raises(AssertionError, match=f"WorkerProxy 3: RUNNING -> {state.name}"):
+        with pytest.raises(
+            AssertionError, match=f"WorkerProxy 3: RUNNING -> {state.name}"
+        ):
             proxy.life.become(state)
     proxy.end()
     assert (proxy.state, proxy.alive) == (WorkerState.DEAD, False)

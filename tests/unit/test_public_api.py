@@ -81,7 +81,10 @@ print(json.dumps(told))
 
 def test_without_extras_every_public_name_is_there_and_says_what_it_needs_when_it_is_used():
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", WITHOUT_EXTRAS],
+        capture_output=True,
+        text=True,
+        timeout=110,
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -93,9 +96,14 @@ def test_without_extras_every_public_name_is_there_and_says_what_it_needs_when_i
         "muster.compat.torchrl": "torchrl",
         "muster.compat.torchrl.collectors": "torchrl",
     }
-    assert {"muster", "muster.weights", "muster.policies", "muster.compat.rlpyt"} <= set(
-        told["shown"]
-    )
+    assert {
+        "muster",
+        "muster.weights",
+        "muster.policies",
+        "muster.compat.rlpyt",
+    } <= set(told["shown"])
     assert len(told["refused"]) == 4
-    assert all("pip install 'muster-rl[" in message for message in told["refused"]), told["refused"]
+    assert all("pip install 'muster-rl[" in message for message in told["refused"]), (
+        told["refused"]
+    )
     assert set(told["refused"].values()) == {"ModuleNotFoundError"}

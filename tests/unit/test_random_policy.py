@@ -51,7 +51,13 @@ class Reads(TensorDictModuleBase):
     def forward(self, td: Any) -> Any:
         begins = td["is_init"]
         hidden = torch.where(begins, 0.0, td.get("hidden", torch.zeros(begins.shape)))
-        td.update({"action": zeros(td["observation"]), "value": hidden, "whole": hidden.long() + 1})
+        td.update(
+            {
+                "action": zeros(td["observation"]),
+                "value": hidden,
+                "whole": hidden.long() + 1,
+            }
+        )
         td.update({"began": begins.clone(), "next": {"hidden": hidden + 1}})
         return td
 
@@ -62,7 +68,9 @@ def on_tensordicts(obs: torch.Tensor) -> Any:
 
 def module() -> TensorDictModule:
     return TensorDictModule(
-        on_tensordicts, in_keys=["observation"], out_keys=["action", "value", ("deep", "whole")]
+        on_tensordicts,
+        in_keys=["observation"],
+        out_keys=["action", "value", ("deep", "whole")],
     )
 
 
@@ -76,7 +84,12 @@ POLICIES: dict[str, Any] = {
 
 
 def make(policy: Any, **options: Any) -> Any:
-    common = {"num_envs": B, "frames_per_batch": B * T, "init_random_frames": B * T, "seed": 0}
+    common = {
+        "num_envs": B,
+        "frames_per_batch": B * T,
+        "init_random_frames": B * T,
+        "seed": 0,
+    }
     return Collector(counting(LENGTH), policy, **common | options)
 
 
@@ -85,12 +98,20 @@ def assert_unknown(batch: Any, policy: Any) -> None:
     with Collector(counting(LENGTH), policy(), num_envs=B, frames_per_batch=B * T) as c:
         shown = c.next()
     assert set(batch.keys(True, True)) == set(shown.keys(True, True))
-    for key in {"action_log_prob", "value", "wide", "whole", "flag", "began", ("deep", "whole")} & {
-        *shown.keys(True)
-    }:
+    for key in {
+        "action_log_prob",
+        "value",
+        "wide",
+        "whole",
+        "flag",
+        "began",
+        ("deep", "whole"),
+    } & {*shown.keys(True)}:
         values = batch[key]
         assert values.dtype == shown[key].dtype
-        assert (values.isnan() if values.is_floating_point() else values == 0).all(), key
+        assert (values.isnan() if values.is_floating_point() else values == 0).all(), (
+            key
+        )
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -105,7 +126,9 @@ def test_random_rows_have_the_columns_of_the_policy(policy):
             if value.is_floating_point()
         )
         assert_unknown(c.collect_batch(n_step=B * T, random=True)[0], policy)
-        assert_unknown(c.collect_batch(n_episode=B, random=True)[0].reshape(B, LENGTH), policy)
+        assert_unknown(
+            c.collect_batch(n_episode=B, random=True)[0].reshape(B, LENGTH), policy
+        )
 
 
 def test_an_episode_that_began_at_random_goes_on_with_a_new_state():
@@ -128,10 +151,14 @@ def test_an_episode_that_began_at_random_goes_on_with_a_new_state():
 def test_a_module_is_told_whether_an_episode_begins_where_it_begins_to_act():
     with make(Reads()) as c:
         random, later = c.next(), c.next()
-        assert random["is_init"].squeeze(-1).tolist() == [[True, False, False, False]] * B
+        assert (
+            random["is_init"].squeeze(-1).tolist() == [[True, False, False, False]] * B
+        )
         assert random["hidden"].squeeze(-1).tolist() == [[0] * T] * B
         for key in ("is_init", "began"):
-            assert later[key].squeeze(-1).tolist() == [[False, True, False, False]] * B, key
+            assert (
+                later[key].squeeze(-1).tolist() == [[False, True, False, False]] * B
+            ), key
         assert later["value"].squeeze(-1).tolist() == [[0, 0, 1, 2]] * B
         assert later["hidden"].squeeze(-1).tolist() == [[0, 0, 1, 2]] * B
 
@@ -191,7 +218,9 @@ def test_an_error_of_that_call_is_the_policy_s_and_loses_nothing():
 
 
 @pytest.mark.parametrize(
-    "where", [{}, {"num_workers": 2}, {"inference": "server"}, {"backend": "threads"}], ids=str
+    "where",
+    [{}, {"num_workers": 2}, {"inference": "server"}, {"backend": "threads"}],
+    ids=str,
 )
 def test_workers_give_the_same_random_rows(where):
     options = {
@@ -203,7 +232,9 @@ def test_workers_give_the_same_random_rows(where):
     }
     with (
         Collector([counting(LENGTH)] * 2, remembers, **options) as c,
-        MultiSyncCollector([counting(LENGTH)] * 2, remembers, **options, **where) as other,
+        MultiSyncCollector(
+            [counting(LENGTH)] * 2, remembers, **options, **where
+        ) as other,
     ):
         for _ in range(3):
             batch = c.next()
@@ -237,10 +268,12 @@ def test_whatever_is_collected_every_row_is_known_or_not_and_every_frame_is_acco
                 ("collector", "valid"), torch.ones(batch.shape, dtype=torch.bool)
             ).reshape(batch.shape)
             unknown = batch["value"].reshape(batch.shape).isnan()
-            assert torch.equal((batch["whole"].reshape(batch.shape) == 0) & valid, unknown & valid)
+            assert torch.equal(
+                (batch["whole"].reshape(batch.shape) == 0) & valid, unknown & valid
+            )
             if call.startswith("random"):
                 assert unknown[valid].all()
-            assert (batch["next", "observation"][..., 1] == batch["observation"][..., 1] + 1)[
-                valid
-            ].all()
+            assert (
+                batch["next", "observation"][..., 1] == batch["observation"][..., 1] + 1
+            )[valid].all()
             assert_accounted(c)

@@ -43,7 +43,9 @@ GLOBALS: dict[str, Callable[[], float]] = {
 
 
 def sampled(obs: torch.Tensor) -> Any:
-    distribution = torch.distributions.Categorical(logits=torch.zeros(*obs.shape[:-1], 2))
+    distribution = torch.distributions.Categorical(
+        logits=torch.zeros(*obs.shape[:-1], 2)
+    )
     action = distribution.sample()
     return action, {
         "noise": torch.randn(obs.shape[:-1]),
@@ -86,7 +88,9 @@ def use_nothing() -> None:
 
 
 def use_construction() -> None:
-    Collector(counting(noise=True), head(), frames_per_batch=4, num_envs=2, seed=0).shutdown()
+    Collector(
+        counting(noise=True), head(), frames_per_batch=4, num_envs=2, seed=0
+    ).shutdown()
 
 
 def use_collecting(policy: Any = None, seed: int | None = None) -> None:
@@ -154,7 +158,9 @@ def test_the_users_generators_are_untouched(use, already):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("source", GLOBALS)
-def test_the_same_seed_gives_the_same_data_and_another_seed_gives_others(policy, source):
+def test_the_same_seed_gives_the_same_data_and_another_seed_gives_others(
+    policy, source
+):
     def data(seed: int) -> Any:
         return collect(
             lambda: GlobalEnv(GLOBALS[source]),
@@ -181,7 +187,11 @@ def test_without_a_seed_every_collection_is_another():
 def test_global_draws_do_not_depend_on_where_batches_begin(source):
     def data(T: int) -> Any:
         return collect(
-            lambda: GlobalEnv(GLOBALS[source]), sampled, frames_per_batch=T, batches=42 // T, seed=0
+            lambda: GlobalEnv(GLOBALS[source]),
+            sampled,
+            frames_per_batch=T,
+            batches=42 // T,
+            seed=0,
         )
 
     assert_same(data(42), data(3))
@@ -215,7 +225,9 @@ def test_the_groups_generators_are_the_global_ones_only_inside():
         raise KeyError
 
 
-def test_the_public_way_to_exchange_pythons_generator_gives_the_same_numbers(monkeypatch):
+def test_the_public_way_to_exchange_pythons_generator_gives_the_same_numbers(
+    monkeypatch,
+):
     def drawn() -> list[Any]:
         rng = GroupRng(0)
         random.seed(1)
@@ -232,7 +244,9 @@ def test_the_public_way_to_exchange_pythons_generator_gives_the_same_numbers(mon
     private = drawn()
     monkeypatch.setenv(VARIABLE, "never")
     monkeypatch.setattr(
-        muster.rng, "_user_python", muster.rng._PythonStream(muster.rng._user_python.generator)
+        muster.rng,
+        "_user_python",
+        muster.rng._PythonStream(muster.rng._user_python.generator),
     )
     assert drawn() == private
 
@@ -249,7 +263,9 @@ def all_draws(rng: GroupRng) -> list[Any]:
 
 
 @pytest.mark.parametrize("draws", range(4))
-@pytest.mark.parametrize("device", [None, *(["cuda"] if torch.cuda.is_available() else [])])
+@pytest.mark.parametrize(
+    "device", [None, *(["cuda"] if torch.cuda.is_available() else [])]
+)
 def test_a_saved_group_goes_on_with_the_very_same_numbers(draws, device, tmp_path):
     """One draw leaves a second normal number, and half of a 64-bit one, waiting in several
     generators.
@@ -301,7 +317,11 @@ def test_without_streams_of_its_own_a_collector_draws_from_the_users():
     def collected(seed: int, own_rng: bool) -> tuple[list[int], float]:
         torch.manual_seed(seed)
         with Collector(
-            CountingEnv, draw, frames_per_batch=16, seed=0, execution=Execution(own_rng=own_rng)
+            CountingEnv,
+            draw,
+            frames_per_batch=16,
+            seed=0,
+            execution=Execution(own_rng=own_rng),
         ) as collector:
             return collector.rollout()["action"].tolist(), torch.rand(()).item()
 
@@ -324,7 +344,9 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", GLOBALS)
-def test_an_environment_in_a_thread_that_draws_from_a_global_generator_is_warned_of_once(name):
+def test_an_environment_in_a_thread_that_draws_from_a_global_generator_is_warned_of_once(
+    name,
+):
     factories = [lambda: GlobalEnv(GLOBALS[name])] * 2
     with MultiSyncCollector(
         factories, sampled, frames_per_batch=40, seed=0, backend="threads"
@@ -341,7 +363,9 @@ def test_an_environment_in_a_thread_that_draws_from_a_global_generator_is_warned
 def test_a_policy_in_threads_leaves_the_users_generators_where_they_are(name):
     policy, before = POLICIES[name](), global_streams()
     options = {"frames_per_batch": 40, "seed": 0, "backend": "threads"}
-    with MultiSyncCollector([counting(4, noise=True)] * 2, policy, **options) as collector:
+    with MultiSyncCollector(
+        [counting(4, noise=True)] * 2, policy, **options
+    ) as collector:
         for _ in range(3):
             collector.next()  # a warning would be an error
     assert global_streams() == before

@@ -19,7 +19,9 @@ class TestRayRuntime:
         from muster.cluster.ray_runtime import Lease
 
         monkeypatch.setenv("RAY_ADDRESS", "ray://somewhere:10001")
-        with pytest.raises(BadOption, match="RAY_ADDRESS is 'ray://somewhere:10001', a Ray client"):
+        with pytest.raises(
+            BadOption, match="RAY_ADDRESS is 'ray://somewhere:10001', a Ray client"
+        ):
             Lease(config)
 
     def test_reasons_are_one_line(self):
@@ -45,7 +47,8 @@ class TestTravel:
         return _unpack(payload, arrays, **options), payload, arrays
 
     @pytest.mark.parametrize(
-        "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64]
+        "dtype",
+        [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64],
     )
     def test_tensors_are_as_they_were(self, dtype):
         tensor = torch.arange(60).reshape(3, 4, 5).to(dtype)
@@ -91,7 +94,9 @@ class TestTravel:
 
     def test_special_tensors_travel_too(self):
         weights = torch.ones(3, requires_grad=True)
-        got, _, _ = self.travelled({"w": weights, "c": torch.ones(2, dtype=torch.complex64).conj()})
+        got, _, _ = self.travelled(
+            {"w": weights, "c": torch.ones(2, dtype=torch.complex64).conj()}
+        )
         assert got["w"].requires_grad
         assert torch.equal(got["c"], torch.ones(2, dtype=torch.complex64))
 

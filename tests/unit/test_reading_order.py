@@ -53,7 +53,9 @@ def imports(folder: str) -> dict[str, set[str]]:
             if node.module == package:
                 found[name] |= {alias.name for alias in node.names} & modules.keys()
             elif node.module.startswith(f"{package}."):
-                found[name].add(node.module.removeprefix(f"{package}.").partition(".")[0])
+                found[name].add(
+                    node.module.removeprefix(f"{package}.").partition(".")[0]
+                )
     return found
 
 

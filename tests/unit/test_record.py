@@ -25,7 +25,9 @@ def same(recording, batches):
     for one, other in zip(recorded, batches, strict=True):
         assert one.names == other.names
         assert set(one.keys(True, True)) == set(other.keys(True, True))
-        assert all(torch.equal(value, other[key]) for key, value in one.items(True, True))
+        assert all(
+            torch.equal(value, other[key]) for key, value in one.items(True, True)
+        )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,12 @@ def test_a_directory_with_a_recording_is_refused_and_nothing_stays_open(tmp_path
         Collector(ENV, None, record=tmp_path / "run", **OPTIONS)
     with pytest.raises(BadOption, match="extend_buffer=True"):
         Collector(
-            ENV, None, record=tmp_path / "a", replay_buffer=set(), extend_buffer=False, **OPTIONS
+            ENV,
+            None,
+            record=tmp_path / "a",
+            replay_buffer=set(),
+            extend_buffer=False,
+            **OPTIONS,
         )
     with pytest.raises(BadOption, match="one directory"):
         muster.tune(ENV, None, record=tmp_path / "b")

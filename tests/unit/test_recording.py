@@ -32,7 +32,9 @@ from tests.tools import files_limited_to
 from tests.waits import open_files
 
 INTS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
-VERSION_1, VERSION_2 = (Path(__file__).parents[1] / "fakes" / f"recording_{n}" for n in (1, 2))
+VERSION_1, VERSION_2 = (
+    Path(__file__).parents[1] / "fakes" / f"recording_{n}" for n in (1, 2)
+)
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
@@ -99,7 +101,11 @@ class CountingEnvs:
 def same(a: TensorDict, b: TensorDict) -> bool:
     """Bit for bit: keys, sizes, names, dtypes, values (nan payloads too), objects."""
     leaves = [dict(_leaves(td)) for td in (a, b)]
-    if a.batch_size != b.batch_size or a.names != b.names or leaves[0].keys() != leaves[1].keys():
+    if (
+        a.batch_size != b.batch_size
+        or a.names != b.names
+        or leaves[0].keys() != leaves[1].keys()
+    ):
         return False
     return all(_equal(value, leaves[1][key]) for key, value in leaves[0].items())
 
@@ -146,7 +152,9 @@ def path(small, tmp_path):
 
 
 def texts(B: int, T: int, tag: str) -> NonTensorStack:
-    return NonTensorStack.from_list([[f"{tag}:{b},{t} ü\n" for t in range(T)] for b in range(B)])
+    return NonTensorStack.from_list(
+        [[f"{tag}:{b},{t} ü\n" for t in range(T)] for b in range(B)]
+    )
 
 
 # ------------------------------------------------------------------------------------------ round trip
@@ -171,7 +179,9 @@ def test_every_dtype_and_every_bit_pattern(tmp_path):
     bits = torch.randint(
         0, 256, (3, 5, 4, 8), dtype=torch.uint8, generator=generator
     )  # has nans and infinities
-    leaves = {str(d): bits.view(d) if d != torch.bool else bits > 100 for d in INTS + FLOATS}
+    leaves = {
+        str(d): bits.view(d) if d != torch.bool else bits > 100 for d in INTS + FLOATS
+    }
     leaves |= {
         "empty": torch.zeros(3, 5, 0),
         "odd": torch.ones(3, 5, 3, dtype=torch.bool),
@@ -179,7 +189,9 @@ def test_every_dtype_and_every_bit_pattern(tmp_path):
     }
     leaves["grad"].requires_grad_()
     batch = TensorDict(
-        {**leaves, "a/b": bits, "a": {"b": bits + 1, "~": bits + 2}}, [3, 5], names=[None, "time"]
+        {**leaves, "a/b": bits, "a": {"b": bits + 1, "~": bits + 2}},
+        [3, 5],
+        names=[None, "time"],
     )
     read = load(record(tmp_path / "r", [batch, batch])).batch(1)
     assert same(read, batch.detach())
@@ -189,7 +201,9 @@ def test_every_dtype_and_every_bit_pattern(tmp_path):
 @pytest.mark.parametrize("time_first", [False, True])
 def test_every_batch_shape_and_memory_order(tmp_path, size, time_first):
     names = [None] * (len(size) - 1) + ["time"]
-    x = torch.arange(7 * 6 * 2.0)[: 2 * torch.Size(size).numel()].reshape(*reversed(size), 2)
+    x = torch.arange(7 * 6 * 2.0)[: 2 * torch.Size(size).numel()].reshape(
+        *reversed(size), 2
+    )
     x = x.permute(
         *reversed(range(len(size))), len(size)
     )  # strided, as a view on time-major memory is
@@ -204,7 +218,9 @@ def test_every_batch_shape_and_memory_order(tmp_path, size, time_first):
 def test_objects_come_back_with_their_types(tmp_path):
     values = [["a\n\u2028", 1], [2.5, None], [True, [1, ["x"]]], [{"k": [1]}, "\ud800"]]
     rows = lazy_stack([lazy_stack([NonTensorData(v) for v in row]) for row in values])
-    batch = TensorDict({"o": rows, "const": NonTensorData("c", batch_size=[4, 2])}, [4, 2])
+    batch = TensorDict(
+        {"o": rows, "const": NonTensorData("c", batch_size=[4, 2])}, [4, 2]
+    )
     read = load(record(tmp_path / "r", [batch, batch], 1 << 20)).batch(1)
     assert read.get("o").tolist() == values
     assert [[type(v) for v in row] for row in read.get("o").tolist()] == [
@@ -214,10 +230,16 @@ def test_objects_come_back_with_their_types(tmp_path):
     assert read[2, 1].get("o").tolist() == [1, ["x"]]
 
 
-@pytest.mark.parametrize("value", [(1, 2), {1: 2}, range(3), b"x", {"a": {3}}, 1j], ids=repr)
+@pytest.mark.parametrize(
+    "value", [(1, 2), {1: 2}, range(3), b"x", {"a": {3}}, 1j], ids=repr
+)
 def test_objects_that_json_would_change_are_refused(tmp_path, value):
     batch = TensorDict(
-        {"x": torch.zeros(2), "o": lazy_stack([NonTensorData(value), NonTensorData("s")])}, [2]
+        {
+            "x": torch.zeros(2),
+            "o": lazy_stack([NonTensorData(value), NonTensorData("s")]),
+        },
+        [2],
     )
     with Recorder(tmp_path / "r", meta={}) as recorder:
         with pytest.raises(UnsupportedSpace, match="o holds"):
@@ -241,7 +263,9 @@ def test_chunks_are_valid_safetensors(small):
 
     path, batches = small
     tensors = load_file(path / chunk_name(2))
-    assert torch.equal(tensors["next/reward"][0].transpose(0, 1), batches[2]["next", "reward"])
+    assert torch.equal(
+        tensors["next/reward"][0].transpose(0, 1), batches[2]["next", "reward"]
+    )
 
 
 def test_batches_that_are_read_have_memory_of_their_own(tmp_path, batches):
@@ -253,9 +277,9 @@ def test_batches_that_are_read_have_memory_of_their_own(tmp_path, batches):
         assert same(batch, batches[i])
         batch["next", "reward"].fill_(7.0)
     assert same(kept, batches[2])
-    assert [same(a, b) for a, b in zip(load(tmp_path / "r"), batches[:3], strict=True)] == [
-        True
-    ] * 3
+    assert [
+        same(a, b) for a, b in zip(load(tmp_path / "r"), batches[:3], strict=True)
+    ] == [True] * 3
 
 
 def test_the_batch_may_be_changed_after_write(tmp_path, batches):
@@ -274,7 +298,9 @@ def test_reading_holds_no_descriptors(small):
     assert len(held) == 4
 
 
-def test_a_batch_of_another_length_gets_its_own_chunk_and_other_keys_are_refused(tmp_path):
+def test_a_batch_of_another_length_gets_its_own_chunk_and_other_keys_are_refused(
+    tmp_path,
+):
     envs = CountingEnvs(2, [3])
     parts = [envs.batch(4), envs.batch(4), envs.batch(2), envs.batch(4)]
     with Recorder(tmp_path / "r", meta={}) as recorder:
@@ -286,7 +312,9 @@ def test_a_batch_of_another_length_gets_its_own_chunk_and_other_keys_are_refused
             recorder.write(parts[0].clone().set("extra", torch.zeros(2, 4)))
         with pytest.raises(BadRecording, match=r"observation is .*float64"):
             recorder.write(
-                parts[0].clone().set("observation", torch.zeros(2, 4, 2, dtype=torch.float64))
+                parts[0]
+                .clone()
+                .set("observation", torch.zeros(2, 4, 2, dtype=torch.float64))
             )
     recording = load(tmp_path / "r")
     assert all(same(a, b) for a, b in zip(parts, recording, strict=True))
@@ -301,12 +329,19 @@ def test_the_manifest_describes_the_recording(small):
     assert manifest["meta"] == {"env": "Counting-v0", "seed": 3}
     assert manifest["keys"]["observation"] == {"dtype": "float32", "shape": [2]}
     assert manifest["keys"]["next.done"] == {"dtype": "bool", "shape": [1]}
-    assert (manifest["frames_per_batch"], manifest["batch_size"], manifest["frames"]) == (
+    assert (
+        manifest["frames_per_batch"],
+        manifest["batch_size"],
+        manifest["frames"],
+    ) == (
         8,
         [2, 4],
         32,
     )
-    assert sorted(os.listdir(small[0])) == [*(chunk_name(i) for i in range(4)), "recording.json"]
+    assert sorted(os.listdir(small[0])) == [
+        *(chunk_name(i) for i in range(4)),
+        "recording.json",
+    ]
     assert "Counting-v0" in repr(load(small[0]))
 
 
@@ -314,11 +349,14 @@ def test_the_manifest_describes_the_recording(small):
 
 
 @pytest.mark.parametrize(
-    ("B", "T", "chunk_bytes"), [(1, 3, 1), (3, 5, 1), (3, 5, 500), (2, 11, 1 << 20), (4, 1, 300)]
+    ("B", "T", "chunk_bytes"),
+    [(1, 3, 1), (3, 5, 1), (3, 5, 500), (2, 11, 1 << 20), (4, 1, 300)],
 )
 def test_episodes_equal_what_the_environments_did(tmp_path, B, T, chunk_bytes):
     envs = CountingEnvs(B, [4, 7, 1, 9])
-    recording = load(record(tmp_path / "r", [envs.batch(T) for _ in range(9)], chunk_bytes))
+    recording = load(
+        record(tmp_path / "r", [envs.batch(T) for _ in range(9)], chunk_bytes)
+    )
     truth = {i: e for i, e in envs.truth.items() if e["length"]}
     assert {e.traj_id for e in recording.episodes} == set(truth)
     for i, episode in enumerate(recording.episodes):
@@ -334,13 +372,17 @@ def test_episodes_equal_what_the_environments_did(tmp_path, B, T, chunk_bytes):
         assert rows["observation"].tolist() == real["obs"]
         first_batch, row = episode.start
         assert (
-            recording.batch(first_batch)["observation"][episode.env, row].tolist() == real["obs"][0]
+            recording.batch(first_batch)["observation"][episode.env, row].tolist()
+            == real["obs"][0]
         )
         last_batch, row = episode.end
         assert (
-            recording.batch(last_batch)["observation"][episode.env, row].tolist() == real["obs"][-1]
+            recording.batch(last_batch)["observation"][episode.env, row].tolist()
+            == real["obs"][-1]
         )
-    assert [e.start for e in recording.episodes] == sorted(e.start for e in recording.episodes)
+    assert [e.start for e in recording.episodes] == sorted(
+        e.start for e in recording.episodes
+    )
 
 
 @pytest.mark.parametrize("shape", ["unbatched", "stacked", "time_major"])
@@ -358,7 +400,10 @@ def test_episodes_of_other_batch_shapes(tmp_path, shape):
     recording = load(record(tmp_path / "r", parts))
     for i, episode in enumerate(recording.episodes):
         assert episode.env == envs.truth[episode.traj_id]["env"]
-        assert recording.episode(i)["observation"].tolist() == envs.truth[episode.traj_id]["obs"]
+        assert (
+            recording.episode(i)["observation"].tolist()
+            == envs.truth[episode.traj_id]["obs"]
+        )
 
 
 def test_episodes_that_began_before_the_recording_are_incomplete(tmp_path):
@@ -402,7 +447,10 @@ def test_interleaved_workers_keep_their_episodes_apart(tmp_path):
     recording = load(tmp_path / "r")
     truth = a.truth | b.truth
     for i, episode in enumerate(recording.episodes):
-        assert recording.episode(i)["observation"].tolist() == truth[episode.traj_id]["obs"]
+        assert (
+            recording.episode(i)["observation"].tolist()
+            == truth[episode.traj_id]["obs"]
+        )
         assert episode.complete == ("ended" in truth[episode.traj_id])
 
 
@@ -411,7 +459,10 @@ def test_an_episode_has_the_number_of_its_first_environment(tmp_path):
     envs = CountingEnvs(2, [5, 7])
     first, second = envs.batch(3), envs.batch(3)
     recording = load(record(tmp_path / "r", [first, second.flip(0)]))
-    assert [(e.env, e.pieces[-1].env) for e in recording.episodes[:2]] == [(0, 1), (1, 0)]
+    assert [(e.env, e.pieces[-1].env) for e in recording.episodes[:2]] == [
+        (0, 1),
+        (1, 0),
+    ]
     assert (
         recording.episode(0)["observation"].tolist()
         == envs.truth[recording.episodes[0].traj_id]["obs"]
@@ -432,7 +483,12 @@ def test_what_a_collector_delivers_comes_back(tmp_path, num_envs):
     records, batches = [], []
     with (
         Collector(
-            partial(Words, 5), None, num_envs=num_envs, frames_per_batch=12, total_frames=60, seed=0
+            partial(Words, 5),
+            None,
+            num_envs=num_envs,
+            frames_per_batch=12,
+            total_frames=60,
+            seed=0,
         ) as collector,
         Recorder(tmp_path / "r", meta={}, chunk_bytes=2000) as recorder,
     ):
@@ -502,7 +558,9 @@ def test_a_cut_at_any_byte_of_the_last_chunk_loses_only_that(tmp_path):
 def test_a_cut_anywhere_is_noticed(small, tmp_path_factory, data):
     path = copied(small, tmp_path_factory.getbasetemp() / "cut")
     file = data.draw(st.sampled_from(sorted(path.iterdir())))
-    file.write_bytes(file.read_bytes()[: data.draw(st.integers(0, file.stat().st_size - 1))])
+    file.write_bytes(
+        file.read_bytes()[: data.draw(st.integers(0, file.stat().st_size - 1))]
+    )
     assert file.name in check_nothing_is_wrong(path, small[1])
 
 
@@ -513,7 +571,9 @@ def test_a_flipped_bit_anywhere_is_noticed(small, tmp_path_factory, data):
     file = data.draw(st.sampled_from(sorted(path.iterdir())))
     content = bytearray(file.read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
-        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(
+            st.integers(0, 7)
+        )
     changed = bytes(content) != file.read_bytes()
     file.write_bytes(content)
     said = check_nothing_is_wrong(path, small[1])
@@ -531,9 +591,9 @@ def test_damage_in_the_middle_can_be_left_out(path, small):
     with pytest.raises(BadRecording, match="chunk-000001"):
         recording.verify()
     rest = load(path, skip_damaged=True)
-    assert [same(a, b) for a, b in zip(rest, [small[1][i] for i in (0, 2, 3)], strict=True)] == [
-        True
-    ] * 3
+    assert [
+        same(a, b) for a, b in zip(rest, [small[1][i] for i in (0, 2, 3)], strict=True)
+    ] == [True] * 3
     assert rest.lost is not None
     assert "chunk-000001" in rest.lost
 
@@ -558,7 +618,9 @@ def test_missing_last_chunks_and_a_missing_manifest_are_noticed(path, small):
     recording = load(path)
     assert "recording.json" in (recording.lost or "")
     assert recording.meta == {"env": "Counting-v0", "seed": 3}
-    assert [same(a, b) for a, b in zip(recording, small[1][:3], strict=True)] == [True] * 3
+    assert [same(a, b) for a, b in zip(recording, small[1][:3], strict=True)] == [
+        True
+    ] * 3
 
 
 @pytest.mark.parametrize("what", ["missing", "empty", "file"])
@@ -589,7 +651,8 @@ def test_another_version_is_refused_with_the_way_out(path):
     with pytest.raises(BadRecording, match="version 99"):
         load(path)
     with pytest.raises(
-        BadRecording, match=r"version 1; this Muster reads .* version 2\. Read it with the version"
+        BadRecording,
+        match=r"version 1; this Muster reads .* version 2\. Read it with the version",
     ):
         load(VERSION_1)
 
@@ -613,17 +676,29 @@ def test_another_version_is_refused_with_the_way_out(path):
         ("about", {"objects": ["observation"]}),
         ("about", {"manifest": {}}),
         ("about", {"first_batch": 7}),
-        ("leaf", {"dtype": "F32", "shape": [1, 4, 2, 10**15], "data_offsets": [64, 128]}),
+        (
+            "leaf",
+            {"dtype": "F32", "shape": [1, 4, 2, 10**15], "data_offsets": [64, 128]},
+        ),
         ("leaf", {"dtype": "F32", "shape": [1, 4, 2, 2], "data_offsets": [-64, 0]}),
         ("leaf", {"dtype": "F32", "shape": [1, 4, 2, 2], "data_offsets": [0, 64]}),
-        ("leaf", {"dtype": "F32", "shape": [1, 4, 2, 2], "data_offsets": [10**18, 10**18 + 64]}),
+        (
+            "leaf",
+            {
+                "dtype": "F32",
+                "shape": [1, 4, 2, 2],
+                "data_offsets": [10**18, 10**18 + 64],
+            },
+        ),
         ("leaf", {"dtype": "O", "shape": [1, 4, 2, 2], "data_offsets": [64, 128]}),
         ("leaf", {"shape": [1, 4, 2, 2]}),
     ],
     ids=str,
 )
 def test_headers_that_lie_are_refused(path, part, lie):
-    def change(header: dict[str, Any], about: dict[str, Any], crcs: dict[str, str]) -> None:
+    def change(
+        header: dict[str, Any], about: dict[str, Any], crcs: dict[str, str]
+    ) -> None:
         about.update(lie) if part == "about" else header.update({"observation": lie})
 
     rewrite(path / chunk_name(1), change)
@@ -649,13 +724,18 @@ def test_a_sealed_manifest_that_is_no_json_is_as_if_damaged(path, small, what):
 @pytest.mark.parametrize("what", UNREADABLE)
 def test_a_sealed_header_that_is_no_json_is_refused(path, what):
     quoted = json.dumps(sealed(b'"x": ' + what).decode("latin1")).encode()
-    for text in (b'{"x": ' + what + b"}", b'{"__metadata__": {"muster": ' + quoted + b"}}"):
+    for text in (
+        b'{"x": ' + what + b"}",
+        b'{"__metadata__": {"muster": ' + quoted + b"}}",
+    ):
         (path / chunk_name(1)).write_bytes(len(text).to_bytes(8, "little") + text)
         with pytest.raises(BadRecording, match="chunk-000001"):
             load(path)
 
 
-@pytest.mark.parametrize("depth", range(50, 800, 50))  # beyond it depends on the caller's own depth
+@pytest.mark.parametrize(
+    "depth", range(50, 800, 50)
+)  # beyond it depends on the caller's own depth
 def test_a_manifest_of_any_depth_is_refused_for_its_format(path, depth):
     what = b"[" * depth + b"]" * depth
     (path / "recording.json").write_bytes(sealed(b'"format": ' + what + b"}"))
@@ -666,7 +746,8 @@ def test_a_manifest_of_any_depth_is_refused_for_its_format(path, depth):
 def test_objects_that_are_no_json_are_refused(tmp_path):
     for what in UNREADABLE:
         deep = TensorDict(
-            {"o": NonTensorStack(NonTensorData("x" * len(what)), NonTensorData(""))}, [2]
+            {"o": NonTensorStack(NonTensorData("x" * len(what)), NonTensorData(""))},
+            [2],
         )
         path = record(tmp_path / f"r{UNREADABLE.index(what)}", [deep])
         content = (path / chunk_name(0)).read_bytes()
@@ -675,7 +756,10 @@ def test_objects_that_are_no_json_are_refused(tmp_path):
         text = what + b"\n" * (len(data) - len(what))
         (path / chunk_name(0)).write_bytes(content[: 8 + length] + text)
         crc = zlib.crc32(text, zlib.crc32(f"torch.uint8 [{len(text)}]".encode()))
-        rewrite(path / chunk_name(0), lambda _, about, crcs, crc=crc: crcs.update(o=f"{crc:08x}"))
+        rewrite(
+            path / chunk_name(0),
+            lambda _, about, crcs, crc=crc: crcs.update(o=f"{crc:08x}"),
+        )
         recording = load(path)
         with pytest.raises(BadRecording, match="objects are not what the header says"):
             recording.batch(0)
@@ -703,7 +787,9 @@ def test_a_table_of_episodes_needs_numbers(path, tmp_path, key):
 def test_more_frames_than_bytes_are_refused(tmp_path):
     path = record(tmp_path / "r", [TensorDict({"x": torch.zeros(3, 0)}, [3])])
 
-    def claim(header: dict[str, Any], about: dict[str, Any], crcs: dict[str, str]) -> None:
+    def claim(
+        header: dict[str, Any], about: dict[str, Any], crcs: dict[str, str]
+    ) -> None:
         about["batches"] = 10**15
         header["x"]["shape"] = [10**15, 3, 0]
 
@@ -768,7 +854,9 @@ def test_nothing_is_overwritten(path):
     for _ in range(2):
         with pytest.raises(BadRecording, match="already holds a recording"):
             Recorder(path, meta={})
-        (path / "recording.json").unlink(missing_ok=True)  # chunks alone are a recording, too
+        (path / "recording.json").unlink(
+            missing_ok=True
+        )  # chunks alone are a recording, too
     assert load(path).batches == 4
 
 
@@ -781,7 +869,9 @@ def test_two_recorders_in_one_directory(tmp_path, batches):
         assert running.batches == 1
         assert "still being recorded" in (running.lost or "")
         recorder.write(batches[1])
-    assert [same(a, b) for a, b in zip(load(tmp_path / "r"), batches[:2], strict=True)] == [
+    assert [
+        same(a, b) for a, b in zip(load(tmp_path / "r"), batches[:2], strict=True)
+    ] == [
         True,
         True,
     ]
@@ -802,7 +892,9 @@ def numbers(path: Path) -> list[int]:
     recording = load(path)
     assert all(batch["i"].unique().numel() == 1 for batch in recording)
     if "name" in (recording.batch(0).keys() if recording.batches else ()):
-        assert [b["name"][0] for b in recording] == [f"batch {int(b['i'][0])}" for b in recording]
+        assert [b["name"][0] for b in recording] == [
+            f"batch {int(b['i'][0])}" for b in recording
+        ]
     return [int(batch["i"][0]) for batch in recording]
 
 
@@ -876,19 +968,26 @@ def test_an_interrupted_write_has_not_taken_its_batch(tmp_path, monkeypatch):
 
 def test_a_full_disk_to_the_end_is_told(tmp_path, batches):
     def fill_up() -> None:
-        with ExitStack() as limit, Recorder(tmp_path / "r", meta={}, chunk_bytes=1) as recorder:
+        with (
+            ExitStack() as limit,
+            Recorder(tmp_path / "r", meta={}, chunk_bytes=1) as recorder,
+        ):
             recorder.write(batches[0])
             limit.enter_context(files_limited_to(1000))
             recorder.write(batches[1])
 
-    with pytest.raises(BadRecording, match=r"15 frames in 1 chunks are on disk.*was not recorded"):
+    with pytest.raises(
+        BadRecording, match=r"15 frames in 1 chunks are on disk.*was not recorded"
+    ):
         fill_up()
     recording = load(tmp_path / "r")
     assert same(recording.batch(0), batches[0])
     assert recording.batches == 1
     assert recording.lost is None  # of what write() took
     with pytest.raises(BadRecording, match="already holds"):
-        Recorder(tmp_path / "r", meta={})  # and not "another recorder": the lock was let go of
+        Recorder(
+            tmp_path / "r", meta={}
+        )  # and not "another recorder": the lock was let go of
 
 
 def test_a_disk_that_is_full_at_the_end_is_told_by_close(tmp_path, batches):
@@ -963,7 +1062,9 @@ def test_kill_9_keeps_every_whole_chunk(tmp_path, when, kept):
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     recording = load(tmp_path / "r")
-    assert [batch["x"].tolist() for batch in recording] == [[i] * 4 for i in range(kept)]
+    assert [batch["x"].tolist() for batch in recording] == [
+        [i] * 4 for i in range(kept)
+    ]
     assert "not closed" in (recording.lost or "")
     assert ("being written" in (recording.lost or "")) == (when == "before")
     with pytest.raises(BadRecording, match="already holds"):

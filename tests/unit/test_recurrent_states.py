@@ -36,7 +36,9 @@ class Recurrent(nn.Module):
         if kind == "cell":
             self.cell: Any = nn.GRUCell(2, HIDDEN)
         else:
-            self.cell = {"gru": nn.GRU, "lstm": nn.LSTM}[kind](2, HIDDEN, layers, **options)
+            self.cell = {"gru": nn.GRU, "lstm": nn.LSTM}[kind](
+                2, HIDDEN, layers, **options
+            )
         self.calls: list[int] = []
 
     def forward(self, obs: torch.Tensor, state: Any) -> Any:
@@ -88,7 +90,10 @@ def expected_states(policy: Recurrent, batch: Any, env: int) -> list[torch.Tenso
                 else leaves_of(state)
             )
             rows.append(
-                [leaf.squeeze(0 if policy.kind == "cell" else 1).clone() for leaf in before]
+                [
+                    leaf.squeeze(0 if policy.kind == "cell" else 1).clone()
+                    for leaf in before
+                ]
             )
             state = after
     return [torch.stack(leaf) for leaf in zip(*rows, strict=True)]
@@ -96,13 +101,21 @@ def expected_states(policy: Recurrent, batch: Any, env: int) -> list[torch.Tenso
 
 def states_of(batch: Any) -> list[torch.Tensor]:
     state = batch["recurrent_state"]
-    return [state] if torch.is_tensor(state) else [state[key] for key in sorted(state.keys())]
+    return (
+        [state]
+        if torch.is_tensor(state)
+        else [state[key] for key in sorted(state.keys())]
+    )
 
 
 def assert_states(policy: Recurrent, batch: Any, num_envs: int | None) -> None:
     for env in range(num_envs or 1):
-        found = [state if num_envs is None else state[env] for state in states_of(batch)]
-        for mine, theirs in zip(found, expected_states(policy, batch, env), strict=True):
+        found = [
+            state if num_envs is None else state[env] for state in states_of(batch)
+        ]
+        for mine, theirs in zip(
+            found, expected_states(policy, batch, env), strict=True
+        ):
             assert torch.allclose(mine.reshape(theirs.shape), theirs, atol=1e-6), env
 
 
@@ -119,7 +132,11 @@ def test_every_environment_has_the_states_of_its_own_episode(kind, num_envs):
         obs_dtype=torch.float32,
     )
     assert_states(policy, batch, num_envs)
-    layers = () if kind == "cell" else (policy.layers * (2 if kind == "bidirectional" else 1),)
+    layers = (
+        ()
+        if kind == "cell"
+        else (policy.layers * (2 if kind == "bidirectional" else 1),)
+    )
     lead = (12,) if num_envs is None else (num_envs, 12)
     assert states_of(batch)[0].shape[: len(lead) + len(layers)] == (*lead, *layers), (
         "environments come first"
@@ -129,9 +146,15 @@ def test_every_environment_has_the_states_of_its_own_episode(kind, num_envs):
 @pytest.mark.parametrize("kind", ["GRU of 2 layers", "LSTM", "cell"])
 def test_a_module_is_only_asked_where_the_sizes_do_not_tell(kind):
     policy = KINDS[kind]()
-    collect(lengths(*ENDS), policy, num_envs=3, frames_per_batch=12, obs_dtype=torch.float32)
-    collect(lengths(*ENDS), policy, num_envs=2, frames_per_batch=8, obs_dtype=torch.float32)
-    assert policy.calls == [3] * 4 + [2] * 4, "a copy is called, never the policy itself"
+    collect(
+        lengths(*ENDS), policy, num_envs=3, frames_per_batch=12, obs_dtype=torch.float32
+    )
+    collect(
+        lengths(*ENDS), policy, num_envs=2, frames_per_batch=8, obs_dtype=torch.float32
+    )
+    assert policy.calls == [3] * 4 + [2] * 4, (
+        "a copy is called, never the policy itself"
+    )
 
 
 def test_the_trial_leaves_no_trace():
@@ -149,7 +172,10 @@ def test_the_trial_leaves_no_trace():
     }
     tried = Draws("gru", 2)
     said = policies.recurrent(Draws("gru", 2), batch_dim=1)
-    assert_same(collect(lengths(*ENDS), tried, **options), collect(lengths(*ENDS), said, **options))
+    assert_same(
+        collect(lengths(*ENDS), tried, **options),
+        collect(lengths(*ENDS), said, **options),
+    )
     assert tried.calls == said.calls
 
 
@@ -158,7 +184,9 @@ class Layers(nn.Module):
     the state.
     """
 
-    def __init__(self, layers: int = 2, where: int = 1, tail: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, layers: int = 2, where: int = 1, tail: tuple[int, ...] = ()
+    ) -> None:
         super().__init__()
         self.layers, self.where, self.tail = layers, where, tail
 
@@ -174,7 +202,9 @@ class Layers(nn.Module):
 @pytest.mark.parametrize("where", [0, 1])
 @pytest.mark.parametrize("tail", [(), (1,), (2,), (2, 2)])
 def test_counters_of_layers_are_those_of_their_environment(where, tail):
-    batch = collect(lengths(*ENDS), Layers(2, where, tail), num_envs=2, frames_per_batch=12)
+    batch = collect(
+        lengths(*ENDS), Layers(2, where, tail), num_envs=2, frames_per_batch=12
+    )
     state = batch["recurrent_state"]
     assert state.shape == (2, 6, 2, *tail)
     for layer in state.flatten(2).unbind(-1):
@@ -202,23 +232,31 @@ def test_a_function_is_asked_for_the_dimension_where_sizes_do_not_tell():
         assert state[:2, :, 0, 2].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5]]
         said = policies.recurrent(act, batch_dim=where)
         assert said is act
-        state = collect(lengths(*ENDS), said, num_envs=2, frames_per_batch=12)["recurrent_state"]
+        state = collect(lengths(*ENDS), said, num_envs=2, frames_per_batch=12)[
+            "recurrent_state"
+        ]
         assert state[..., 1, 2].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5]]
 
 
 def test_two_dimensions_of_a_function_begin_with_environments():
     act = function(Layers(2, 0))
-    state = collect(lengths(*ENDS), act, num_envs=2, frames_per_batch=12)["recurrent_state"]
+    state = collect(lengths(*ENDS), act, num_envs=2, frames_per_batch=12)[
+        "recurrent_state"
+    ]
     assert state[..., 1].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5]]
     said = policies.recurrent(function(Layers(2, 1)), batch_dim=1)
-    state = collect(lengths(*ENDS), said, num_envs=2, frames_per_batch=12)["recurrent_state"]
+    state = collect(lengths(*ENDS), said, num_envs=2, frames_per_batch=12)[
+        "recurrent_state"
+    ]
     assert state[..., 1].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5]]
 
 
 def test_the_states_of_one_environment_need_no_dimension():
     for where in (0, 1):
         act = function(Layers(1, where, (3,)))
-        state = collect(lengths(*ENDS), act, num_envs=1, frames_per_batch=4)["recurrent_state"]
+        state = collect(lengths(*ENDS), act, num_envs=1, frames_per_batch=4)[
+            "recurrent_state"
+        ]
         assert state[0, :, 0].tolist() == [[0] * 3, [1] * 3] * 2
 
 
@@ -228,7 +266,10 @@ def test_a_module_that_cannot_be_copied_is_asked():
     with pytest.raises(BadPolicyOutput, match="batch_dim"):
         collect(lengths(*ENDS), policy, num_envs=2, frames_per_batch=12)
     state = collect(
-        lengths(*ENDS), policies.recurrent(policy, batch_dim=1), num_envs=2, frames_per_batch=12
+        lengths(*ENDS),
+        policies.recurrent(policy, batch_dim=1),
+        num_envs=2,
+        frames_per_batch=12,
     )
     assert state["recurrent_state"][1, :, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
 
@@ -245,7 +286,9 @@ def test_a_module_for_a_fixed_number_of_environments_is_asked():
 
 def test_the_dimension_can_be_a_later_one_or_one_for_each_tensor():
     last = policies.recurrent(Layers(3, 2, (4,)), batch_dim=2)
-    state = collect(lengths(*ENDS), last, num_envs=2, frames_per_batch=12)["recurrent_state"]
+    state = collect(lengths(*ENDS), last, num_envs=2, frames_per_batch=12)[
+        "recurrent_state"
+    ]
     assert state.shape == (2, 6, 3, 4)
     assert state[..., 2, 3].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5]]
 
@@ -263,7 +306,10 @@ def test_the_dimension_can_be_a_later_one_or_one_for_each_tensor():
         num_envs=2,
         frames_per_batch=12,
     )
-    for leaf in (batch["recurrent_state", "h"][..., 0], batch["recurrent_state", "c", "0"]):
+    for leaf in (
+        batch["recurrent_state", "h"][..., 0],
+        batch["recurrent_state", "c", "0"],
+    ):
         assert leaf.tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5]]
 
 
@@ -284,7 +330,9 @@ def test_a_dimension_that_is_not_there_is_refused(batch_dim, message):
 
 def test_every_tensor_of_a_state_needs_its_dimension():
     for short in ((1,), {"0": 1}):
-        with pytest.raises(BadOption, match=r"batch_dim=.* has no entry for recurrent_state.1"):
+        with pytest.raises(
+            BadOption, match=r"batch_dim=.* has no entry for recurrent_state.1"
+        ):
             collect(
                 lengths(*ENDS),
                 policies.recurrent(KINDS["LSTM"](), batch_dim=short),
@@ -295,7 +343,9 @@ def test_every_tensor_of_a_state_needs_its_dimension():
 
 @pytest.mark.parametrize("batch_dim", [-1, 1.0, True, None, "1", (0, -1), {"h": 0.5}])
 def test_a_dimension_is_a_number_from_0(batch_dim):
-    with pytest.raises(BadOption, match=r"policies.recurrent\(batch_dim=.*expected an integer"):
+    with pytest.raises(
+        BadOption, match=r"policies.recurrent\(batch_dim=.*expected an integer"
+    ):
         policies.recurrent(Layers(), batch_dim=batch_dim)
 
 
@@ -306,7 +356,8 @@ def test_what_takes_no_attributes_is_refused():
 
 def test_a_state_of_other_sizes_is_refused_with_the_remedy():
     with pytest.raises(
-        BadPolicyOutput, match=r"shape \(2, 4, 3\), expected 3 entries.*batch_dim=\.\.\."
+        BadPolicyOutput,
+        match=r"shape \(2, 4, 3\), expected 3 entries.*batch_dim=\.\.\.",
     ):
         collect(lengths(*ENDS), Layers(2, 2, (4,)), num_envs=3, frames_per_batch=12)
 
@@ -323,12 +374,19 @@ def test_workers_and_the_server_find_the_same_layout(inference):
     }
     expected = collect(make, policy, **options)
     with MultiSyncCollector(
-        make, policy, inference=inference, cat_results="stack", backend="threads", **options
+        make,
+        policy,
+        inference=inference,
+        cat_results="stack",
+        backend="threads",
+        **options,
     ) as c:
         batch = c.rollout()
     for group in range(2):
         assert_states(policy, batch[group], 2)
-        for mine, theirs in zip(states_of(batch[group]), states_of(expected[group]), strict=True):
+        for mine, theirs in zip(
+            states_of(batch[group]), states_of(expected[group]), strict=True
+        ):
             assert torch.allclose(mine, theirs, atol=1e-6)
 
 
@@ -352,12 +410,16 @@ def test_states_go_on_after_loading_random_steps_and_bootstrapping(tmp_path):
         "obs_dtype": torch.float32,
         "seed": 0,
     }
-    with Collector(lengths_of(5, 100), KINDS["GRU of 2 layers"](), **options) as collector:
+    with Collector(
+        lengths_of(5, 100), KINDS["GRU of 2 layers"](), **options
+    ) as collector:
         collector.rollout()
         collector.rollout()
         save_state(tmp_path / "state", collector.state_dict())
         expected = collector.rollout().clone()
-    with Collector(lengths_of(5, 100), KINDS["GRU of 2 layers"](), **options) as collector:
+    with Collector(
+        lengths_of(5, 100), KINDS["GRU of 2 layers"](), **options
+    ) as collector:
         collector.load_state_dict(load_state(tmp_path / "state"), trust=True)
         assert_same(expected, collector.rollout(), ignore=(("collector", "resumed"),))
 
@@ -403,7 +465,10 @@ def tensordict_policy(layers: int, *, batch_first: bool) -> Any:
 
 def test_states_of_tensordicts_begin_with_environments():
     batch = collect(
-        lengths(*ENDS), tensordict_policy(2, batch_first=True), num_envs=2, frames_per_batch=12
+        lengths(*ENDS),
+        tensordict_policy(2, batch_first=True),
+        num_envs=2,
+        frames_per_batch=12,
     )
     assert batch["h"].shape == (2, 6, 2, HIDDEN)
     assert [row.any(-1).any(-1).tolist() for row in batch["h"]] == [
@@ -412,12 +477,16 @@ def test_states_of_tensordicts_begin_with_environments():
     ]
     wrong = tensordict_policy(2, batch_first=False)
     with pytest.raises(
-        BadPolicyOutput, match=r"next.h with shape \(2, 2, 5\).*GRUModule.*movedim\(1, 0\)"
+        BadPolicyOutput,
+        match=r"next.h with shape \(2, 2, 5\).*GRUModule.*movedim\(1, 0\)",
     ):
         collect(lengths(*ENDS), wrong, num_envs=2, frames_per_batch=12)
     said = policies.recurrent(tensordict_policy(2, batch_first=True), batch_dim=0)
     collect(lengths(*ENDS), said, num_envs=2, frames_per_batch=12)
     with pytest.raises(BadPolicyOutput, match="next.h"):
         collect(
-            lengths(*ENDS), policies.recurrent(wrong, batch_dim=1), num_envs=2, frames_per_batch=12
+            lengths(*ENDS),
+            policies.recurrent(wrong, batch_dim=1),
+            num_envs=2,
+            frames_per_batch=12,
         )

@@ -65,12 +65,16 @@ class Mine(CountingEnv):
 
     metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
 
-    def __init__(self, length: int = 3, render_mode: str | None = None, **given: Any) -> None:
+    def __init__(
+        self, length: int = 3, render_mode: str | None = None, **given: Any
+    ) -> None:
         super().__init__(length)
         self.render_mode, self.given = render_mode, given
 
 
-class Doubled(gymnasium.Wrapper[Any, Any, Any, Any], gymnasium.utils.RecordConstructorArgs):
+class Doubled(
+    gymnasium.Wrapper[Any, Any, Any, Any], gymnasium.utils.RecordConstructorArgs
+):
     """A wrapper that a spec names."""
 
     def __init__(self, env: Any, factor: int = 2) -> None:
@@ -99,14 +103,19 @@ def register_all() -> list[str]:
     box = spaces.Dict({"x": spaces.Box(0, 1, (2,))})
     gymnasium.register("Text-v0", entry_point=f"{__name__}:Mine", max_episode_steps=2)
     gymnasium.register(
-        "Gymnasiums-v0", entry_point="gymnasium.envs.classic_control.cartpole:CartPoleEnv"
+        "Gymnasiums-v0",
+        entry_point="gymnasium.envs.classic_control.cartpole:CartPoleEnv",
     )
-    gymnasium.register("Class-v0", entry_point=Mine, kwargs={"length": 5}, order_enforce=False)
+    gymnasium.register(
+        "Class-v0", entry_point=Mine, kwargs={"length": 5}, order_enforce=False
+    )
     gymnasium.register(
         "Local-v0", entry_point=Local, disable_env_checker=True, reward_threshold=1.5
     )
     gymnasium.register(
-        "Lambda-v0", entry_point=lambda **given: Local(length, **given), nondeterministic=True
+        "Lambda-v0",
+        entry_point=lambda **given: Local(length, **given),
+        nondeterministic=True,
     )
     gymnasium.register("Partial-v0", entry_point=partial(Mine, 6))
     gymnasium.register(
@@ -115,7 +124,9 @@ def register_all() -> list[str]:
         kwargs={"deep": {"a": [1, (2, None)]}, "x": 1.5},
     )
     gymnasium.register(
-        "Objects-v0", entry_point=Mine, kwargs={"setting": Setting(3), "a": np.int64(3), "box": box}
+        "Objects-v0",
+        entry_point=Mine,
+        kwargs={"setting": Setting(3), "a": np.int64(3), "box": box},
     )
     gymnasium.register("House/Spaced-v7", entry_point=Mine)
     gymnasium.register("Newest-v1", entry_point=Mine, kwargs={"length": 1})
@@ -123,11 +134,14 @@ def register_all() -> list[str]:
     gymnasium.register("Plainly", entry_point=Mine, kwargs={"length": 7})
     wrapper = WrapperSpec("Doubled", f"{__name__}:Doubled", {"factor": 3})
     gymnasium.register("Wrapped-v0", entry_point=Mine, additional_wrappers=(wrapper,))
-    gymnasium.register("Outer-v0", entry_point=lambda: Doubled(gymnasium.make("Local-v0")))
+    gymnasium.register(
+        "Outer-v0", entry_point=lambda: Doubled(gymnasium.make("Local-v0"))
+    )
     registry["Direct-v0"] = EnvSpec("Direct-v0", entry_point=Mine, max_episode_steps=2)
     with pytest.warns(UserWarning, match="Overriding"):
         gymnasium.register(
-            "CartPole-v1", entry_point="gymnasium.envs.classic_control.cartpole:CartPoleEnv"
+            "CartPole-v1",
+            entry_point="gymnasium.envs.classic_control.cartpole:CartPoleEnv",
         )
     registry["Acrobot-v1"].max_episode_steps = 7
     names = "Text-v0 Gymnasiums-v0 Class-v0 Local-v0 Lambda-v0 Partial-v0 Kwargs-v0 Objects-v0 House/Spaced-v7 Newest"
@@ -156,7 +170,9 @@ def facts(env_id: str) -> dict[str, Any]:
         "entry point": spec.entry_point
         if isinstance(spec.entry_point, str)
         else type(spec.entry_point).__name__,
-        "factor": env.get_wrapper_attr("factor") if env.has_wrapper_attr("factor") else None,
+        "factor": env.get_wrapper_attr("factor")
+        if env.has_wrapper_attr("factor")
+        else None,
     }
     plain = "id namespace name version reward_threshold nondeterministic max_episode_steps order_enforce kwargs"
     found |= {
@@ -186,7 +202,9 @@ def in_a_worker(look: Callable[[], Any], **options: Any) -> Any:
 def lengths_of(sources: list[Any], **options: Any) -> list[int]:
     """The lengths of the counting environments that workers make."""
     with MultiSyncCollector(sources, None, frames_per_batch=24, **options) as collector:
-        found: list[int] = collector.next()["observation"][..., 0, 0].flatten().int().tolist()
+        found: list[int] = (
+            collector.next()["observation"][..., 0, 0].flatten().int().tolist()
+        )
         return found
 
 
@@ -207,8 +225,12 @@ def vector(num_envs: int, length: int = 3, **_: Any) -> SyncVectorEnv:
 
 def test_ids_of_vector_environments_are_there_too() -> None:
     register = partial(gymnasium.register, max_episode_steps=3)
-    register("Vector-v0", entry_point=None, vector_entry_point=vector, kwargs={"length": 5})
-    register("VectorText-v0", vector_entry_point=f"{__name__}:vector", kwargs={"length": 6})
+    register(
+        "Vector-v0", entry_point=None, vector_entry_point=vector, kwargs={"length": 5}
+    )
+    register(
+        "VectorText-v0", vector_entry_point=f"{__name__}:vector", kwargs={"length": 6}
+    )
     register(
         "VectorLambda-v0",
         entry_point=Mine,
@@ -217,7 +239,8 @@ def test_ids_of_vector_environments_are_there_too() -> None:
 
     def look() -> list[Any]:
         envs = [
-            gymnasium.make_vec(f"{name}-v0", 2) for name in ("Vector", "VectorText", "VectorLambda")
+            gymnasium.make_vec(f"{name}-v0", 2)
+            for name in ("Vector", "VectorText", "VectorLambda")
         ]
         return [(env.num_envs, env.get_attr("length")) for env in envs]  # type: ignore[attr-defined]
 
@@ -288,7 +311,9 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "server": by(MultiSyncCollector, inference="server"),
     "spawn": by(MultiSyncCollector, start_method="spawn", num_workers=1),
     "async": by_async,
-    "nodes": by(DistributedCollector, launcher="mp", sync=True, frames_per_batch=FRAMES // 2),
+    "nodes": by(
+        DistributedCollector, launcher="mp", sync=True, frames_per_batch=FRAMES // 2
+    ),
     "server on nodes": by(
         DistributedCollector,
         launcher="mp",
@@ -333,8 +358,15 @@ def test_ids_keep_their_meaning_when_a_package_registers_them_again_in_a_worker(
     monkeypatch.setitem(sys.modules, "house", house)
     with pytest.warns(UserWarning, match="Overriding"):
         gymnasium.register("House-v0", entry_point="house:Mine", kwargs={"length": 7})
-    for source in ("House-v0", "Garden-v0", house.make, lambda: gymnasium.make("House-v0")):
-        assert lengths_of([source], num_envs=3) == [2 if source == "Garden-v0" else 7] * 3
+    for source in (
+        "House-v0",
+        "Garden-v0",
+        house.make,
+        lambda: gymnasium.make("House-v0"),
+    ):
+        assert (
+            lengths_of([source], num_envs=3) == [2 if source == "Garden-v0" else 7] * 3
+        )
 
 
 def test_what_an_environment_registers_itself_counts_in_its_worker() -> None:
@@ -391,7 +423,9 @@ def test_an_id_that_cannot_be_sent_is_named_before_a_worker_starts_with_a_remedy
         "entry_point='my_module:MyEnv'."
     )
     with pytest.warns(UserWarning, match="Overriding"):
-        gymnasium.register("Locked-v0", entry_point=lambda: Mine() if threading.Lock() else None)
+        gymnasium.register(
+            "Locked-v0", entry_point=lambda: Mine() if threading.Lock() else None
+        )
     assert lengths_of(["Locked-v0"]) == [3]
     with pytest.warns(UserWarning, match="Overriding"):
         gymnasium.register("Locked-v0", entry_point=f"{__name__}:Mine")
@@ -418,7 +452,9 @@ def test_an_id_inside_a_function_that_cannot_be_sent_fails_where_it_is_made_and_
     lock = threading.Lock()
     gymnasium.register("Locked-v0", entry_point=lambda: Mine() if lock else None)
     gymnasium.register("Fine-v0", entry_point=lambda: Mine(4))
-    fine, locked = (partial(gymnasium.make, f"{name}-v0") for name in ("Fine", "Locked"))
+    fine, locked = (
+        partial(gymnasium.make, f"{name}-v0") for name in ("Fine", "Locked")
+    )
     if way == "vector":
         VectorEnv([fine, fine], num_workers=2).close()
         with pytest.raises(EnvError) as error:
@@ -450,7 +486,9 @@ def test_a_module_that_other_processes_do_not_find_is_named_with_a_remedy_that_w
     assert "ModuleNotFoundError: No module named 'made_up'" in said
     assert "'Made-v0'" in said
     assert (
-        "must be importable there" if by_class else "put its folder on sys.path in the main program"
+        "must be importable there"
+        if by_class
+        else "put its folder on sys.path in the main program"
     ) in said
     (tmp_path / "made_up.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
@@ -491,7 +529,9 @@ class Reader(Mine):
         self.pid = os.getpid()
 
 
-def test_a_restarted_worker_has_the_ids_of_its_predecessor_and_those_registered_since() -> None:
+def test_a_restarted_worker_has_the_ids_of_its_predecessor_and_those_registered_since() -> (
+    None
+):
     gymnasium.register("Mine-v0", entry_point=lambda: Mine(4))
     with MultiSyncCollector(
         [Reader, Reader], None, frames_per_batch=4, on_failure="restart"
@@ -514,7 +554,12 @@ def test_a_restarted_worker_has_the_ids_of_its_predecessor_and_those_registered_
 
 def test_a_node_that_joins_again_has_the_ids_registered_since() -> None:
     gymnasium.register("Mine-v0", entry_point=lambda: Mine(4))
-    options = {"launcher": "mp", "sync": True, "on_failure": "restart", "frames_per_batch": 4}
+    options = {
+        "launcher": "mp",
+        "sync": True,
+        "on_failure": "restart",
+        "frames_per_batch": 4,
+    }
     with DistributedCollector([ParentReader], None, **options) as collector:  # type: ignore[arg-type]
         collector.next()
         (node,) = collector.getattr_env("node")
@@ -534,7 +579,9 @@ class ParentReader(Reader):
         super().__init__()
         pid = os.getpid()
         for _ in range(3):
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            pid = int(
+                Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+            )
         self.node = pid
 
 
@@ -598,7 +645,9 @@ def ids() -> list[str]:
     return ["Text-v0", "Local-v0"]
 
 
-def test_one_worker_that_collects_in_the_background_knows_the_ids(ids: list[str]) -> None:
+def test_one_worker_that_collects_in_the_background_knows_the_ids(
+    ids: list[str],
+) -> None:
     for env_id in ids:
         with AsyncCollector(env_id, None, frames_per_batch=4) as collector:
             assert collector.next()["observation"][:, 0].tolist() == [4] * 4
@@ -612,7 +661,9 @@ def test_vector_environments_know_the_ids(ids: list[str]) -> None:
         envs.close()
 
 
-def test_vector_environments_of_sb3_and_its_algorithms_know_the_ids(ids: list[str]) -> None:
+def test_vector_environments_of_sb3_and_its_algorithms_know_the_ids(
+    ids: list[str],
+) -> None:
     sb3 = pytest.importorskip("stable_baselines3")
     from stable_baselines3.common.env_util import make_vec_env
 
@@ -623,7 +674,11 @@ def test_vector_environments_of_sb3_and_its_algorithms_know_the_ids(ids: list[st
     envs.close()
     for env_id in ids:
         model = sb3.PPO(
-            "MlpPolicy", make_vec_env(env_id, n_envs=2), n_steps=4, batch_size=8, n_epochs=1
+            "MlpPolicy",
+            make_vec_env(env_id, n_envs=2),
+            n_steps=4,
+            batch_size=8,
+            n_epochs=1,
         )
         with collect_with_muster(model, env_id, num_workers=1):
             model.learn(8)
@@ -752,10 +807,14 @@ def test_a_crash_report_can_be_replayed_where_the_id_is_not_registered(
     class Local(Breaks):
         pass
 
-    gymnasium.register("Text-v0", entry_point=f"{__name__}:Breaks", kwargs={"length": 4})
+    gymnasium.register(
+        "Text-v0", entry_point=f"{__name__}:Breaks", kwargs={"length": 4}
+    )
     gymnasium.register("Local-v0", entry_point=Local)
     gymnasium.register("Inner-v0", entry_point=lambda: gymnasium.make("Local-v0"))
-    source: Any = {"text": "Text-v0", "class": "Local-v0", "inner": "Inner-v0"}.get(kind)
+    source: Any = {"text": "Text-v0", "class": "Local-v0", "inner": "Inner-v0"}.get(
+        kind
+    )
     path, command = report_of(source or (lambda: gymnasium.make("Local-v0")))
     forget("Text-v0", "Local-v0", "Inner-v0")
     with pytest.raises(ImportRefused, match="add --trust"):
@@ -773,7 +832,9 @@ def test_a_crash_report_of_an_own_id_for_a_class_of_gymnasium_runs_no_other_code
     entry_point = "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
     gymnasium.register("Short-v0", entry_point=entry_point, max_episode_steps=9)
     path = tmp_path / "report"
-    report = CrashReport("Short-v0", EnvFactory("Short-v0", 1), [0], True, "step", "E", "x")
+    report = CrashReport(
+        "Short-v0", EnvFactory("Short-v0", 1), [0], True, "step", "E", "x"
+    )
     assert report.command(path) == f"muster replay {path}"
     report.save(path)
     forget("Short-v0")
@@ -829,20 +890,26 @@ def test_a_changed_crash_report_runs_no_foreign_code_without_trust(
     ],
     ids=str,
 )
-def test_a_damaged_id_in_a_crash_report_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_damaged_id_in_a_crash_report_is_refused(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     with pytest.raises(BadCrashReport, match="spec"):
         saved_report(tmp_path / "report", "CartPole-v1", **changes)
 
 
 def test_a_crash_report_without_ids_is_read(tmp_path: Path) -> None:
-    state = CrashReport("x", EnvFactory("CartPole-v1", 1), [0], True, "step", "E", "x").state()
+    state = CrashReport(
+        "x", EnvFactory("CartPole-v1", 1), [0], True, "step", "E", "x"
+    ).state()
     del state["spec"], state["registered"]
     checkpoint.save(tmp_path / "report", state)
     with closing(Player(CrashReport.load(tmp_path / "report"))) as player:
         assert player.env.spec.id == "CartPole-v1"
 
 
-def test_an_id_with_much_data_is_left_out_of_crash_reports_of_functions(tmp_path: Path) -> None:
+def test_an_id_with_much_data_is_left_out_of_crash_reports_of_functions(
+    tmp_path: Path,
+) -> None:
     data = np.zeros(1 << 18)
     gymnasium.register("Large-v0", entry_point=lambda: Mine(3 + int(data[0])))
     gymnasium.register("Small-v0", entry_point=lambda: Mine(5))
@@ -855,7 +922,9 @@ def test_an_id_with_much_data_is_left_out_of_crash_reports_of_functions(tmp_path
     forget("Large-v0", "Small-v0")
     with closing(Player(loaded)) as player:
         assert player.env.unwrapped.length == 5
-    with pytest.raises(BadOption, match=r"The pickle of 'Large-v0' has more than 1,048,576 bytes"):
+    with pytest.raises(
+        BadOption, match=r"The pickle of 'Large-v0' has more than 1,048,576 bytes"
+    ):
         gymnasium.make("Large-v0")
 
 
@@ -938,7 +1007,16 @@ def test_the_command_line_says_how_to_name_the_module_of_an_id(
     monkeypatch.setattr(sys, "path", list(sys.path))
     said = refused(capsys, "collect", "Arena-v0", "--frames", "8", "--num-envs", "1")
     assert "PACKAGE:Arena-v0 --allow-import" in said
-    options = ["--frames", "8", "--num-envs", "1", "--workers", "2", "--allow-import", "--quiet"]
+    options = [
+        "--frames",
+        "8",
+        "--num-envs",
+        "1",
+        "--workers",
+        "2",
+        "--allow-import",
+        "--quiet",
+    ]
     assert run(capsys, "collect", "my_arena:Arena-v0", *options)[0] == 0
     code, _, said = run(capsys, "collect", "my_arena:Area-v0", *options)
     assert code == 2
@@ -950,7 +1028,9 @@ def test_the_command_line_says_how_to_name_the_module_of_an_id(
 # --- what is sent ---------------------------------------------------------------------------------
 
 
-def test_ids_are_sent_only_once_they_are_there_and_gymnasiums_own_change_nothing() -> None:
+def test_ids_are_sent_only_once_they_are_there_and_gymnasiums_own_change_nothing() -> (
+    None
+):
     before = dict(registry)
     sent = ids_of_this_process()
     assert with_later_ids(sent) is sent
@@ -964,7 +1044,9 @@ def test_ids_are_sent_only_once_they_are_there_and_gymnasiums_own_change_nothing
     assert registry == before
 
 
-def test_a_package_that_registers_ids_once_more_in_another_process_warns_of_nothing() -> None:
+def test_a_package_that_registers_ids_once_more_in_another_process_warns_of_nothing() -> (
+    None
+):
     gymnasium.register("Mine-v0", entry_point=Mine)
     sent = ids_of_this_process()
     forget("Mine-v0")

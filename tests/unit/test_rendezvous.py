@@ -53,14 +53,19 @@ def _no_token_around(monkeypatch):
 
 def outward_address():
     """Of this machine, where others reach it; there need not be one."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+    ):
         probe.connect(("192.0.2.1", 9))  # nothing is sent
         if not is_loopback(address := probe.getsockname()[0]):
             return address
     return pytest.skip("this machine has no address but loopback")
 
 
-def test_a_node_that_cannot_be_accepted_is_lost_with_the_reason(rendezvous, monkeypatch):
+def test_a_node_that_cannot_be_accepted_is_lost_with_the_reason(
+    rendezvous, monkeypatch
+):
     monkeypatch.setattr("muster.cluster.rendezvous.STUCK_S", 0.0)
     carrier = DirectCarrier(launcher=Launcher(), rendezvous=rendezvous)
     host, port = rendezvous.address.split(":")
@@ -114,13 +119,19 @@ class TestListening:
             assert host == "[::1]"
             rendezvous.admit(0, 4)
             assert join(Member(rendezvous.address, rendezvous.token, 0)).epoch == 4
-        with contextlib.closing(Rendezvous(1, bind="localhost", tcp_port=int(port))) as rendezvous:
-            assert rendezvous.address == f"{rendezvous.host}:{port}" or rendezvous.host == "::1"
+        with contextlib.closing(
+            Rendezvous(1, bind="localhost", tcp_port=int(port))
+        ) as rendezvous:
+            assert (
+                rendezvous.address == f"{rendezvous.host}:{port}"
+                or rendezvous.host == "::1"
+            )
 
     def test_port_that_is_taken(self, rendezvous):
         port = int(rendezvous.address.split(":")[1])
         with pytest.raises(
-            BadOption, match=rf"127.0.0.1:{port}: Address already in use.*ss -ltnp.*tcp_port=0"
+            BadOption,
+            match=rf"127.0.0.1:{port}: Address already in use.*ss -ltnp.*tcp_port=0",
         ):
             Rendezvous(1, tcp_port=port)
 
@@ -206,7 +217,8 @@ class TestTokens:
             with pytest.raises(WrongToken, match="another token than this node"):
                 run_node(rendezvous.address, 0, TOKEN, target=INTRODUCED)
             with pytest.raises(
-                LinkLost, match=r"1 connections were refused; .* does not know the token"
+                LinkLost,
+                match=r"1 connections were refused; .* does not know the token",
             ):
                 carrier.connect(0, 0, 0.1, threading.Event())
         finally:
@@ -310,7 +322,9 @@ class TestAdmission:
             target=lambda: found.append(join(Member(f"127.0.0.1:{port}", TOKEN, 0)))
         )
         thread.start()
-        with contextlib.closing(Rendezvous(1, tcp_port=port, token=TOKEN)) as rendezvous:
+        with contextlib.closing(
+            Rendezvous(1, tcp_port=port, token=TOKEN)
+        ) as rendezvous:
             rendezvous.admit(0, 3)
             thread.join(30)
             assert found[0].epoch == 3
@@ -319,7 +333,9 @@ class TestAdmission:
         with socket.socket() as bound:  # nobody listens
             bound.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{bound.getsockname()[1]}"
-            with pytest.raises(LinkLost, match=f"{address} could not be reached for 0.3 s"):
+            with pytest.raises(
+                LinkLost, match=f"{address} could not be reached for 0.3 s"
+            ):
                 Member(address, TOKEN, within_s=0.3).join()
 
     @pytest.mark.parametrize("address", ["host", "host:", "host:port", ""])
@@ -372,14 +388,17 @@ class TestWaitingNodes:
         carrier = DirectCarrier(launcher=Launcher(), rendezvous=rendezvous)
         begin = time.monotonic()
         with pytest.raises(
-            LinkLost, match=rf"Node 2 .*{rendezvous.address} within 0.2 s.*run_node\(address\)"
+            LinkLost,
+            match=rf"Node 2 .*{rendezvous.address} within 0.2 s.*run_node\(address\)",
         ):
             carrier.connect(2, 0, 0.2, threading.Event())
         assert time.monotonic() - begin < 10
 
     def test_that_say_nothing_once_they_have_joined(self, join):
         rendezvous = Rendezvous(1)
-        carrier = DirectCarrier(launcher=Launcher(), rendezvous=rendezvous, deadline_s=1.0)
+        carrier = DirectCarrier(
+            launcher=Launcher(), rendezvous=rendezvous, deadline_s=1.0
+        )
         try:
             accepted = []
             thread = threading.Thread(

@@ -63,11 +63,15 @@ class Written:
 
     columns = COLUMNS
 
-    def __init__(self, memory: ReplayMemory, sizes: list[int], margin: int, seed: int) -> None:
+    def __init__(
+        self, memory: ReplayMemory, sizes: list[int], margin: int, seed: int
+    ) -> None:
         self.memory = memory
         self.sizes = sizes
         self.rng = np.random.default_rng(seed)
-        self.cells: list[list[list[Cell]]] = [[] for _ in sizes]  # by ring, row, environment
+        self.cells: list[list[list[Cell]]] = [
+            [] for _ in sizes
+        ]  # by ring, row, environment
         self.first = [0] * len(sizes)  # rows before it are cleared
         self.count = 0
         self.now = [[self.new() for _ in range(size)] for size in sizes]
@@ -90,7 +94,9 @@ class Written:
     def carried(self, numbers: Any) -> dict[Any, Any]:
         return {**self.observed(numbers), STATE: state(numbers)}
 
-    def write(self, ring: int, rows: int, *, ends: float = 0.2, gaps: float = 0.0) -> None:
+    def write(
+        self, ring: int, rows: int, *, ends: float = 0.2, gaps: float = 0.0
+    ) -> None:
         while rows > 0:
             n = min(rows, self.memory.rings[ring].room)
             self._write(ring, n, ends, gaps)
@@ -98,9 +104,13 @@ class Written:
 
     def _write(self, ring: int, n: int, ends: float, gaps: float) -> None:
         B = self.sizes[ring]
-        made = [[self._cell(ring, env, ends, gaps) for env in range(B)] for _ in range(n)]
+        made = [
+            [self._cell(ring, env, ends, gaps) for env in range(B)] for _ in range(n)
+        ]
         self.cells[ring] += made
-        finals = [cell.after for row in made for cell in row if cell.done and cell.valid]
+        finals = [
+            cell.after for row in made for cell in row if cell.done and cell.valid
+        ]
         done = each(made, "done", bool)
         valid = each(made, "valid", bool)
         obs = each(made, "obs", np.int64)
@@ -269,7 +279,9 @@ def check_nothing_is_left(memory: ReplayMemory) -> None:
         there = ring.places_of(np.arange(ring.lo * ring.B, ring.hi * ring.B))
         assert len(ring.stored.asides) == ring.stored.asides.has(there).sum()
         if ring.stored.frames is not None:
-            assert len(ring.stored.frames.wholes) == (ring.stored.frames.depth == 0).sum()
+            assert (
+                len(ring.stored.frames.wholes) == (ring.stored.frames.depth == 0).sum()
+            )
 
 
 def check_n_step(written: Written, n_step: int = 3, gamma: float = 0.5) -> None:
@@ -283,15 +295,21 @@ def check_n_step(written: Written, n_step: int = 3, gamma: float = 0.5) -> None:
     check_ends(written, batch, [run[-1] for run in runs])
     steps = [[len(run)] for run in runs]
     assert batch["steps_to_next_obs"].tolist() == steps
-    np.testing.assert_allclose(batch["gamma"], np.array(gamma) ** np.array(steps), rtol=1e-6)
-    returns = [[sum(gamma**k * cell.reward for k, cell in enumerate(run))] for run in runs]
+    np.testing.assert_allclose(
+        batch["gamma"], np.array(gamma) ** np.array(steps), rtol=1e-6
+    )
+    returns = [
+        [sum(gamma**k * cell.reward for k, cell in enumerate(run))] for run in runs
+    ]
     np.testing.assert_allclose(batch["next", "reward"], returns, rtol=1e-6)
 
 
 def check_sequences(written: Written, length: int = 3) -> None:
     for across in (False, True):
         beginnings = [
-            place for place in written.expected() if can_begin(written, place, length, across)
+            place
+            for place in written.expected()
+            if can_begin(written, place, length, across)
         ]
         if not beginnings:
             with pytest.raises(NothingToSample):
@@ -303,23 +321,31 @@ def check_sequences(written: Written, length: int = 3) -> None:
         assert set(written.places_of(batch["index"][:, 0])) <= set(beginnings)
         for line in batch["index"]:
             ring, row, env = written.places_of(line)[0]
-            assert written.places_of(line) == [(ring, row + k, env) for k in range(length)]
+            assert written.places_of(line) == [
+                (ring, row + k, env) for k in range(length)
+            ]
         cells = [written.at(place) for place in written.places_of(batch["index"])]
         assert batch["is_init"].reshape(-1).tolist() == [cell.begins for cell in cells]
 
 
-def can_begin(written: Written, place: tuple[int, int, int], length: int, across: bool) -> bool:
+def can_begin(
+    written: Written, place: tuple[int, int, int], length: int, across: bool
+) -> bool:
     if not across:
         return len(written.run(place, length)) == length
     ring, row, env = place
     end = len(written.cells[ring])
-    return all(row + k < end and written.at((ring, row + k, env)).valid for k in range(length))
+    return all(
+        row + k < end and written.at((ring, row + k, env)).valid for k in range(length)
+    )
 
 
 def check_newest(written: Written) -> None:
     expected = written.expected()
     hi = [len(rows) for rows in written.cells]
-    ages = sorted(expected, key=lambda place: (place[1] - hi[place[0]], place[0], place[2]))
+    ages = sorted(
+        expected, key=lambda place: (place[1] - hi[place[0]], place[0], place[2])
+    )
     for n in (1, 4, len(expected) + 3):
         batch = written.memory.newest(n)
         assert written.places_of(batch["index"]) == ages[-n:]
@@ -332,7 +358,10 @@ def check_relabel(written: Written) -> None:
     def relabel(batch: Any, later: Any) -> Any:
         places = written.places_of(batch["index"])
         for place, number, steps in zip(
-            places, later["pixels", "place"].tolist(), later["steps"].tolist(), strict=True
+            places,
+            later["pixels", "place"].tolist(),
+            later["steps"].tolist(),
+            strict=True,
         ):
             run = written.run(place, 10**6)
             assert steps[0] < len(run)
@@ -380,7 +409,9 @@ class Stacked(Written):
 operations = st.lists(
     st.one_of(
         st.tuples(st.just("write"), st.integers(0, 1), st.integers(1, 9)),
-        st.tuples(st.just("jump"), st.integers(0, 1), st.lists(st.integers(0, 2), max_size=3)),
+        st.tuples(
+            st.just("jump"), st.integers(0, 1), st.lists(st.integers(0, 2), max_size=3)
+        ),
         st.tuples(st.just("clear"), st.just(0), st.just(0)),
         st.tuples(st.just("check"), st.just(0), st.just(0)),
     ),
@@ -403,7 +434,9 @@ operations = st.lists(
 @example([1], 4, 1, 0.0, 0.2, None, Written, 0, [("write", 0, 1)] * 25)
 @example([1], 4, 1, 0.0, 0.1, None, Stacked, 0, [("write", 0, 1), ("check", 0, 0)] * 25)
 @example([3], 8, 4, 0.3, 0.2, None, Written, 0, [("write", 0, 9)] * 9)
-@example([2, 3], 17, 3, 0.0, 0.7, 0.7, Stacked, 0, [("write", 0, 5), ("write", 1, 4)] * 8)
+@example(
+    [2, 3], 17, 3, 0.0, 0.7, 0.7, Stacked, 0, [("write", 0, 5), ("write", 1, 4)] * 8
+)
 def test_what_is_returned_is_what_was_written(
     sizes, extra, margin, gaps, ends, alpha, kind, seed, todo
 ):
@@ -425,14 +458,23 @@ def test_what_is_returned_is_what_was_written(
 
 
 def made(
-    kind: type[Written], capacity: int, sizes: Any, margin: int, seed: int, alpha: float | None
+    kind: type[Written],
+    capacity: int,
+    sizes: Any,
+    margin: int,
+    seed: int,
+    alpha: float | None,
 ) -> Written:
     stack = 3 if kind is Stacked else 1
-    memory = ReplayMemory(capacity, alpha=alpha, keep=[STATE, EXTRA], seed=seed, stack=stack)
+    memory = ReplayMemory(
+        capacity, alpha=alpha, keep=[STATE, EXTRA], seed=seed, stack=stack
+    )
     return kind(memory, sizes, margin, seed)
 
 
-def filled(capacity: int = 60, sizes: Any = (2,), rows: int = 70, **options: Any) -> Written:
+def filled(
+    capacity: int = 60, sizes: Any = (2,), rows: int = 70, **options: Any
+) -> Written:
     """A memory that has wrapped."""
     how = {name: options.pop(name) for name in ("ends", "gaps") if name in options}
     memory = ReplayMemory(capacity, **{"seed": 0, **options})
@@ -451,7 +493,9 @@ def fits(counts: Any, probabilities: Any) -> bool:
     assert expected.min() > 5
     statistic = float((((counts - expected) ** 2) / expected).sum())
     degrees = len(expected) - 1
-    z = ((statistic / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / np.sqrt(2 / (9 * degrees))
+    z = ((statistic / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / np.sqrt(
+        2 / (9 * degrees)
+    )
     return bool(abs(z) < 4.9)
 
 
@@ -523,7 +567,8 @@ def test_sequences_with_priorities_have_one_weight_each():
     priorities = np.random.default_rng(0).random(len(memory)) * 5 + 0.2
     memory.update_priority(memory[:]["index"], priorities)
     power = {
-        place: p**0.6 for place, p in zip(written.expected(), priorities.tolist(), strict=True)
+        place: p**0.6
+        for place, p in zip(written.expected(), priorities.tolist(), strict=True)
     }
     batch = memory.sample(10_000, sequence=3)
     assert batch["weight"].shape == (10_000, 3)
@@ -553,7 +598,8 @@ def test_new_transitions_have_the_largest_priority_so_far_and_old_ones_none():
     written.write(0, 3)
     written.check(memory.sample(50))
     assert fits(
-        counted(written, written.expected(), memory.sample(3000)["index"]), np.full(6, 1 / 6)
+        counted(written, written.expected(), memory.sample(3000)["index"]),
+        np.full(6, 1 / 6),
     )
 
 
@@ -648,23 +694,27 @@ def test_samples_depend_on_the_seed_and_on_no_other_generator():
 def test_rows_on_a_device_are_tensors(kind):
     """With the CPU as that device."""
     stack = 3 if kind is Stacked else 1
-    memory, twin = (ReplayMemory(30, seed=0, keep=["extra"], stack=stack) for _ in range(2))
+    memory, twin = (
+        ReplayMemory(30, seed=0, keep=["extra"], stack=stack) for _ in range(2)
+    )
     memory.open(kind.columns, [OBS, PLACE], [2], 4, torch.device("cpu"))
     other = kind(twin, [2], 4, 3)
     write = other.memory.write
 
     def both(number: int, rows: Any, last: Any, **ends: Any) -> None:
         write(number, rows, last, **ends)
-        given = [{k: torch.as_tensor(v) for k, v in part.items()} for part in (rows, last)]
+        given = [
+            {k: torch.as_tensor(v) for k, v in part.items()} for part in (rows, last)
+        ]
         finals = {k: torch.as_tensor(v) for k, v in (ends.pop("finals") or {}).items()}
         memory.write(number, *given, finals=finals, **ends)
 
     other.memory.write = both  # type: ignore[method-assign]
     other.write(0, 3)
     other.write(0, 60)
-    assert memory.rings[0].going_on(other.observed(np.array(other.now[0]))).tolist() == [
-        not fresh for fresh in other.fresh[0]
-    ]
+    assert memory.rings[0].going_on(
+        other.observed(np.array(other.now[0]))
+    ).tolist() == [not fresh for fresh in other.fresh[0]]
     a = other.memory.sample(40, n_step=2)
     b = memory.sample(40, n_step=2)
     for key in a.keys(True, True):
@@ -748,7 +798,9 @@ def test_columns_that_cannot_be_stored():
 
 def test_a_memory_of_other_rows():
     written = filled()
-    with pytest.raises(BadOption, match=r"\[2\] environments, and the collector has \[3\]"):
+    with pytest.raises(
+        BadOption, match=r"\[2\] environments, and the collector has \[3\]"
+    ):
         written.memory.open(COLUMNS, [OBS, PLACE], [3], 4)
     other = [Column(OBS, (5,), F32, carry=True), *COLUMNS[1:]]
     with pytest.raises(BadOption, match="columns that differ: .'observation'"):
@@ -759,7 +811,9 @@ def test_a_memory_of_other_rows():
 
 def test_the_size_is_that_of_what_was_written():
     written = filled(capacity=1000, sizes=(1,), rows=10)
-    stored = (8 + 8 + 8 + 4 + 3) * 11  # two floats, two integers, the reward and three flags
+    stored = (
+        8 + 8 + 8 + 4 + 3
+    ) * 11  # two floats, two integers, the reward and three flags
     aside = 16 * (8 + 8)
     assert written.memory.nbytes == stored + aside
 
@@ -773,7 +827,10 @@ def test_frames_are_stored_once():
     memory = ReplayMemory(3000, stack=4, seed=0)
     memory.open(columns, [OBS], [1], 1)
     rng = np.random.default_rng(0)
-    rows = {c.key: np.zeros((1, 1, *c.shape), c.dtype) for c in memory.rings[0].stored.columns}
+    rows = {
+        c.key: np.zeros((1, 1, *c.shape), c.dtype)
+        for c in memory.rings[0].stored.columns
+    }
     stack = rng.integers(0, 255, (1, 4, 84, 84), np.uint8)
     for t in range(1000):
         done = t % 250 == 249
@@ -799,7 +856,9 @@ def test_frames_are_stored_once():
 def test_observations_that_are_no_stacks():
     for stack in (4, 2):
         memory = ReplayMemory(30, stack=stack)
-        with pytest.raises(BadOption, match=rf"stack={stack}.*no observation is a stack"):
+        with pytest.raises(
+            BadOption, match=rf"stack={stack}.*no observation is a stack"
+        ):
             memory.open(COLUMNS, [OBS, PLACE], [1], 1)
     with pytest.raises(BadOption, match="stack=0"):
         ReplayMemory(30, stack=0)
@@ -847,7 +906,13 @@ def small_blocks(monkeypatch):
 
 ONE = ("write", 0, 1)
 CHECK = ("check", 0, 0)
-SEAMS = [ONE, CHECK, ("jump", 0, [0]), ONE, CHECK]  # the newest row gets an end after it was saved
+SEAMS = [
+    ONE,
+    CHECK,
+    ("jump", 0, [0]),
+    ONE,
+    CHECK,
+]  # the newest row gets an end after it was saved
 
 
 @pytest.mark.slow
@@ -864,9 +929,33 @@ SEAMS = [ONE, CHECK, ("jump", 0, [0]), ONE, CHECK]  # the newest row gets an end
     seed=st.integers(0, 1000),
     todo=operations,
 )
-@example([1], 4, 1, 0.0, None, True, 300, Stacked, 0, [("write", 0, 9), ("check", 0, 0)] * 10)
-@example([2, 3], 40, 3, 0.3, 0.7, True, 900, Written, 0, [("write", 0, 9), ("check", 0, 0)] * 10)
-@example([1], 11, 1, 0.0, None, True, 300, Stacked, 0, [("write", 0, 1), ("check", 0, 0)] * 60)
+@example(
+    [1], 4, 1, 0.0, None, True, 300, Stacked, 0, [("write", 0, 9), ("check", 0, 0)] * 10
+)
+@example(
+    [2, 3],
+    40,
+    3,
+    0.3,
+    0.7,
+    True,
+    900,
+    Written,
+    0,
+    [("write", 0, 9), ("check", 0, 0)] * 10,
+)
+@example(
+    [1],
+    11,
+    1,
+    0.0,
+    None,
+    True,
+    300,
+    Stacked,
+    0,
+    [("write", 0, 1), ("check", 0, 0)] * 60,
+)
 @example([1], 9, 1, 0.0, None, False, 1, Stacked, 0, SEAMS * 5)
 def test_what_was_saved_is_loaded_exactly(
     tmp_path_factory, sizes, extra, margin, gaps, alpha, loads, block, kind, seed, todo
@@ -887,7 +976,9 @@ def test_what_was_saved_is_loaded_exactly(
             else:
                 if alpha is not None and len(written.memory):
                     index = written.memory[:]["index"]
-                    written.memory.update_priority(index, written.rng.random(len(index)))
+                    written.memory.update_priority(
+                        index, written.rng.random(len(index))
+                    )
                 written.memory.save(directory)
                 other = like(written)
                 other.load(directory)
@@ -1021,7 +1112,9 @@ def test_files_that_do_not_fit(tmp_path):
             other.load_state_dict(written.memory.state_dict())
         assert len(other) == 0
     other = filled(sizes=(3,), alpha=0.5, keep=["extra"])
-    with pytest.raises(BadCheckpoint, match=r"\[3\] environments, and the collector has \[2\]"):
+    with pytest.raises(
+        BadCheckpoint, match=r"\[3\] environments, and the collector has \[2\]"
+    ):
         other.memory.load(tmp_path)
     check_all(other)
     with pytest.raises(BadCheckpoint, match="no state of a ReplayMemory"):
@@ -1065,7 +1158,9 @@ def test_a_file_outside_of_the_directory_is_not_read(tmp_path):
     memory.save(tmp_path / "a")
     path = tmp_path / "a" / "memory.json"
     about = tensor_files.unseal(path.read_bytes())
-    (tmp_path / "secret.safetensors").write_bytes((tmp_path / "a" / about["newest"]).read_bytes())
+    (tmp_path / "secret.safetensors").write_bytes(
+        (tmp_path / "a" / about["newest"]).read_bytes()
+    )
     about["newest"] = "../secret.safetensors"
     path.write_bytes(tensor_files.seal(about))
     with pytest.raises(BadCheckpoint, match="no file of a ReplayMemory"):
@@ -1147,10 +1242,16 @@ def test_rows_that_are_overwritten_while_they_are_read_are_not_returned():
                     first += 1000
                 numbers = np.arange(first, first + n)[:, None]
                 rows: dict[Any, Any] = {key: np.zeros((n, 1), bool) for key in keys}
-                rows["observation",] = np.repeat(numbers[..., None], size, 2).astype(np.float64)
+                rows["observation",] = np.repeat(numbers[..., None], size, 2).astype(
+                    np.float64
+                )
                 rows["action",] = numbers
                 rows["next", "reward"] = numbers.astype(np.float64)
-                memory.write(0, rows, {("observation",): np.full((1, size), first + n, np.float64)})
+                memory.write(
+                    0,
+                    rows,
+                    {("observation",): np.full((1, size), first + n, np.float64)},
+                )
             first += n
             if len(memory) == 300:
                 is_full.set()

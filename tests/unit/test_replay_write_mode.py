@@ -34,7 +34,11 @@ def test_complete_episodes_are_written_as_soon_as_they_end():
     buffer = Extends()
     envs = [counting(3), counting(5)]
     with Collector(
-        envs, None, frames_per_batch=8, replay_buffer=buffer, replay_write_mode="trajectory"
+        envs,
+        None,
+        frames_per_batch=8,
+        replay_buffer=buffer,
+        replay_write_mode="trajectory",
     ) as c:
         written = []
         for _ in range(3):  # four steps of each environment
@@ -75,7 +79,11 @@ def test_progress_is_counted_from_the_step_to_the_buffer():
     buffer = Extends()
     envs = [counting(3), counting(5)]
     with Collector(
-        envs, None, frames_per_batch=8, replay_buffer=buffer, replay_write_mode="trajectory"
+        envs,
+        None,
+        frames_per_batch=8,
+        replay_buffer=buffer,
+        replay_write_mode="trajectory",
     ) as c:
         assert progress(c) == (0, 0, 0, 0)
         c.next()
@@ -84,7 +92,11 @@ def test_progress_is_counted_from_the_step_to_the_buffer():
         assert progress(c) == (16, 11, 5, 11)
         state = c.state_dict()
     with Collector(
-        envs, None, frames_per_batch=8, replay_buffer=Extends(), replay_write_mode="trajectory"
+        envs,
+        None,
+        frames_per_batch=8,
+        replay_buffer=Extends(),
+        replay_write_mode="trajectory",
     ) as c:
         c.load_state_dict(state)
         assert progress(c) == (16, 11, 5, 11)
@@ -123,7 +135,11 @@ def test_batches_that_the_user_gets_are_not_written():
 def test_rollouts_are_written_as_they_are():
     buffer = Extends()
     with Collector(
-        counting(3), None, frames_per_batch=4, replay_buffer=buffer, replay_write_mode="rollout"
+        counting(3),
+        None,
+        frames_per_batch=4,
+        replay_buffer=buffer,
+        replay_write_mode="rollout",
     ) as c:
         c.next()
     assert column(buffer.batches[0], "next", "reward") == [1, 2, 3, 1]
@@ -206,11 +222,23 @@ def test_an_error_of_the_buffer_loses_no_episode():
     [
         ({"replay_buffer": None}, "none was given: pass replay_buffer="),
         ({"replay_write_mode": "episode"}, "replay_write_mode='episode'"),
-        ({"replay_write_mode": "rollout", "trajs_per_batch": 2}, "'rollout' writes batches"),
-        ({"extend_buffer": False}, "replay_write_mode='trajectory'.*use extend_buffer=True"),
+        (
+            {"replay_write_mode": "rollout", "trajs_per_batch": 2},
+            "'rollout' writes batches",
+        ),
+        (
+            {"extend_buffer": False},
+            "replay_write_mode='trajectory'.*use extend_buffer=True",
+        ),
         ({"set_truncated": True}, "replay_write_mode='trajectory' waits for real ones"),
-        ({"split_trajs": True}, "split_trajs and replay_write_mode='trajectory': give one"),
-        ({"num_envs": 3}, "the episodes of replay_write_mode='trajectory' would have holes"),
+        (
+            {"split_trajs": True},
+            "split_trajs and replay_write_mode='trajectory': give one",
+        ),
+        (
+            {"num_envs": 3},
+            "the episodes of replay_write_mode='trajectory' would have holes",
+        ),
     ],
 )
 def test_what_contradicts_it_is_refused(options: dict[str, Any], said: str) -> None:
@@ -249,5 +277,7 @@ def test_an_environment_without_ends_is_named(monkeypatch):
         replay_write_mode="trajectory",
     ) as c:
         c.next()
-        with pytest.raises(BadOption, match="replay_write_mode='trajectory' waits for that"):
+        with pytest.raises(
+            BadOption, match="replay_write_mode='trajectory' waits for that"
+        ):
             c.next()

@@ -12,7 +12,9 @@ import yaml
 tomllib = pytest.importorskip("tomllib")  # Python 3.11
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))[
+    "project"
+]
 
 
 def jobs(path: Path) -> dict[str, Any]:
@@ -36,7 +38,9 @@ def test_actions_are_pinned_by_the_hash_of_a_commit(path):
     lines = [line for line in path.read_text("utf-8").splitlines() if "uses:" in line]
     assert lines
     for line in lines:
-        assert re.search(r"uses: [\w.-]+/[\w.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line), line
+        assert re.search(
+            r"uses: [\w.-]+/[\w.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line
+        ), line
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -60,29 +64,49 @@ def test_one_action_has_one_version():
         for use in re.findall(r"uses: (\S+)", path.read_text("utf-8")):
             name, _, commit = use.partition("@")
             used[name].add(commit)
-    assert {name: len(commits) for name, commits in used.items()} == dict.fromkeys(used, 1)
+    assert {name: len(commits) for name, commits in used.items()} == dict.fromkeys(
+        used, 1
+    )
 
 
 def test_pull_requests_run_parts_of_ci_run():
     makefile = (ROOT / "Makefile").read_text("utf-8")
     script = (ROOT / ".ci" / "run").read_text("utf-8")
-    matrix = jobs(ROOT / ".github" / "workflows" / "ci.yml")["rest"]["strategy"]["matrix"]["target"]
+    matrix = jobs(ROOT / ".github" / "workflows" / "ci.yml")["rest"]["strategy"][
+        "matrix"
+    ]["target"]
     targets = {
-        *(name for run in commands() for name in re.findall(r"\bmake (?:-k )?([a-z][\w-]*)", run)),
+        *(
+            name
+            for run in commands()
+            for name in re.findall(r"\bmake (?:-k )?([a-z][\w-]*)", run)
+        ),
         *matrix,
     }
-    assert {"check", "test", "test-rest", "recipes", "docs", "docs-test", "dist"} <= targets
+    assert {
+        "check",
+        "test",
+        "test-rest",
+        "recipes",
+        "docs",
+        "docs-test",
+        "dist",
+    } <= targets
     for name in targets:
         assert re.search(rf"^[\w\s-]*\b{name}\b[^:\n]*:", makefile, re.M), name
         assert re.search(rf"^make {name}\b", script, re.M), name
 
 
 def test_the_versions_of_python_and_torch_are_those_of_the_project():
-    matrix = jobs(ROOT / ".github" / "workflows" / "ci.yml")["test"]["strategy"]["matrix"]
+    matrix = jobs(ROOT / ".github" / "workflows" / "ci.yml")["test"]["strategy"][
+        "matrix"
+    ]
     run = {*matrix["python"], *(one["python"] for one in matrix["include"])}
     classified = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
     assert set(classified) <= run
-    torch = re.search(r"^torch==\S+", (ROOT / "constraints.txt").read_text("utf-8"), re.M)
+    torch = re.search(
+        r"^torch==\S+", (ROOT / "constraints.txt").read_text("utf-8"), re.M
+    )
     assert torch is not None
     for path in WORKFLOWS:
         for found in re.findall(r"torch==[\d.]+", path.read_text("utf-8")):

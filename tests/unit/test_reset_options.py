@@ -18,7 +18,9 @@ REMEDY = r"seed=3 was given as an argument of the environments' reset.*collector
 CALLS: dict[str, Callable[[Any], Any]] = {
     "reset": lambda c: c.reset(seed=3),
     "reset of one": lambda c: c.reset([0], seed=3),
-    "collect": lambda c: c.collect(n_step=4, reset_before_collect=True, reset_kwargs={"seed": 3}),
+    "collect": lambda c: c.collect(
+        n_step=4, reset_before_collect=True, reset_kwargs={"seed": 3}
+    ),
     "collect_batch": lambda c: c.collect_batch(
         n_episode=2, reset_kwargs={"seed": 3, "options": {}}
     ),
@@ -119,7 +121,9 @@ def test_nothing_was_done_when_it_is_refused():
             assert collector.rollout()["observation"][:, 0, 1].tolist() == [2, 2], (
                 "in the same episode"
             )
-            assert [len(env.resets) for env in made] == [n + 1 for n in before], "after its end"
+            assert [len(env.resets) for env in made] == [n + 1 for n in before], (
+                "after its end"
+            )
 
 
 def test_torchrls_layer_takes_a_seed():
@@ -137,4 +141,6 @@ def test_torchrls_layer_takes_a_seed():
     collector.reset(seed=3)
     first = next(iter(collector))["observation"][0].clone()
     collector.shutdown()
-    assert first.tolist() == pytest.approx(gymnasium.make("CartPole-v1").reset(seed=3)[0].tolist())
+    assert first.tolist() == pytest.approx(
+        gymnasium.make("CartPole-v1").reset(seed=3)[0].tolist()
+    )

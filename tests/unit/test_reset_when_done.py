@@ -76,7 +76,9 @@ def test_every_kind_of_observation_can_wait(space):
         "dict": spaces.Dict(
             {
                 "a": box,
-                "b": spaces.Tuple((spaces.Discrete(3, start=1), spaces.Text(4, min_length=1))),
+                "b": spaces.Tuple(
+                    (spaces.Discrete(3, start=1), spaces.Text(4, min_length=1))
+                ),
             }
         ),
         "text": spaces.Text(4, min_length=1),
@@ -87,7 +89,9 @@ def test_every_kind_of_observation_can_wait(space):
         seen.append(copy.deepcopy(obs))  # of objects it is a view
         return torch.zeros(2, dtype=torch.int64)
 
-    make, made = recorded(lambda i: SpaceEnv(observations, spaces.Discrete(2), (1, 3)[i]))
+    make, made = recorded(
+        lambda i: SpaceEnv(observations, spaces.Discrete(2), (1, 3)[i])
+    )
     with Collector(
         make, policy, num_envs=2, frames_per_batch=8, validate="full", seed=1, **WAIT
     ) as c:
@@ -101,7 +105,9 @@ def test_every_kind_of_observation_can_wait(space):
     elif space == "dict":
         assert not seen[-1]["a"][0].any()
         assert seen[-1]["b"]["0"][0] == 0
-        assert seen[-1]["b"]["1"][0] == last["b"][1]  # nothing else of its kind is known
+        assert (
+            seen[-1]["b"]["1"][0] == last["b"][1]
+        )  # nothing else of its kind is known
     else:
         assert seen[-1][0] == last
 
@@ -111,14 +117,18 @@ def test_every_kind_of_observation_can_wait(space):
 
 def failing(at: int, **kind: Any) -> Any:
     """Of three environments of lengths 2, 9 and 7, the last goes wrong in its step ``at``."""
-    return recorded(lambda i: FaultyEnv(at, length=7, **kind) if i == 2 else CountingEnv((2, 9)[i]))
+    return recorded(
+        lambda i: FaultyEnv(at, length=7, **kind) if i == 2 else CountingEnv((2, 9)[i])
+    )
 
 
 @pytest.mark.parametrize("batch", [0, 1])
 def test_after_an_error_the_batch_ends_where_it_was(batch):
     at, error = 4 + 6 * batch, faults_value_error
     make, made = recorded(
-        lambda i: FaultyEnv(at, error=error, length=20) if i == 2 else CountingEnv((2, 20)[i])
+        lambda i: (
+            FaultyEnv(at, error=error, length=20) if i == 2 else CountingEnv((2, 20)[i])
+        )
     )
     with Collector(make, None, num_envs=3, frames_per_batch=18, seed=0, **WAIT) as c:
         for _ in range(batch):
@@ -171,7 +181,12 @@ def test_an_error_of_the_policy_leaves_those_alone_who_wait():
             [1, 2, 0, 0, 0, 0, 0],
             [1, 2, 3, 4, 5, 6, 7],
         ]
-        assert c.stats().executed == c.stats().frames == sum(env.executed for env in made) == 9
+        assert (
+            c.stats().executed
+            == c.stats().frames
+            == sum(env.executed for env in made)
+            == 9
+        )
 
 
 # --- workers --------------------------------------------------------------------------------------
@@ -196,7 +211,9 @@ def between(c: Any, action: str, states: list[Any]) -> None:
     limit=st.sampled_from([None, 3]),
     actions=st.lists(st.sampled_from(["", "reset", "state", "load"]), max_size=4),
 )
-def test_workers_give_the_same_data_whenever_they_reset(ends, rows, backend, limit, actions):
+def test_workers_give_the_same_data_whenever_they_reset(
+    ends, rows, backend, limit, actions
+):
     options = {
         "num_envs": 2,
         "frames_per_batch": 6 * rows,
@@ -236,9 +253,13 @@ class Signals(CountingEnv):
 
 def test_a_worker_resets_while_nobody_waits_for_it():
     make, made = recorded(Signals)
-    with MultiSyncCollector([make], None, frames_per_batch=5, backend="threads", **WAIT) as c:
+    with MultiSyncCollector(
+        [make], None, frames_per_batch=5, backend="threads", **WAIT
+    ) as c:
         c.next()
-        assert all(made[0].begun.acquire(timeout=60) for _ in range(2))  # without another batch
+        assert all(
+            made[0].begun.acquire(timeout=60) for _ in range(2)
+        )  # without another batch
         c.next()
         assert all(made[0].begun.acquire(timeout=60) for _ in range(1))
         assert made[0].executed == 4
@@ -246,10 +267,16 @@ def test_a_worker_resets_while_nobody_waits_for_it():
 
 
 @pytest.mark.parametrize("place", ["here", "threads", "processes"])
-def test_an_error_of_an_early_reset_is_raised_with_the_next_batch_and_loses_nothing(place):
+def test_an_error_of_an_early_reset_is_raised_with_the_next_batch_and_loses_nothing(
+    place,
+):
     env = partial(FaultyEnv, 1, error=faults_value_error, on_reset=True, length=2)
-    cls, more = (Collector, {}) if place == "here" else (MultiSyncCollector, {"backend": place})
-    with cls([env, counting(4)], None, frames_per_batch=10, seed=0, **WAIT, **more) as c:
+    cls, more = (
+        (Collector, {}) if place == "here" else (MultiSyncCollector, {"backend": place})
+    )
+    with cls(
+        [env, counting(4)], None, frames_per_batch=10, seed=0, **WAIT, **more
+    ) as c:
         first = c.next().clone()
         with pytest.raises(EnvError, match="as asked") as caught:
             c.next()
@@ -271,7 +298,9 @@ def test_a_worker_that_is_killed_has_made_no_steps_with_those_who_waited(tmp_pat
 
     def make() -> OracleEnv:
         env = OracleEnv(path, 0, 3)
-        env.fault = Fault(faults.Signalled(signal.SIGKILL), at=at) if env.number == 2 else None
+        env.fault = (
+            Fault(faults.Signalled(signal.SIGKILL), at=at) if env.number == 2 else None
+        )
         return env
 
     with MultiSyncCollector(

@@ -22,7 +22,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import muster
-from muster import AsyncCollector, Autosave, Collector, MultiAsyncCollector, MultiSyncCollector
+from muster import (
+    AsyncCollector,
+    Autosave,
+    Collector,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+)
 from muster.errors import BadCheckpoint, BadWeights, EnvError, PolicyError
 from muster.testing import ChainEnv, CountingEnv, FaultyEnv
 from tests.tools import assert_accounted, assert_same, column, counting
@@ -156,7 +162,10 @@ def test_every_arrangement_goes_on_bit_by_bit(shape, policy, tmp_path):
     ),
 )
 def test_any_save_point_under_any_option(env, before, T, used, options):
-    options |= {"frames_per_batch": T * (options["num_envs"] or 1), "track_policy_version": True}
+    options |= {
+        "frames_per_batch": T * (options["num_envs"] or 1),
+        "track_policy_version": True,
+    }
     goes_on(lambda: make(ENVS[env], None, **options), before, used=used)
 
 
@@ -164,7 +173,9 @@ def test_any_save_point_under_any_option(env, before, T, used, options):
 @pytest.mark.parametrize("frames", [6, 12, 15, 100])
 @pytest.mark.parametrize("used", [0, 4])
 def test_random_frames_that_are_not_over_go_on(policy, frames, used):
-    of = lambda: make(counting(5, noise=True), POLICIES[policy](3), init_random_frames=frames)  # noqa: E731
+    of = lambda: make(  # noqa: E731
+        counting(5, noise=True), POLICIES[policy](3), init_random_frames=frames
+    )
     goes_on(of, 2, used=used)
 
 
@@ -187,7 +198,10 @@ def test_pending_resets_and_seeds_are_kept():
 
 def test_torchrls_version_counter_is_restored():
     tracker = pytest.importorskip("torchrl.envs.llm.transforms").PolicyVersion
-    first_counter, second_counter = tracker(version_type="uuid"), tracker(version_type="uuid")
+    first_counter, second_counter = (
+        tracker(version_type="uuid"),
+        tracker(version_type="uuid"),
+    )
     with (
         make(counting(5), Global(), track_policy_version=first_counter) as first,
         make(counting(5), Global(), track_policy_version=second_counter) as second,
@@ -203,7 +217,12 @@ def test_torchrls_version_counter_is_restored():
 @pytest.mark.parametrize("before", range(5))
 def test_whole_episodes_that_are_held_come_later(layout, before, tmp_path):
     def of() -> Collector:
-        options = {"num_envs": 2, "frames_per_batch": 14, "total_frames": 84, "trajs_per_batch": 1}
+        options = {
+            "num_envs": 2,
+            "frames_per_batch": 14,
+            "total_frames": 84,
+            "trajs_per_batch": 1,
+        }
         return make(counting(5, noise=True), None, traj_format=layout, **options)
 
     with of() as first, of() as second:
@@ -227,7 +246,12 @@ def test_whole_episodes_that_are_held_come_later(layout, before, tmp_path):
 def test_an_episode_whose_environment_is_lost_is_dropped():
     def of() -> Collector:
         return make(
-            Unpicklable, None, num_envs=2, frames_per_batch=12, total_frames=120, trajs_per_batch=2
+            Unpicklable,
+            None,
+            num_envs=2,
+            frames_per_batch=12,
+            total_frames=120,
+            trajs_per_batch=2,
         )
 
     with of() as first, of() as second:
@@ -247,7 +271,10 @@ def test_a_worker_that_is_restarted_after_a_load_has_the_same_columns_as_the_oth
         [Unpicklable] * 2, None, frames_per_batch=12, on_failure="restart"
     ) as collector:
         collector.next()
-        assert set(collector.load_state_dict(collector.state_dict()).not_restored) == {0, 1}
+        assert set(collector.load_state_dict(collector.state_dict()).not_restored) == {
+            0,
+            1,
+        }
         os.kill(collector.stats().workers[0].pid, signal.SIGKILL)
         marks = [collector.next()[MARK].any(-1).tolist() for _ in range(3)]
         assert marks[0][1]
@@ -268,7 +295,11 @@ def test_rows_that_an_error_had_cut_short_are_not_restored_and_said_so(kind):
             raise ValueError("no")
         return torch.tensor(0)
 
-    env = (lambda: FaultyEnv(8, error=RuntimeError, length=9)) if kind == "env" else counting(9)
+    env = (
+        (lambda: FaultyEnv(8, error=RuntimeError, length=9))
+        if kind == "env"
+        else counting(9)
+    )
     with make(env, policy) as first, make(env, policy) as second:
         first.rollout()
         with pytest.raises((EnvError, PolicyError)):
@@ -375,7 +406,12 @@ def test_steps_join_rollouts_of_before_and_after_the_load_of_a_part():
 
 def test_episodes_join_rows_of_before_and_after_the_load_of_a_part():
     def made() -> MultiSyncCollector:
-        options = {"frames_per_batch": 4, "trajs_per_batch": 2, "seed": 0, "backend": "threads"}
+        options = {
+            "frames_per_batch": 4,
+            "trajs_per_batch": 2,
+            "seed": 0,
+            "backend": "threads",
+        }
         return MultiSyncCollector([counting(5), Unpicklable], None, **options)
 
     with made() as first, made() as second:
@@ -426,7 +462,9 @@ OTHERS: dict[str, Callable[[], Collector]] = {
     "number": lambda: make(counting(5), Global(), num_envs=3),
     "groups": lambda: make([counting(5)] * 2, Global()),
     "observations": lambda: make(counting(5, noise=True), Global(), num_envs=2),
-    "trajs_per_batch": lambda: make(counting(5), Global(), num_envs=2, trajs_per_batch=2),
+    "trajs_per_batch": lambda: make(
+        counting(5), Global(), num_envs=2, trajs_per_batch=2
+    ),
     "policy": lambda: make(counting(5), None, num_envs=2),
     "actions": lambda: make(TwoActions, None, num_envs=2),
 }
@@ -465,7 +503,10 @@ def test_weights_that_do_not_fit_change_nothing(other):
         first.rollout()
         with pytest.raises(BadWeights, match="Nothing was changed"):
             second.load_state_dict(first.state_dict())
-        assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
+        assert all(
+            torch.equal(before[name], value)
+            for name, value in policy.state_dict().items()
+        )
         assert second.stats().frames == 0
 
 
@@ -482,14 +523,22 @@ def test_what_is_no_state_is_refused(state):
 
 def test_a_missing_or_damaged_file_is_refused_and_nothing_changes(tmp_path):
     path = tmp_path / FILE
-    with make(counting(5, noise=True), None) as c, make(counting(5, noise=True), None) as untouched:
+    with (
+        make(counting(5, noise=True), None) as c,
+        make(counting(5, noise=True), None) as untouched,
+    ):
         with pytest.raises(BadCheckpoint, match="cannot be read"):
             c.load_state_dict(path)
         c.rollout()
         untouched.rollout()
         muster.save_state(path, c.state_dict())
         content = path.read_bytes()
-        for damaged in (content[:-1], content[:100], b"", content[:-9] + b"x" + content[-8:]):
+        for damaged in (
+            content[:-1],
+            content[:100],
+            b"",
+            content[:-9] + b"x" + content[-8:],
+        ):
             path.write_bytes(damaged)
             with pytest.raises(BadCheckpoint):
                 c.load_state_dict(path)
@@ -527,7 +576,11 @@ ORDERS = [
 
 def in_threads(cls: Any, env: Any = ENDLESS, **options: Any) -> Any:
     envs = env if cls is AsyncCollector else [env] * 2
-    return cls(envs, None, **{"frames_per_batch": 4, "seed": 0, "backend": "threads", **options})
+    return cls(
+        envs,
+        None,
+        **{"frames_per_batch": 4, "seed": 0, "backend": "threads", **options},
+    )
 
 
 def took(c: Any, batch: Any, before: int) -> int:
@@ -554,7 +607,11 @@ def test_a_state_changes_nothing_of_what_comes_next(calls):
 
 
 def test_a_state_in_the_middle_leaves_total_frames_exact(tmp_path):
-    for options in ({}, {"autosave": Autosave(tmp_path, every=1e-9)}, {"max_policy_lag": 1}):
+    for options in (
+        {},
+        {"autosave": Autosave(tmp_path, every=1e-9)},
+        {"max_policy_lag": 1},
+    ):
         with in_threads(AsyncCollector, total_frames=20, **options) as c:
             seen = []
             for number, batch in enumerate(c):
@@ -572,7 +629,9 @@ def test_a_state_changes_no_episodes(amount):
     runs = []
     for saves in (False, True):
         options = (
-            {"trajs_per_batch": 2, "frames_per_batch": 14} if amount == "trajs_per_batch" else {}
+            {"trajs_per_batch": 2, "frames_per_batch": 14}
+            if amount == "trajs_per_batch"
+            else {}
         )
         with in_threads(AsyncCollector, ChainEnv, **options) as c:
             groups, frames = [], 0
@@ -618,7 +677,9 @@ def test_rollouts_that_wait_come_with_all_that_belongs_to_them(options, tmp_path
         made = []
         for _ in range(5):
             batch = c.next()
-            last = c.final_observations().to_dict() if options.get("compact_obs") else {}
+            last = (
+                c.final_observations().to_dict() if options.get("compact_obs") else {}
+            )
             made.append((batch.clone(), list(c.episodes), c.stats().batches, last))
         return made
 
@@ -631,7 +692,8 @@ def test_rollouts_that_wait_come_with_all_that_belongs_to_them(options, tmp_path
         for (batch, *rest), (of_batch, *of_rest) in zip(take(c), expected, strict=True):
             assert batch["word"] == of_batch["word"]
             assert_same(
-                batch.exclude("word", ("next", "word")), of_batch.exclude("word", ("next", "word"))
+                batch.exclude("word", ("next", "word")),
+                of_batch.exclude("word", ("next", "word")),
             )
             assert str(rest) == str(of_rest)
         assert_accounted(c)
@@ -661,7 +723,12 @@ def test_a_batch_that_a_postproc_has_refused_is_not_delivered_yet():
             raise ValueError("not yet")
         return batch
 
-    options = {"num_envs": 2, "frames_per_batch": 6, "postproc": postproc, "layout": "time_major"}
+    options = {
+        "num_envs": 2,
+        "frames_per_batch": 6,
+        "postproc": postproc,
+        "layout": "time_major",
+    }
     with make(counting(3), None, **options) as c:
         with pytest.raises(ValueError, match="not yet"):
             c.next()
@@ -709,10 +776,18 @@ def test_a_step_that_a_buffer_has_refused_is_not_delivered_yet():
     buffer = Refuses(None)
     with make(counting(30), None, **{**options, "replay_buffer": buffer}) as c:
         assert c.load_state_dict(state).exact
-        assert (c.stats().frames, c.stats().discarded, c.stats().in_flight) == (4, {}, 2)
+        assert (c.stats().frames, c.stats().discarded, c.stats().in_flight) == (
+            4,
+            {},
+            2,
+        )
         c.next()
         assert buffer.steps == [2, 3], "the refused one, and the last one of the batch"
-        assert (c.stats().frames, c.stats().discarded, c.stats().in_flight) == (8, {}, 0)
+        assert (c.stats().frames, c.stats().discarded, c.stats().in_flight) == (
+            8,
+            {},
+            0,
+        )
 
 
 class Labelled(gymnasium.Env[Any, Any]):
@@ -728,12 +803,20 @@ class Labelled(gymnasium.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         self.t += 1
-        return np.full(2, self.t, np.float32), 1.0, self.t == 5, False, {"text": f"step {self.t}"}
+        return (
+            np.full(2, self.t, np.float32),
+            1.0,
+            self.t == 5,
+            False,
+            {"text": f"step {self.t}"},
+        )
 
 
 @pytest.mark.parametrize("storing_device", [None, "cpu"])
 @pytest.mark.parametrize(
-    "options", [{"trajs_per_batch": 1}, {"on_batch": lambda batch: None}], ids=["episodes", "hook"]
+    "options",
+    [{"trajs_per_batch": 1}, {"on_batch": lambda batch: None}],
+    ids=["episodes", "hook"],
 )
 def test_rows_of_a_state_are_where_the_batches_are(tmp_path, storing_device, options):
     given = {
@@ -755,7 +838,9 @@ def test_rows_of_a_state_are_where_the_batches_are(tmp_path, storing_device, opt
             assert (found == batch).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"trajs_per_batch": 2}, {"extend_buffer": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"trajs_per_batch": 2}, {"extend_buffer": False}], ids=str
+)
 def test_records_of_episodes_are_those_of_the_batch_that_the_user_has(options):
     class Buffer:
         def add(self, row: Any) -> None: ...
@@ -796,7 +881,9 @@ def test_weights_of_which_only_some_fit_are_loaded_where_that_is_asked_for():
         state = c.state_dict()
     with Collector("CartPole-v1", new, frames_per_batch=4, seed=0) as c:
         before = new.both.weight.clone()
-        with pytest.raises(BadWeights, match="missing .'new.bias', 'new.weight'.*strict=False"):
+        with pytest.raises(
+            BadWeights, match="missing .'new.bias', 'new.weight'.*strict=False"
+        ):
             c.load_state_dict(state)
         assert torch.equal(new.both.weight, before), "nothing was changed"
         report = c.load_state_dict(state, strict=False)
@@ -812,7 +899,9 @@ def test_weights_of_which_only_some_fit_are_loaded_where_that_is_asked_for():
 
 def test_autosave_writes_a_state_from_which_it_goes_on(tmp_path):
     def of(**options: Any) -> Collector:
-        return make(counting(5, noise=True), POLICIES["head"](3), total_frames=30, **options)
+        return make(
+            counting(5, noise=True), POLICIES["head"](3), total_frames=30, **options
+        )
 
     with of(autosave=Autosave(tmp_path / "new" / "folder", every=1e-9)) as first:
         batches = [batch.clone() for batch in first]
@@ -825,7 +914,9 @@ def test_autosave_writes_a_state_from_which_it_goes_on(tmp_path):
 
 
 def test_autosave_not_more_often_than_asked(tmp_path):
-    with make(counting(5), None, total_frames=30, autosave=Autosave(tmp_path, every=3600.0)) as c:
+    with make(
+        counting(5), None, total_frames=30, autosave=Autosave(tmp_path, every=3600.0)
+    ) as c:
         list(c)
     assert list(tmp_path.iterdir()) == []
 
@@ -854,6 +945,8 @@ def test_a_new_process_goes_on_bit_by_bit(tmp_path):
         ]
     root = str(Path(__file__).parents[2])
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / FILE), root]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [True, expected]

@@ -28,7 +28,12 @@ from tests.tools import (
 def choose(obs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A stochastic policy in torch, with an extra."""
     logits = torch.stack(
-        [obs[..., 1].float().sin(), obs[..., 2].float().cos(), torch.ones(obs.shape[:-1])], -1
+        [
+            obs[..., 1].float().sin(),
+            obs[..., 2].float().cos(),
+            torch.ones(obs.shape[:-1]),
+        ],
+        -1,
     )
     distribution = torch.distributions.Categorical(logits=logits)
     action = distribution.sample()
@@ -37,7 +42,9 @@ def choose(obs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 def head() -> Any:
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    net = torch.nn.Sequential(
+        torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)
+    )
     return muster.policies.categorical(net)
 
 
@@ -54,7 +61,9 @@ def test_data_do_not_depend_on_where_batches_begin(policy, T, limit):
     env = counting(5, noise=True) if policy == "head" else ChainEnv
     options = {"num_envs": 3, "seed": 1, "max_frames_per_traj": limit}
     whole = collect(env, POLICIES[policy](), frames_per_batch=3 * 350, **options)
-    parts = collect(env, POLICIES[policy](), frames_per_batch=3 * T, batches=350 // T, **options)
+    parts = collect(
+        env, POLICIES[policy](), frames_per_batch=3 * T, batches=350 // T, **options
+    )
     assert_same(whole, parts)
     if env is ChainEnv:
         assert_chain(whole)
@@ -75,7 +84,9 @@ def test_every_batch_is_a_chain_and_every_frame_is_accounted_for(
     B, groups, T, ends, limit, resets, reset_each, order
 ):
     factories: Any = (
-        (lambda: ChainEnv(ends)) if groups is None else [lambda: ChainEnv(ends)] * groups
+        (lambda: ChainEnv(ends))
+        if groups is None
+        else [lambda: ChainEnv(ends)] * groups
     )
     total = (B or 1) * (groups or 1)
     options = {
@@ -104,7 +115,9 @@ def test_every_batch_is_a_chain_and_every_frame_is_accounted_for(
             open_ids = (open_ids | seen) - finished.keys()
             if limit:
                 assert batch["next", "step_count"].max() <= limit
-                assert torch.equal(batch["step_count"][..., 0], batch["observation"][..., 1])
+                assert torch.equal(
+                    batch["step_count"][..., 0], batch["observation"][..., 1]
+                )
                 late = batch["next", "step_count"] == limit
                 own = batch["next", "terminated"]
                 assert (batch["next", "truncated"] | own)[late].all()
@@ -145,7 +158,9 @@ def test_episode_records_are_the_environments_own():
     lengths = iter([2, 3, 7])
     factory, made = recorded(lambda: CountingEnv(next(lengths)))
     seen: dict[int, list[tuple[float, int]]] = {0: [], 1: [], 2: []}
-    with Collector(factory, None, num_envs=3, frames_per_batch=12, total_frames=120) as collector:
+    with Collector(
+        factory, None, num_envs=3, frames_per_batch=12, total_frames=120
+    ) as collector:
         for batch in collector:
             done = batch["next", "done"][..., 0]
             assert len(collector.episodes) == done.sum()
@@ -157,8 +172,12 @@ def test_episode_records_are_the_environments_own():
     assert [seen[i] for i in range(3)] == [env.tally for env in made]
     everything = [record for env in made for record in env.tally]
     assert stats.episodes == len(everything)
-    assert stats.return_mean == pytest.approx(sum(r for r, _ in everything) / len(everything))
-    assert stats.length_mean == pytest.approx(sum(n for _, n in everything) / len(everything))
+    assert stats.return_mean == pytest.approx(
+        sum(r for r, _ in everything) / len(everything)
+    )
+    assert stats.length_mean == pytest.approx(
+        sum(n for _, n in everything) / len(everything)
+    )
     assert stats.executed == sum(env.executed for env in made) == 120
 
 
@@ -166,7 +185,8 @@ def test_episode_records_are_the_environments_own():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "random_batches"), [(None, 0), (-1, 0), (0, 0), (1, 1), (4, 1), (5, 2), (8, 2)]
+    ("wanted", "random_batches"),
+    [(None, 0), (-1, 0), (0, 0), (1, 1), (4, 1), (5, 2), (8, 2)],
 )
 def test_init_random_frames_are_rounded_up_to_whole_batches(wanted, random_batches):
     calls = []
@@ -176,7 +196,12 @@ def test_init_random_frames_are_rounded_up_to_whole_batches(wanted, random_batch
         return torch.tensor(0)
 
     with Collector(
-        counting(3), policy, frames_per_batch=4, total_frames=16, init_random_frames=wanted, seed=0
+        counting(3),
+        policy,
+        frames_per_batch=4,
+        total_frames=16,
+        init_random_frames=wanted,
+        seed=0,
     ) as c:
         batches, paths = [], []
         for batch in c:
@@ -186,9 +211,15 @@ def test_init_random_frames_are_rounded_up_to_whole_batches(wanted, random_batch
     assert len(calls) == (random_batches > 0) + 4 * (4 - random_batches), (
         "and once to see what it returns"
     )
-    acted = torch.cat([batch["action"] for batch in batches[:random_batches] or batches])
+    acted = torch.cat(
+        [batch["action"] for batch in batches[:random_batches] or batches]
+    )
     assert bool(acted.any()) == bool(random_batches)
-    assert [r for b in batches for r in column(b, "next", "reward")] == [1, 2, 3] * 5 + [1]
+    assert [r for b in batches for r in column(b, "next", "reward")] == [
+        1,
+        2,
+        3,
+    ] * 5 + [1]
 
 
 @pytest.mark.parametrize("width", [1, 40_000])
@@ -207,4 +238,7 @@ def test_next_observations_are_copied_in_pieces_of_any_size(width):
 
     batch = collect(Wide, num_envs=2, frames_per_batch=26)
     assert batch["observation"][..., 0].tolist() == [[t % 5 for t in range(13)]] * 2
-    assert batch["next", "observation"][..., -1].tolist() == [[t % 5 + 1 for t in range(13)]] * 2
+    assert (
+        batch["next", "observation"][..., -1].tolist()
+        == [[t % 5 + 1 for t in range(13)]] * 2
+    )

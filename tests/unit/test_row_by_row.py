@@ -70,7 +70,11 @@ CASES: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
         lambda: policies.categorical(net(4, 2)),
         {"frames_per_batch": 4, "num_envs": 4, "keep": ["action_log_prob"]},
     ),
-    "a module": (CARTPOLE, Greedy, {"frames_per_batch": 1, "keep": [("collector", "traj_ids")]}),
+    "a module": (
+        CARTPOLE,
+        Greedy,
+        {"frames_per_batch": 1, "keep": [("collector", "traj_ids")]},
+    ),
     "random first": (
         CARTPOLE,
         lambda: policies.deterministic(net(4, 2)),
@@ -160,7 +164,9 @@ BETWEEN = {
 
 
 def collected(
-    case: str, rows: int = 90, between: dict[int, Callable[[Collector], None]] | None = None
+    case: str,
+    rows: int = 90,
+    between: dict[int, Callable[[Collector], None]] | None = None,
 ) -> tuple[Any, list[str], Any]:
     env, policy, options = CASES[case]
     options = dict(options)
@@ -172,7 +178,13 @@ def collected(
             records += [str(record) for record in c.episodes]
             (between or {}).get(row, lambda _: None)(c)
         stats = c.stats()
-        counts = stats.frames, stats.executed, stats.discarded, stats.in_flight, stats.episodes
+        counts = (
+            stats.frames,
+            stats.executed,
+            stats.discarded,
+            stats.in_flight,
+            stats.episodes,
+        )
         return memory[:], records, counts
 
 
@@ -208,7 +220,10 @@ def test_the_initial_state_is_that_of_the_first_step():
 
 def test_the_lane_stays_open():
     with Collector(
-        lambda: CountingEnv(5), None, frames_per_batch=1, replay_buffer=ReplayMemory(100)
+        lambda: CountingEnv(5),
+        None,
+        frames_per_batch=1,
+        replay_buffer=ReplayMemory(100),
     ) as c:
         group = c._engine.groups[0]
         for _ in range(3):
@@ -229,7 +244,9 @@ def test_after_an_error_rows_go_on(fails, generic):
         no = partial(ValueError, "no")
         make = partial(FaultyEnv, at, error=no, length=5, on_reset=on_reset)
         errors = 0
-        with Collector(make, None, frames_per_batch=1, replay_buffer=memory, seed=0) as c:
+        with Collector(
+            make, None, frames_per_batch=1, replay_buffer=memory, seed=0
+        ) as c:
             for _ in range(20):
                 try:
                     c.next()
@@ -237,7 +254,10 @@ def test_after_an_error_rows_go_on(fails, generic):
                     errors += 1
             stats = c.stats()
         assert errors
-        assert stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+        assert (
+            stats.executed
+            == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+        )
         return memory[:], (stats.frames, stats.executed, stats.discarded, errors)
 
     found = run()
@@ -280,7 +300,9 @@ def test_ctrl_c_after_a_row_loses_nothing():
             return super().step(action)
 
     memory = ReplayMemory(100)
-    with Collector(lambda: Interrupting(50), None, frames_per_batch=1, replay_buffer=memory) as c:
+    with Collector(
+        lambda: Interrupting(50), None, frames_per_batch=1, replay_buffer=memory
+    ) as c:
         iterator = iter(c)
         for _ in range(3):
             next(iterator)
@@ -310,7 +332,9 @@ def test_a_saved_run_goes_on_with_the_rows_of_its_twin(case):
         assert c.load_state_dict(state, trust=True).exact
         for _ in range(60):
             c.next()
-    assert_equal(twin[len(twin) - len(resumed) :].exclude("index"), resumed[:].exclude("index"))
+    assert_equal(
+        twin[len(twin) - len(resumed) :].exclude("index"), resumed[:].exclude("index")
+    )
 
 
 def test_ids_of_two_collectors_do_not_make_their_rows_one_episode():
@@ -318,7 +342,9 @@ def test_ids_of_two_collectors_do_not_make_their_rows_one_episode():
     make = partial(CountingEnv, 50)
     with (
         Collector(make, None, frames_per_batch=1, replay_buffer=memory, seed=0) as one,
-        Collector(make, None, frames_per_batch=1, replay_buffer=memory, seed=0) as other,
+        Collector(
+            make, None, frames_per_batch=1, replay_buffer=memory, seed=0
+        ) as other,
     ):
         for _ in range(4):
             one.next()

@@ -46,7 +46,9 @@ class Uneven(TorchCartPole):
         return obs, (last * sizes).sum(1), terminated, truncated, info
 
 
-def make(B: int = 5, mode: AutoresetMode = AutoresetMode.SAME_STEP) -> Callable[[], Any]:
+def make(
+    B: int = 5, mode: AutoresetMode = AutoresetMode.SAME_STEP
+) -> Callable[[], Any]:
     return partial(Uneven, B, autoreset=mode, max_steps=23)
 
 
@@ -77,7 +79,14 @@ def assert_same_records(here: Collector, there: Collector) -> None:
         assert a.dtype == b.dtype
         assert a.tobytes() == b.tobytes()
     stats, others = here.stats(), there.stats()
-    for name in ("frames", "executed", "discarded", "episodes", "return_mean", "length_mean"):
+    for name in (
+        "frames",
+        "executed",
+        "discarded",
+        "episodes",
+        "return_mean",
+        "length_mean",
+    ):
         assert getattr(stats, name) == getattr(others, name), name
     assert stats.completed == others.completed
     for collector in (here, there):
@@ -95,7 +104,12 @@ def counting(obs: torch.Tensor, state: torch.Tensor | None) -> Any:
 
 POLICY = pytest.mark.parametrize(
     "policy",
-    [lambda: None, lambda: tilt, lambda: counting, lambda: policies.deterministic(nn.Linear(4, 2))],
+    [
+        lambda: None,
+        lambda: tilt,
+        lambda: counting,
+        lambda: policies.deterministic(nn.Linear(4, 2)),
+    ],
     ids=["random", "function", "recurrent", "head"],
 )
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -195,7 +209,12 @@ def test_into_a_replay_memory(rows):
     memories = [ReplayMemory(500, seed=1) for _ in range(2)]
     collectors = [
         Collector(
-            envs, tilt, frames_per_batch=5 * rows, seed=3, replay_buffer=memory, total_frames=900
+            envs,
+            tilt,
+            frames_per_batch=5 * rows,
+            seed=3,
+            replay_buffer=memory,
+            total_frames=900,
         )
         for envs, memory in zip((make(), on_device(make())), memories, strict=True)
     ]
@@ -243,7 +262,15 @@ def waits_of(
 
 NEVER_WAIT = {
     name: OPTIONS[name]
-    for name in ("plain", "one row", "limit", "ids hidden", "versions", "unchecked", "marked ends")
+    for name in (
+        "plain",
+        "one row",
+        "limit",
+        "ids hidden",
+        "versions",
+        "unchecked",
+        "marked ends",
+    )
 }
 
 
@@ -316,7 +343,9 @@ def test_records_that_arrive_late_are_waited_for_where_they_are_used_or_overwrit
     with Collector(on_device(make()), frames_per_batch=100) as collector:
         group = collector._engine.groups[0]
     columns = lane_columns(group.env.spec, [], group.options)
-    lanes = [Slot(Layout(20, 5, columns), torch.device("cpu")).lanes[0] for _ in range(2)]
+    lanes = [
+        Slot(Layout(20, 5, columns), torch.device("cpu")).lanes[0] for _ in range(2)
+    ]
     rows = [device_rows(lane, group.env.spec) for lane in lanes]
     there = OnDevice(
         TrajectoryClock(np.arange(5), 5),
@@ -337,7 +366,9 @@ def test_records_that_arrive_late_are_waited_for_where_they_are_used_or_overwrit
         there.prepare(rows[number % 2])
         there.compute(rows[number % 2])
         pending.append(there.send(rows[number % 2]))
-        reward, terminated, truncated, done = (column.numpy() for column in clock_rows[:4])
+        reward, terminated, truncated, done = (
+            column.numpy() for column in clock_rows[:4]
+        )
         expected.append(clock.advance(reward, terminated, truncated, done))
         assert len(waits) == max(0, number - 1)
     assert all(episodes.would_wait for episodes in pending)
@@ -383,7 +414,9 @@ def test_a_bad_reward_is_noticed_in_the_next_batch(groups):
     with Collector(envs, tilt, frames_per_batch=frames, seed=3) as there:
         there.next()
         there.next()  # rows 20 to 39
-        with pytest.raises(BadEnvOutput, match=r"\[2\].step \(row 7 of the last rollout\)") as info:
+        with pytest.raises(
+            BadEnvOutput, match=r"\[2\].step \(row 7 of the last rollout\)"
+        ) as info:
             there.next()
         assert "reward is nan" in str(info.value)
         assert_accounted(there)
@@ -401,7 +434,9 @@ def test_a_bad_reward_is_noticed_in_the_next_batch(groups):
 
 
 def test_a_bad_reward_of_the_last_batch_is_noticed_at_the_end():
-    with Collector(bad_at(27), tilt, frames_per_batch=100, total_frames=200, seed=3) as there:
+    with Collector(
+        bad_at(27), tilt, frames_per_batch=100, total_frames=200, seed=3
+    ) as there:
         got = []
         with pytest.raises(BadEnvOutput, match="reward is nan"):
             got.extend(there)
@@ -410,7 +445,9 @@ def test_a_bad_reward_of_the_last_batch_is_noticed_at_the_end():
 
 
 def test_with_full_checks_a_bad_reward_is_in_no_batch():
-    with Collector(bad_at(27), tilt, frames_per_batch=100, seed=3, validate="full") as there:
+    with Collector(
+        bad_at(27), tilt, frames_per_batch=100, seed=3, validate="full"
+    ) as there:
         there.next()
         with pytest.raises(BadEnvOutput, match=r"\[2\].step \(row 7 of the batch\)"):
             there.next()
@@ -420,7 +457,9 @@ def test_with_full_checks_a_bad_reward_is_in_no_batch():
 
 
 def test_without_checks_a_bad_reward_is_in_the_record_of_its_episode_only():
-    here = Collector(bad_at(27).args[0], tilt, frames_per_batch=100, seed=3, validate="off")
+    here = Collector(
+        bad_at(27).args[0], tilt, frames_per_batch=100, seed=3, validate="off"
+    )
     there = Collector(bad_at(27), tilt, frames_per_batch=100, seed=3, validate="off")
     bad = 0
     with here, there:
@@ -510,7 +549,9 @@ def test_beyond_the_limit_batches_on_a_device_are_copies():
 
 
 def test_what_a_user_writes_into_a_batch_is_in_no_other():
-    here, there = both(make(), lambda: tilt, max_frames_per_traj=11, track_policy_version=True)
+    here, there = both(
+        make(), lambda: tilt, max_frames_per_traj=11, track_policy_version=True
+    )
     with here, there:
         for _ in range(4):
             expected, batch = here.next(), there.next()

@@ -25,7 +25,9 @@ CUT = {"max_frames_per_traj": 3}
 
 def vector(make: Any = OneWayChain, num_envs: int = 3, wrap: Any = None) -> Any:
     """A factory of ``DummyVecEnv`` in ``wrap``, behind the adapter."""
-    return lambda: Sb3VectorEnv((wrap or (lambda env: env))(sb3.DummyVecEnv([make] * num_envs)))
+    return lambda: Sb3VectorEnv(
+        (wrap or (lambda env: env))(sb3.DummyVecEnv([make] * num_envs))
+    )
 
 
 class Strange(sb3.VecEnvWrapper):
@@ -58,7 +60,9 @@ class TestCartPoleInWrappers(EnvContract):
 
 
 @pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
-@pytest.mark.parametrize("env", [OneWayChain, DictChain, TupleChain], ids=["box", "dict", "tuple"])
+@pytest.mark.parametrize(
+    "env", [OneWayChain, DictChain, TupleChain], ids=["box", "dict", "tuple"]
+)
 def test_the_transitions_are_those_of_the_single_environments(env, cut):
     options = {"frames_per_batch": 90, "seed": 0, "batches": 2, **cut}
     alone = collect(env, num_envs=3, **options)
@@ -78,7 +82,10 @@ def test_subprocesses(cut):
 def test_stacked_frames_begin_empty_wherever_an_episode_begins(cut):
     options = {"frames_per_batch": 90, "seed": 0, "batches": 2, **cut}
     wrap = partial(sb3.VecFrameStack, n_stack=3)
-    assert_same(collect(vector(wrap=wrap), **options), collect(StackedChain, num_envs=3, **options))
+    assert_same(
+        collect(vector(wrap=wrap), **options),
+        collect(StackedChain, num_envs=3, **options),
+    )
 
 
 @pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
@@ -128,7 +135,9 @@ def test_stacks_of_dicts_and_transposed_images(cut):
     options = {"frames_per_batch": 60, "seed": 0, **cut}
     got = collect(vector(Images, 2, sb3.VecTransposeImage), **options)
     assert_same(got, collect(Transposed, num_envs=2, **options))
-    stacked = collect(vector(DictChain, 2, partial(sb3.VecFrameStack, n_stack=3)), **options)
+    stacked = collect(
+        vector(DictChain, 2, partial(sb3.VecFrameStack, n_stack=3)), **options
+    )
     assert torch.equal(
         stacked["chain"], collect(StackedChain, num_envs=2, **options)["observation"]
     )
@@ -171,7 +180,11 @@ def test_a_masked_reset_leaves_stacks_that_were_returned_alone():
     stepped = env.step(np.zeros(3, np.int64))[0]
     env.reset(options={"reset_mask": np.array([True, False, True])})
     assert stepped.tolist() == [[9, 0, 9, 1]] * 3
-    assert env.step(np.zeros(3, np.int64))[0].tolist() == [[9, 0, 9, 1], [9, 1, 9, 2], [9, 0, 9, 1]]
+    assert env.step(np.zeros(3, np.int64))[0].tolist() == [
+        [9, 0, 9, 1],
+        [9, 1, 9, 2],
+        [9, 0, 9, 1],
+    ]
 
 
 def test_monitors_count_anew_after_a_masked_reset():
@@ -226,7 +239,8 @@ def test_normalized_observations_have_the_dtype_and_bounds_that_they_have():
         assert batch["next", "observation"].min() < 0
         ends = batch["next", "done"][:, :-1, 0]
         assert torch.equal(
-            batch["next", "observation"][:, :-1][~ends], batch["observation"][:, 1:][~ends]
+            batch["next", "observation"][:, :-1][~ends],
+            batch["observation"][:, 1:][~ends],
         ), "the policy acts on what the batch shows"
     plain = vector(Wide, wrap=lambda env: sb3.VecNormalize(env, norm_obs=False))()
     assert plain.single_observation_space == spaces.Box(0, 6, (2,), np.float64)
@@ -237,7 +251,9 @@ def test_normalized_dicts_change_the_keys_that_are_normalized():
     space = vector(DictChain, wrap=wrap)().single_observation_space
     assert space["t"] == spaces.Box(-4, 4, (1,))
     assert space["chain"] == OneWayChain().observation_space
-    batch = collect(vector(DictChain, wrap=wrap), frames_per_batch=60, validate="full", **CUT)
+    batch = collect(
+        vector(DictChain, wrap=wrap), frames_per_batch=60, validate="full", **CUT
+    )
     assert batch["next", "t"].min() < 0
 
 
@@ -254,7 +270,8 @@ def test_wrappers_of_others_are_taken_as_long_as_nothing_is_reset_alone():
 def test_wrappers_of_others_cannot_be_reset_alone():
     env = vector(wrap=lambda env: sb3.VecMonitor(Strange(env)))()
     with pytest.raises(
-        UnsupportedEnv, match=r"VecMonitor: environments \[1\].*what Strange keeps.*TimeLimit"
+        UnsupportedEnv,
+        match=r"VecMonitor: environments \[1\].*what Strange keeps.*TimeLimit",
     ):
         env.reset(options={"reset_mask": np.array([False, True, False])})
     with pytest.raises(MusterError, match="Strange keeps"):
@@ -271,7 +288,9 @@ def test_vector_environments_of_others_may_not_tell_the_last_observation():
             return *values, infos
 
     batch = collect(lambda: Sb3VectorEnv(Silent([counting(2)] * 2)), frames_per_batch=8)
-    assert column(batch, "collector", "next_obs_valid") == [[True, False, True, False]] * 2
+    assert (
+        column(batch, "collector", "next_obs_valid") == [[True, False, True, False]] * 2
+    )
     assert column(batch, "next", "terminated") == [[False, True, False, True]] * 2
 
 
@@ -282,7 +301,13 @@ def test_sb3_environments_are_recognised_wrapped_or_not():
     env = sb3.DummyVecEnv([CountingEnv])
     assert takes(env)
     assert takes(Strange(env))
-    others = [CountingEnv(), sb3.DummyVecEnv, Sb3VectorEnv(env), SimpleNamespace(num_envs=2), None]
+    others = [
+        CountingEnv(),
+        sb3.DummyVecEnv,
+        Sb3VectorEnv(env),
+        SimpleNamespace(num_envs=2),
+        None,
+    ]
     assert not any(map(takes, others))
 
 
@@ -290,5 +315,7 @@ def test_only_one_makes_a_batch():
     envs = [sb3.DummyVecEnv([CountingEnv] * 3) for _ in range(2)]
     batch = adapt(envs[:1], None)
     assert (batch.spec.num_envs, batch.spec.final_obs_certain) == (3, True)
-    with pytest.raises(BadOption, match="num_envs=2 was given, but DummyVecEnv is a batch"):
+    with pytest.raises(
+        BadOption, match="num_envs=2 was given, but DummyVecEnv is a batch"
+    ):
         adapt(envs, None)

@@ -28,7 +28,9 @@ def test_where_the_bare_loop_more_than_doubles_as_much_more_is_allowed():
     assert allowed == pytest.approx(3.3)
 
 
-@pytest.mark.parametrize(("costs", "within"), [((1.0, 2.19), True), ((1.0, 2.21), False)])
+@pytest.mark.parametrize(
+    ("costs", "within"), [((1.0, 2.19), True), ((1.0, 2.21), False)]
+)
 def test_a_doubling_beyond_the_limit_is_a_cliff(costs, within):
     points = [point(x, cost) for x, cost in zip((1, 2), costs, strict=True)]
     assert judged(CURVES["envs"], {"points": points})["within"] is within
@@ -55,7 +57,9 @@ def test_sizes_double_up_to_the_last():
 def test_the_least_time_of_all_rounds_counts_or_the_mean_of_work_ahead():
     for ahead, cost in ((False, 3e6), (True, 4e6)):
         times = iter([0.0, 1.0] * 3 + [0.0, 5.0, 0.0, 3.0, 0.0, 4.0])
-        subject = Subject(1, lambda: None, 2, clock=lambda times=times: next(times), ahead=ahead)
+        subject = Subject(
+            1, lambda: None, 2, clock=lambda times=times: next(times), ahead=ahead
+        )
         assert measure([subject], rounds=3, seconds=0.0) == [
             {"x": 1, "cost_us": cost, "us_per_frame": cost / 2}
         ]

@@ -27,10 +27,24 @@ def test_kinds_of_tests(test: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("processes", range(1, 9))
-def test_every_kind_has_a_process_and_those_that_count_are_apart_from_nodes(processes: int) -> None:
+def test_every_kind_has_a_process_and_those_that_count_are_apart_from_nodes(
+    processes: int,
+) -> None:
     kinds = [kinds_for(number, processes) for number in range(processes)]
-    assert {kind for each in kinds for kind in each} == {"counts", "nodes", "ray", "any"}
+    assert {kind for each in kinds for kind in each} == {
+        "counts",
+        "nodes",
+        "ray",
+        "any",
+    }
     assert all("any" in each for each in kinds)
     if processes > 1:
-        assert not any("counts" in each and {"nodes", "ray"} & {*each} for each in kinds)
-    assert kinds_for(processes, processes) == ["counts", "nodes", "ray", "any"]  # replaces another
+        assert not any(
+            "counts" in each and {"nodes", "ray"} & {*each} for each in kinds
+        )
+    assert kinds_for(processes, processes) == [
+        "counts",
+        "nodes",
+        "ray",
+        "any",
+    ]  # replaces another

@@ -87,7 +87,9 @@ def playing(address: str, env: Any, **options: Any) -> Iterator[Client]:
 @contextmanager
 def serving(policy: Any = None, **options: Any) -> Iterator[Any]:
     """A server, and at its end the check that every frame is accounted for and no thread is left."""
-    server = muster.serve(policy, **{**SPACES, "frames_per_batch": 6, "seed": 3, **options})
+    server = muster.serve(
+        policy, **{**SPACES, "frames_per_batch": 6, "seed": 3, **options}
+    )
     try:
         yield server
     finally:
@@ -159,7 +161,10 @@ def test_steps_of_a_client_equal_those_of_the_environment(extra):
     policy = policies.categorical(torch.nn.Linear(2, 2))
     options = {"frames_per_batch": 10, "total_frames": 30, "seed": 5}
     whole = {"trajs_per_batch": 2} if "trajs_per_batch" in extra else {}
-    with serving(policy, **options, **extra) as server, playing(server.address, CountingEnv(3)):
+    with (
+        serving(policy, **options, **extra) as server,
+        playing(server.address, CountingEnv(3)),
+    ):
         got = list(server)
         assert server.stats().frames == 30 if not whole else server.stats().frames <= 30
     with Collector(counting(3), policy, **options, **whole) as collector:
@@ -174,7 +179,9 @@ def test_random_actions_are_those_of_a_collector_with_this_seed():
         playing(server.address, CountingEnv(3)),
     ):
         (got,) = server
-    with Collector(counting(3), None, frames_per_batch=20, total_frames=20, seed=3) as collector:
+    with Collector(
+        counting(3), None, frames_per_batch=20, total_frames=20, seed=3
+    ) as collector:
         (expected,) = collector
     assert got["action"].tolist() == expected["action"].tolist()
 
@@ -185,7 +192,8 @@ def test_clients_can_send_action_masks(joint, head):
     action = spaces.MultiDiscrete([2, 3])
     shape = (2, 3) if joint else (5,)
     space = spaces.Dict(
-        action_mask=spaces.MultiBinary(shape), position=spaces.Box(0, 9, (2,), np.float32)
+        action_mask=spaces.MultiBinary(shape),
+        position=spaces.Box(0, 9, (2,), np.float32),
     )
     wire = WireFormat(observation_codec(space), "observation")
     policy = policies.categorical(torch.nn.Linear(2, 5)) if head else None
@@ -214,7 +222,10 @@ def test_clients_can_send_action_masks(joint, head):
         "total_frames": 40,
     }
     decode = partial(struct.unpack, "<2q")
-    with serving(policy, **options) as server, playing(server.address, Masked(3), decode=decode):
+    with (
+        serving(policy, **options) as server,
+        playing(server.address, Masked(3), decode=decode),
+    ):
         (batch,) = server
     first, second = batch["action"].unbind(-1)
     flat = batch["action_mask"].flatten(1)
@@ -227,7 +238,9 @@ def test_clients_can_send_action_masks(joint, head):
 def test_parts_of_observations_and_actions_keep_their_values():
     space = spaces.Dict(
         image=spaces.Box(0, 255, (2, 3), np.uint8),
-        place=spaces.Tuple([spaces.Discrete(4, start=2), spaces.Box(-1, 1, (2,), np.float64)]),
+        place=spaces.Tuple(
+            [spaces.Discrete(4, start=2), spaces.Box(-1, 1, (2,), np.float64)]
+        ),
         switches=spaces.Box(0, 1, (3,), np.bool_),
         kinds=spaces.MultiDiscrete([3, 2]),
     )
@@ -270,7 +283,9 @@ def test_published_weights_act():
         with torch.no_grad():
             policy.net.weight.copy_(torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
         server.update_policy_weights_()
-        batches = [server.next() for _ in range(4)]  # at most two rollouts were requested before
+        batches = [
+            server.next() for _ in range(4)
+        ]  # at most two rollouts were requested before
     assert batches[-1]["action"].tolist() == [1] * 6
     assert set(batches[-1]["collector", "policy_version"].tolist()) == {1}
 
@@ -283,7 +298,14 @@ def check_cut(batch: Any) -> None:
     assert column(batch, "observation")[:3] == [[3, 0], [3, 1], [3, 2]]
     assert column(batch, "next", "observation")[:3] == [[3, 1], [3, 2], [3, 2]]
     assert column(batch, "next", "reward")[:3] == [1, 2, 0]
-    assert column(batch, "next", "truncated") == [False, False, True, False, False, True]
+    assert column(batch, "next", "truncated") == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
     assert not batch["next", "terminated"].any()
     assert batch[KNOWN].tolist() == [True, True, False, True, True, True]
     assert column(batch, "observation")[3:] == [[3, 0], [3, 1], [3, 2]]
@@ -291,7 +313,9 @@ def check_cut(batch: Any) -> None:
     assert ids[0] == ids[1] == ids[2] != ids[3] == ids[4] == ids[5]
 
 
-@pytest.mark.parametrize("how", ["hangs up", "closes", "resets", "is slow", "breaks the protocol"])
+@pytest.mark.parametrize(
+    "how", ["hangs up", "closes", "resets", "is slow", "breaks the protocol"]
+)
 def test_a_lost_client_truncates_its_episode(how, connected):
     with serving(timeouts={"step": 0.3} if how == "is slow" else None) as server:
         batch, client = request(server), connected(server.address)
@@ -307,7 +331,12 @@ def test_a_lost_client_truncates_its_episode(how, connected):
         elif how == "breaks the protocol":
             with pytest.raises(ConnectionError, match="reward is 'much'"):
                 client.ask(
-                    {"type": "step", "reward": "much", "terminated": False, "truncated": False},
+                    {
+                        "type": "step",
+                        "reward": "much",
+                        "terminated": False,
+                        "truncated": False,
+                    },
                     obs(3),
                 )
             reasons = {"bad_message": 1}
@@ -338,7 +367,10 @@ def test_a_client_that_leaves_between_episodes_truncates_nothing(connected):
 
 
 def test_the_server_ends_an_episode_and_the_client_begins_another():
-    with serving(max_frames_per_traj=2) as server, playing(server.address, CountingEnv(5)):
+    with (
+        serving(max_frames_per_traj=2) as server,
+        playing(server.address, CountingEnv(5)),
+    ):
         batch = server.next()
     assert column(batch, "observation") == [[5, 0], [5, 1]] * 3
     assert column(batch, "next", "observation") == [[5, 1], [5, 2]] * 3
@@ -401,12 +433,22 @@ def test_clients_that_cannot_play_are_refused_and_others_play_on():
             {"type": "hello", "protocol": 1, "token": "secret of yours"},
             {"type": "hello", "protocol": 1, "token": ["secret of mine"]},
             {"type": "hello", "protocol": 2, "token": "secret of mine"},
-            {"type": "hello", "protocol": 1, "token": "secret of mine", "observation": description},
+            {
+                "type": "hello",
+                "protocol": 1,
+                "token": "secret of mine",
+                "observation": description,
+            },
             {"type": "step", "token": "secret of mine"},
         ):
             error_of(server.address, wrong)
         wait_until(lambda: server.lost.total() == 6)
-        assert server.lost == {"bad_token": 3, "bad_protocol": 1, "bad_spaces": 1, "bad_message": 1}
+        assert server.lost == {
+            "bad_token": 3,
+            "bad_protocol": 1,
+            "bad_spaces": 1,
+            "bad_message": 1,
+        }
         action: bytes | None = client.reset(obs(0))
         for t in (1, 2, 3, 4, 5, 6):
             assert action is not None
@@ -419,7 +461,9 @@ def test_a_client_too_many_is_told_so(monkeypatch, connected):
     monkeypatch.setattr("muster.serving.clients.HANDSHAKE_S", 0.2)
     with serving() as server:
         client = connected(server.address)
-        with pytest.raises(ConnectionError, match="1 clients are connected, which is the maximum"):
+        with pytest.raises(
+            ConnectionError, match="1 clients are connected, which is the maximum"
+        ):
             connected(server.address)
         hang_up(client)
 
@@ -463,7 +507,9 @@ def test_clients_that_wait_for_a_place_are_limited_and_the_others_are_told_at_on
         waiting = threading.Thread(target=wait)
         waiting.start()
         wait_until(lambda: server._clients._waiting == 1)
-        with pytest.raises(ConnectionError, match="1 clients are connected, which is the maximum"):
+        with pytest.raises(
+            ConnectionError, match="1 clients are connected, which is the maximum"
+        ):
             connected(server.address)
         hang_up(client)
         request(server)  # environments hear of lost clients while they are stepped
@@ -474,23 +520,43 @@ def test_clients_that_wait_for_a_place_are_limited_and_the_others_are_told_at_on
 
 
 BAD_STEPS: dict[str, Any] = {
-    "an unknown type": ({"type": "jump"}, b"", "type 'jump', expected reset or step or close"),
+    "an unknown type": (
+        {"type": "jump"},
+        b"",
+        "type 'jump', expected reset or step or close",
+    ),
     "no object": ([1], b"", "type None"),
-    "too few values": ({"type": "step"}, b"1234", "step has 4 bytes of values, expected 8"),
+    "too few values": (
+        {"type": "step"},
+        b"1234",
+        "step has 4 bytes of values, expected 8",
+    ),
     "too many values": ({"type": "step"}, bytes(9), "9 of values"),
-    "an infinite value": ({"type": "step"}, struct.pack("<2f", 1, float("inf")), "not finite"),
+    "an infinite value": (
+        {"type": "step"},
+        struct.pack("<2f", 1, float("inf")),
+        "not finite",
+    ),
     "no reward": (
         {"type": "step", "terminated": False, "truncated": False},
         obs(1),
         "reward is None",
     ),
-    "a huge reward": ({"type": "step", "reward": 1e300}, obs(1), "expected a finite number"),
+    "a huge reward": (
+        {"type": "step", "reward": 1e300},
+        obs(1),
+        "expected a finite number",
+    ),
     "an undefined reward": (
         {"type": "step", "reward": float("nan")},
         obs(1),
         "expected a finite number",
     ),
-    "a true reward": ({"type": "step", "reward": True}, obs(1), "expected a finite number"),
+    "a true reward": (
+        {"type": "step", "reward": True},
+        obs(1),
+        "expected a finite number",
+    ),
     "no flag": (
         {"type": "step", "reward": 1, "terminated": 0, "truncated": False},
         obs(1),
@@ -518,7 +584,9 @@ def test_a_bad_message_is_answered_and_ends_that_client_only(connected):
 
 
 def assert_reward_is_time(batch: Any) -> None:
-    assert torch.equal(batch["next", "reward"].squeeze(-1), batch["next", "observation"][:, 1])
+    assert torch.equal(
+        batch["next", "reward"].squeeze(-1), batch["next", "observation"][:, 1]
+    )
 
 
 def test_integers_out_of_the_space_are_refused():
@@ -646,14 +714,19 @@ def test_options_that_clients_decide_are_refused():
         pytest.raises(BadOption, match="cannot listen"),
     ):
         muster.serve(
-            None, **SPACES, frames_per_batch=4, address=f"127.0.0.1:{taken.getsockname()[1]}"
+            None,
+            **SPACES,
+            frames_per_batch=4,
+            address=f"127.0.0.1:{taken.getsockname()[1]}",
         )
 
 
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_the_command_records_what_a_client_in_plain_python_plays(tmp_path, capsys, monkeypatch):
+def test_the_command_records_what_a_client_in_plain_python_plays(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("MUSTER_SERVE_TOKEN", "of this test")
     address, ended = f"127.0.0.1:{free_port()}", []
 
@@ -661,7 +734,9 @@ def test_the_command_records_what_a_client_in_plain_python_plays(tmp_path, capsy
         wait_until(lambda: not refuses_tcp(address))
         program = [sys.executable, "-I", str(Path(serve_client.__file__)), address]
         ended.append(
-            subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+            subprocess.run(
+                program, capture_output=True, text=True, timeout=60, check=False
+            )
         )
 
     thread = threading.Thread(target=client)
@@ -699,7 +774,8 @@ def test_the_command_records_what_a_client_in_plain_python_plays(tmp_path, capsy
     assert sum(batch.numel() for batch in batches) == 200
     assert {batch["observation"][:, 0].unique().item() for batch in batches} == {5}
     reward, last = (
-        torch.cat([batch["next", key] for batch in batches]) for key in ("reward", "terminated")
+        torch.cat([batch["next", key] for batch in batches])
+        for key in ("reward", "terminated")
     )
     assert torch.equal(reward.bool(), last)
 
@@ -713,9 +789,15 @@ def refuses_tcp(address: str) -> bool:
 
 
 def test_spaces_as_text(capsys):
-    assert parse_space("--obs", "float32:4") == spaces.Box(-np.inf, np.inf, (4,), np.float32)
-    assert parse_space("--obs", "uint8:8,8,3") == spaces.Box(0, 255, (8, 8, 3), np.uint8)
-    assert parse_space("--obs", "int64:2") == spaces.Box(-(2**63), 2**63 - 1, (2,), np.int64)
+    assert parse_space("--obs", "float32:4") == spaces.Box(
+        -np.inf, np.inf, (4,), np.float32
+    )
+    assert parse_space("--obs", "uint8:8,8,3") == spaces.Box(
+        0, 255, (8, 8, 3), np.uint8
+    )
+    assert parse_space("--obs", "int64:2") == spaces.Box(
+        -(2**63), 2**63 - 1, (2,), np.int64
+    )
     assert parse_space("--act", "float32:2:-1:1") == spaces.Box(-1, 1, (2,), np.float32)
     assert parse_space("--act", "multidiscrete:3,2") == spaces.MultiDiscrete([3, 2])
     assert parse_space("--act", "multibinary:4") == spaces.MultiBinary([4])
@@ -739,4 +821,8 @@ def test_spaces_as_text(capsys):
 def test_the_client_needs_no_more_than_sixty_lines_and_the_standard_library():
     lines = Path(serve_client.__file__).read_text().splitlines()
     assert len(lines) <= 60
-    assert not [line for line in lines if line.startswith(("import ", "from ")) and "numpy" in line]
+    assert not [
+        line
+        for line in lines
+        if line.startswith(("import ", "from ")) and "numpy" in line
+    ]

@@ -167,7 +167,8 @@ def test_only_the_creator_allocates(arena):
 def test_more_than_there_is_says_how_much_was_wanted_and_leaves_the_arena_usable(arena):
     arena.allocate(PAGE)
     with pytest.raises(
-        SlotsExhausted, match=f"4,503,.* more bytes .* {PAGE:,} in use: about .* available"
+        SlotsExhausted,
+        match=f"4,503,.* more bytes .* {PAGE:,} in use: about .* available",
     ):
         arena.allocate(1 << 52)
     assert arena.allocate(PAGE) == PAGE
@@ -181,7 +182,9 @@ def test_a_system_that_refuses_says_so_and_the_arena_stays_usable(arena):
     big = 16 * PAGE
     resource.setrlimit(resource.RLIMIT_FSIZE, (big, hard))
     try:
-        with pytest.raises(SlotsExhausted, match=f"{2 * big:,} more bytes .*File too large"):
+        with pytest.raises(
+            SlotsExhausted, match=f"{2 * big:,} more bytes .*File too large"
+        ):
             arena.allocate(2 * big)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -192,7 +195,8 @@ def test_a_container_s_limit_counts(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.stat").write_text("anon 300000\nfile 500000\nshmem 100000\n")
     files = {
-        f"/sys/fs/cgroup/{name}": str(tmp_path / name) for name in ("memory.max", "memory.stat")
+        f"/sys/fs/cgroup/{name}": str(tmp_path / name)
+        for name in ("memory.max", "memory.stat")
     }
     real = shared.Path
     monkeypatch.setattr(shared, "Path", lambda path: real(files.get(path, path)))

@@ -67,7 +67,9 @@ def test_of_threads(heard: Heard) -> None:
     heard.once("workers 0, 1 of 2", first.set)
     heard.once("worker 1 of 2", second.set)
     factories = [partial(when_set, first), partial(when_set, second)]
-    with MultiSyncCollector(factories, None, frames_per_batch=8, backend="threads") as collector:
+    with MultiSyncCollector(
+        factories, None, frames_per_batch=8, backend="threads"
+    ) as collector:
         assert collector.next().numel() == 8
     assert re.match(
         r"Waiting for workers 0, 1 of 2 to construct environments \(\d+ s so far\)\.$",
@@ -85,8 +87,12 @@ def test_of_processes(heard: Heard, tmp_path: Path) -> None:
 
 def test_of_nodes_that_have_not_joined(heard: Heard) -> None:
     carrier = GatedCarrier(2, 0)
-    heard.once("Waiting for node 1 to join at the memory of this process", carrier.gates[1].set)
-    with QueueCollector([CountingEnv] * 2, None, carrier=carrier, frames_per_batch=8) as collector:
+    heard.once(
+        "Waiting for node 1 to join at the memory of this process", carrier.gates[1].set
+    )
+    with QueueCollector(
+        [CountingEnv] * 2, None, carrier=carrier, frames_per_batch=8
+    ) as collector:
         assert collector.next().numel() == 16
     assert not heard._then
 

@@ -26,7 +26,13 @@ from muster.restore.checkpoint import load, save
 from muster.restore.snapshot import restore, take
 from muster.testing import ChainEnv, CountingEnv, TorchCartPole
 
-CLASSIC = ["CartPole-v1", "Pendulum-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0"]
+CLASSIC = [
+    "CartPole-v1",
+    "Pendulum-v1",
+    "Acrobot-v1",
+    "MountainCar-v0",
+    "MountainCarContinuous-v0",
+]
 MUJOCO = (
     ["HalfCheetah-v5", "Hopper-v5", "Ant-v5", "Humanoid-v5"]
     if importlib.util.find_spec("mujoco")
@@ -217,7 +223,9 @@ def test_windows_are_left_out():
 
 
 def stacked_frames() -> Any:
-    return wrappers.FrameStackObservation(wrappers.RecordEpisodeStatistics(make("CartPole-v1")), 4)
+    return wrappers.FrameStackObservation(
+        wrappers.RecordEpisodeStatistics(make("CartPole-v1")), 4
+    )
 
 
 def normalized() -> Any:
@@ -235,14 +243,17 @@ def vector() -> Any:
 
 
 @pytest.mark.parametrize(
-    "factory", [stacked_frames, normalized, synchronous, vector, ChainEnv, lambda: CountingEnv(9)]
+    "factory",
+    [stacked_frames, normalized, synchronous, vector, ChainEnv, lambda: CountingEnv(9)],
 )
 def test_wrappers_vectors_and_own_environments_go_on(factory):
     assert_goes_on(factory)
 
 
 def test_processes_are_a_reason():
-    env = AsyncVectorEnv([partial(make, "CartPole-v1")], shared_memory=False, context="fork")
+    env = AsyncVectorEnv(
+        [partial(make, "CartPole-v1")], shared_memory=False, context="fork"
+    )
     try:
         snapshot = take(env)
         assert "AsyncVectorEnv.parent_pipes[0]" in snapshot["reason"]
@@ -269,7 +280,9 @@ def test_torchrl_environments_go_on(transformed):
     def factory() -> Any:
         env = envs.GymEnv("Pendulum-v1")
         return (
-            envs.TransformedEnv(env, envs.Compose(envs.StepCounter(20), envs.RewardSum()))
+            envs.TransformedEnv(
+                env, envs.Compose(envs.StepCounter(20), envs.RewardSum())
+            )
             if transformed
             else env
         )
@@ -384,7 +397,9 @@ def restored(**held: Any) -> Holding:
 def test_arrays_that_share_memory_still_do():
     whole = np.arange(12.0).reshape(3, 4)
     fortran = np.asfortranarray(whole)
-    env = restored(row=whole[1, ::-1], whole=whole, fortran=fortran, column=fortran[1:, 2])
+    env = restored(
+        row=whole[1, ::-1], whole=whole, fortran=fortran, column=fortran[1:, 2]
+    )
     env.whole[1] = 7
     env.fortran[:] = 8
     assert env.row.tolist() == [7, 7, 7, 7]
@@ -421,9 +436,14 @@ def test_tensors_and_generators_of_torch_are_plain(tmp_path):
     assert restore(fresh, snapshot, False) is None
     assert fresh.shown[0] is fresh.state
     for _ in range(60):  # several episodes
-        expected, got = (env.step(torch.ones(3, dtype=torch.int64)) for env in (saved, fresh))
+        expected, got = (
+            env.step(torch.ones(3, dtype=torch.int64)) for env in (saved, fresh)
+        )
         assert all(map(torch.equal, expected[:4], got[:4]))
-    assert saved.state.untyped_storage().data_ptr() != fresh.state.untyped_storage().data_ptr()
+    assert (
+        saved.state.untyped_storage().data_ptr()
+        != fresh.state.untyped_storage().data_ptr()
+    )
     assert take(saved)["way"] == take(fresh)["way"] == "plain", "again"
 
 
@@ -444,7 +464,9 @@ def share() -> dict[str, Any]:
 def test_other_tensors_are_not_plain(name):
     env = CountingEnv()
     env.held = share()[name]
-    assert take(env)["way"] == ("none" if name == "a tensor and its array" else "pickle")
+    assert take(env)["way"] == (
+        "none" if name == "a tensor and its array" else "pickle"
+    )
 
 
 def test_one_object_in_two_places_is_one_object_again():
@@ -530,7 +552,9 @@ def test_what_cannot_be_saved_is_named_by_its_path(held, why):
     assert set(snapshot) == {"way", "reason"}
     assert "Holding.parts[1]['deep']" in snapshot["reason"]
     assert why in snapshot["reason"]
-    assert restore(wrappers.TimeLimit(Holding(), 5), snapshot, True) == snapshot["reason"]
+    assert (
+        restore(wrappers.TimeLimit(Holding(), 5), snapshot, True) == snapshot["reason"]
+    )
     getattr(thing, "close", lambda: None)()
 
 
@@ -659,7 +683,9 @@ def test_own_methods_of_an_environment_on_tensors_are_plain_data(tmp_path):
         theirs = other.step(torch.tensor([1, 0, 1]))[:4]
         assert all(map(torch.equal, ours, theirs))
     reason = restore(
-        ForgetsSteps(), take(env) | {"layers": [f"{ForgetsSteps.__module__}.ForgetsSteps"]}, False
+        ForgetsSteps(),
+        take(env) | {"layers": [f"{ForgetsSteps.__module__}.ForgetsSteps"]},
+        False,
     )
     assert "leave its attribute '_steps' out" in str(reason)
 
@@ -720,7 +746,9 @@ def test_other_spaces_are_refused():
     narrow.low[1500] = 0.75
     other = CountingEnv()
     saved.action_space, other.action_space = wide, narrow
-    assert restore(other, take(saved), True) is not None, "bounds differ that no text shows"
+    assert restore(other, take(saved), True) is not None, (
+        "bounds differ that no text shows"
+    )
 
 
 def test_a_pickle_of_another_python_is_refused():
@@ -735,7 +763,12 @@ def test_a_class_that_is_gone_is_a_reason():
 
 
 def test_generators_come_back_with_what_they_spawn():
-    for bits_of in (np.random.PCG64, np.random.MT19937, np.random.SFC64, np.random.Philox):
+    for bits_of in (
+        np.random.PCG64,
+        np.random.MT19937,
+        np.random.SFC64,
+        np.random.Philox,
+    ):
         env, fresh = CountingEnv(), CountingEnv()
         env.rng = np.random.Generator(bits_of(5))
         env.rng.spawn(2), env.rng.integers(3, dtype=np.int32)

@@ -21,7 +21,16 @@ from tests.tools import recorded
 
 WHOLE = {
     dtype: spaces.Box(np.iinfo(dtype).min, np.iinfo(dtype).max, (2,), dtype)
-    for dtype in (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64)
+    for dtype in (
+        np.int8,
+        np.uint8,
+        np.int16,
+        np.uint16,
+        np.int32,
+        np.uint32,
+        np.int64,
+        np.uint64,
+    )
 }
 BOUNDED = [
     *WHOLE.values(),
@@ -46,7 +55,9 @@ UNBOUNDED = [
     spaces.Box(-np.inf, np.inf, (2,), np.int64),
     spaces.Box(1.0, np.inf, (2,), np.float32),
     spaces.Box(-np.inf, -1.0, (2,), np.float64),
-    spaces.Box(np.array([-np.inf, 0, -np.inf, 0], "f"), np.array([np.inf, np.inf, 0, 1], "f")),
+    spaces.Box(
+        np.array([-np.inf, 0, -np.inf, 0], "f"), np.array([np.inf, np.inf, 0, 1], "f")
+    ),
 ]
 COMPOSITE = [
     spaces.Dict(
@@ -59,7 +70,9 @@ COMPOSITE = [
     spaces.Tuple((spaces.Discrete(2), spaces.Box(0, 255, (2, 2), np.uint8))),
     spaces.Dict(
         {
-            "t": spaces.Tuple((spaces.Discrete(2), spaces.Dict({"x": spaces.Box(0, 1, ())}))),
+            "t": spaces.Tuple(
+                (spaces.Discrete(2), spaces.Dict({"x": spaces.Box(0, 1, ())}))
+            ),
             "z": spaces.Discrete(4),
         }
     ),
@@ -108,12 +121,16 @@ def cell(batch: Any, key: tuple[str, ...], index: tuple[int, ...]) -> Any:
     return found
 
 
-def at(batch: Any, space: spaces.Space[Any], path: tuple[str, ...], index: tuple[int, ...]) -> Any:
+def at(
+    batch: Any, space: spaces.Space[Any], path: tuple[str, ...], index: tuple[int, ...]
+) -> Any:
     """The value of ``space`` that the columns under ``path`` hold at ``index``."""
     if isinstance(space, spaces.Dict):
         return {k: at(batch, s, (*path, k), index) for k, s in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
-        return tuple(at(batch, s, (*path, str(i)), index) for i, s in enumerate(space.spaces))
+        return tuple(
+            at(batch, s, (*path, str(i)), index) for i, s in enumerate(space.spaces)
+        )
     value = cell(batch, path, index)
     return space.dtype.type(value) if isinstance(space, spaces.Discrete) else value
 
@@ -142,10 +159,17 @@ def test_observations_are_stored_as_the_environment_returned_them(space, num_env
 @pytest.mark.parametrize("num_envs", [None, 2])
 @pytest.mark.parametrize("space", EVERY, ids=str)
 @pytest.mark.filterwarnings("ignore:.*Casting input x to numpy array")
-def test_random_actions_are_in_the_space_and_stored_as_the_environment_got_them(space, num_envs):
+def test_random_actions_are_in_the_space_and_stored_as_the_environment_got_them(
+    space, num_envs
+):
     make, envs = recorded(lambda: SpaceEnv(spaces.Discrete(2), space))
     with Collector(
-        make, None, num_envs=num_envs, frames_per_batch=6 * (num_envs or 1), seed=0, validate="full"
+        make,
+        None,
+        num_envs=num_envs,
+        frames_per_batch=6 * (num_envs or 1),
+        seed=0,
+        validate="full",
     ) as c:
         batch = c.rollout()
     for b, env in enumerate(envs):
@@ -153,22 +177,32 @@ def test_random_actions_are_in_the_space_and_stored_as_the_environment_got_them(
         for t, action in enumerate(env.actions):
             assert space.contains(action), f"{action!r} is not in {space}"
             assert equal(
-                at(batch, space, ("action",), (t,) if num_envs is None else (b, t)), action
+                at(batch, space, ("action",), (t,) if num_envs is None else (b, t)),
+                action,
             )
 
 
 def test_two_by_two_actions_reach_the_right_environment_and_part():
     space = spaces.Dict(
-        {"a": spaces.Discrete(100), "b": spaces.Tuple((spaces.Discrete(100), spaces.Discrete(100)))}
+        {
+            "a": spaces.Discrete(100),
+            "b": spaces.Tuple((spaces.Discrete(100), spaces.Discrete(100))),
+        }
     )
     make, envs = recorded(lambda: SpaceEnv(spaces.Discrete(2), space))
 
     def policy(obs: torch.Tensor) -> dict[str, Any]:
-        return {"a": torch.tensor([1, 2]), "b": (torch.tensor([3, 4]), torch.tensor([5, 6]))}
+        return {
+            "a": torch.tensor([1, 2]),
+            "b": (torch.tensor([3, 4]), torch.tensor([5, 6])),
+        }
 
     with Collector(make, policy, num_envs=2, frames_per_batch=2) as collector:
         batch = collector.rollout()
-    assert [env.actions for env in envs] == [[{"a": 1, "b": (3, 5)}], [{"a": 2, "b": (4, 6)}]]
+    assert [env.actions for env in envs] == [
+        [{"a": 1, "b": (3, 5)}],
+        [{"a": 2, "b": (4, 6)}],
+    ]
     assert batch["action", "b", "1"].tolist() == [[5], [6]]
 
 
@@ -197,7 +231,9 @@ def chi_square(values: np.ndarray, bins: int) -> float:
 )
 def test_integers_are_uniform_over_the_whole_range(space, bins):
     values = draws(space, 8000).astype(np.int64)
-    assert chi_square(values - values.min(), bins) < 27  # far out for 6 or 7 degrees of freedom
+    assert (
+        chi_square(values - values.min(), bins) < 27
+    )  # far out for 6 or 7 degrees of freedom
 
 
 def test_every_part_of_a_multi_discrete_is_uniform_and_independent():
@@ -208,14 +244,17 @@ def test_every_part_of_a_multi_discrete_is_uniform_and_independent():
 
 
 def test_floats_are_uniform():
-    drawn = draws(spaces.Box(np.array([-1.0, 4.0]), np.array([1.0, 8.0]), dtype=np.float64), 8000)
+    drawn = draws(
+        spaces.Box(np.array([-1.0, 4.0]), np.array([1.0, 8.0]), dtype=np.float64), 8000
+    )
     assert chi_square(((drawn[:, 0] + 1) * 4).astype(int), 8) < 27
     assert chi_square(((drawn[:, 1] - 4) * 2).astype(int), 8) < 27
 
 
 def test_floats_whose_range_overflows_are_uniform_too():
     drawn = draws(
-        spaces.Box(np.finfo(np.float64).min, np.finfo(np.float64).max, (), np.float64), 8000
+        spaces.Box(np.finfo(np.float64).min, np.finfo(np.float64).max, (), np.float64),
+        8000,
     )
     assert np.isfinite(drawn).all()
     assert chi_square((drawn / np.finfo(np.float64).max * 4 + 4).astype(int), 8) < 27
@@ -234,13 +273,17 @@ def test_unbounded_boxes_are_normal_and_one_sided_ones_exponential():
         assert abs(np.mean(shifted > 1) - np.exp(-1)) < 0.015
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, len(EVERY) - 1))
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, len(EVERY) - 1)
+)
 def test_draws_do_not_depend_on_how_they_are_cut(cuts, which):
     codec = action_codec(EVERY[which])
     whole, rng = codec.sample(GroupRng(1), (sum(cuts),)), GroupRng(1)
     parts = [codec.sample(rng, (n,)) for n in cuts]
     for key, drawn in whole.items():
-        assert equal(np.concatenate([part[key] for part in parts]).tolist(), drawn.tolist())
+        assert equal(
+            np.concatenate([part[key] for part in parts]).tolist(), drawn.tolist()
+        )
 
 
 # --- codecs ---------------------------------------------------------------------------------------
@@ -256,7 +299,8 @@ def test_flatten_and_build_are_inverse(space):
 
 
 @pytest.mark.parametrize(
-    "key", ["action", "next", "collector", "done", "terminated", "truncated", "step_count"]
+    "key",
+    ["action", "next", "collector", "done", "terminated", "truncated", "step_count"],
 )
 def test_keys_that_a_batch_needs_are_refused_before_a_step(key):
     space = spaces.Dict({key: spaces.Discrete(2), "other": spaces.Discrete(2)})
@@ -278,7 +322,9 @@ def test_keys_that_become_the_same_are_refused():
 
 
 @pytest.mark.parametrize(
-    "empty", [spaces.Dict({}), spaces.Tuple(()), spaces.Dict({"a": spaces.Tuple(())})], ids=str
+    "empty",
+    [spaces.Dict({}), spaces.Tuple(()), spaces.Dict({"a": spaces.Tuple(())})],
+    ids=str,
 )
 def test_spaces_without_any_part_are_refused(empty):
     with pytest.raises(UnsupportedSpace, match="no part"):

@@ -18,11 +18,15 @@ from muster.errors import BadOption
 from tests.tools import assert_same, collect, counting
 
 
-def batch_of(ids: Any, done: Any = None, valid: Any = None, **columns: Any) -> TensorDict:
+def batch_of(
+    ids: Any, done: Any = None, valid: Any = None, **columns: Any
+) -> TensorDict:
     """A batch in the shape of ``ids``; its column "row" numbers the rows from 1."""
     ids = torch.as_tensor(ids)
     done = (
-        torch.zeros(ids.shape, dtype=torch.bool) if done is None else torch.as_tensor(done).bool()
+        torch.zeros(ids.shape, dtype=torch.bool)
+        if done is None
+        else torch.as_tensor(done).bool()
     )
     entries = {
         "row": 1 + torch.arange(ids.numel()).reshape(ids.shape),
@@ -30,7 +34,9 @@ def batch_of(ids: Any, done: Any = None, valid: Any = None, **columns: Any) -> T
         "collector": {"traj_ids": ids}
         | ({} if valid is None else {"valid": torch.as_tensor(valid).bool()}),
     }
-    return TensorDict(entries | columns, ids.shape, names=[*[None] * (ids.ndim - 1), "time"])
+    return TensorDict(
+        entries | columns, ids.shape, names=[*[None] * (ids.ndim - 1), "time"]
+    )
 
 
 def by_hand(batch: TensorDict) -> list[list[int]]:
@@ -57,7 +63,11 @@ def batches(draw):
     shape = (*draw(st.sampled_from([(), (1,), (3,), (2, 2)])), draw(st.integers(1, 7)))
     column = lambda values: np.array(  # noqa: E731
         draw(
-            st.lists(st.sampled_from(values), min_size=math.prod(shape), max_size=math.prod(shape))
+            st.lists(
+                st.sampled_from(values),
+                min_size=math.prod(shape),
+                max_size=math.prod(shape),
+            )
         )
     ).reshape(shape)
     valid = column([0, 1, 1]) if draw(st.booleans()) else None
@@ -81,7 +91,8 @@ def test_lines_equal_cutting_by_hand(batch, pad_id):
     ]
     ids = batch["collector", "traj_ids"].flatten()
     assert got["collector", "traj_ids"].tolist() == [
-        [int(ids[row - 1]) for row in line] + [pad_id] * (longest - len(line)) for line in lines
+        [int(ids[row - 1]) for row in line] + [pad_id] * (longest - len(line))
+        for line in lines
     ]
 
 
@@ -91,7 +102,9 @@ def test_a_repeated_id_gives_two_lines():
 
 
 def test_the_result_is_a_copy_and_the_batch_is_not_changed():
-    with Collector(counting(3), None, num_envs=2, frames_per_batch=8, seed=0) as collector:
+    with Collector(
+        counting(3), None, num_envs=2, frames_per_batch=8, seed=0
+    ) as collector:
         batch = collector.rollout()
         before = batch.clone()
         split = split_trajectories(batch)
@@ -112,7 +125,11 @@ def test_objects_are_padded_with_none():
         same="x",
     )
     got = split_trajectories(batch)
-    assert got.get("text").tolist() == [["00", "01", None], ["02", None, None], ["10", "11", "12"]]
+    assert got.get("text").tolist() == [
+        ["00", "01", None],
+        ["02", None, None],
+        ["10", "11", "12"],
+    ]
     assert got.get(("inner", "lists")).tolist()[0] == [[0, 0], [0, 1], None]
     assert got.get("same").tolist()[1] == ["x", None, None]
     assert batch.get("text").tolist() == words
@@ -144,8 +161,13 @@ def test_without_an_end_column_ids_decide():
 
 
 def test_the_column_of_ends_may_be_another():
-    batch = batch_of([0, 0, 0], agents={"end": torch.tensor([[0, 0], [0, 1], [0, 0]]).bool()})
-    assert split_trajectories(batch, done_key=("agents", "end"))["row"].tolist() == [[1, 2], [3, 0]]
+    batch = batch_of(
+        [0, 0, 0], agents={"end": torch.tensor([[0, 0], [0, 1], [0, 0]]).bool()}
+    )
+    assert split_trajectories(batch, done_key=("agents", "end"))["row"].tolist() == [
+        [1, 2],
+        [3, 0],
+    ]
 
 
 def test_a_batch_without_trajectory_ids_is_refused():
@@ -159,6 +181,9 @@ def test_a_batch_without_trajectory_ids_is_refused():
 def test_lines_equal_torchrls():
     utils = pytest.importorskip("torchrl.collectors.utils")
     batch = collect([counting(2), counting(5)], None, frames_per_batch=18, seed=0)
-    expected, got = utils.split_trajectories(batch.clone()), split_trajectories(batch, pad_id=0)
+    expected, got = (
+        utils.split_trajectories(batch.clone()),
+        split_trajectories(batch, pad_id=0),
+    )
     assert_same(expected, got)
     assert expected.shape == got.shape

@@ -37,7 +37,9 @@ def test_an_env_id_that_imports_a_module(tmp_path, monkeypatch):
         "gymnasium.register('MusterCounting-v0', 'muster.testing:CountingEnv', kwargs={'length': 2})\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with Collector("muster_test_ids:MusterCounting-v0", None, frames_per_batch=3) as collector:
+    with Collector(
+        "muster_test_ids:MusterCounting-v0", None, frames_per_batch=3
+    ) as collector:
         assert column(collector.rollout(), "next", "reward") == [1, 2, 1]
         assert "MusterCounting-v0" in repr(collector)
     del gymnasium.registry["MusterCounting-v0"], sys.modules["muster_test_ids"]
@@ -89,10 +91,14 @@ def test_unequal_spaces_are_refused_by_name():
         UnsupportedEnv,
         match=r"observation_space of env 2 is Box.*\(3,\).* and that of env 0 is .*\(2,",
     ):
-        Collector(lambda: CountingEnv(noise=next(noisy)), None, frames_per_batch=6, num_envs=3)
+        Collector(
+            lambda: CountingEnv(noise=next(noisy)), None, frames_per_batch=6, num_envs=3
+        )
     with (
         pytest.raises(BadOption, match="groups of create_env_fn differ"),
-        Collector([counting(), counting(noise=True)], None, frames_per_batch=6) as collector,
+        Collector(
+            [counting(), counting(noise=True)], None, frames_per_batch=6
+        ) as collector,
     ):
         collector.rollout()
 
@@ -116,7 +122,10 @@ def test_a_failing_factory_closes_what_was_made():
     ("options", "error"),
     [
         ({"frames_per_batch": 4, "policy": 3}, BadOption),
-        ({"frames_per_batch": 4, "policy": tanh_gaussian(torch.nn.Identity())}, BadOption),
+        (
+            {"frames_per_batch": 4, "policy": tanh_gaussian(torch.nn.Identity())},
+            BadOption,
+        ),
     ],
     ids=stable,
 )
@@ -134,12 +143,16 @@ def test_a_refused_collector_closes_its_environments(options, error):
 def test_environments_that_reuse_their_observation_array(num_envs):
     frames = 10 * (num_envs or 1)
     fresh = collect(counting(4), frames_per_batch=frames, num_envs=num_envs, seed=0)
-    reused = collect(counting(4, reuse=True), frames_per_batch=frames, num_envs=num_envs, seed=0)
+    reused = collect(
+        counting(4, reuse=True), frames_per_batch=frames, num_envs=num_envs, seed=0
+    )
     assert_same(fresh, reused)
 
 
 @pytest.mark.parametrize(
-    "number", [int, float, bool, np.float64, np.float32, np.int8, np.asarray], ids=stable
+    "number",
+    [int, float, bool, np.float64, np.float32, np.int8, np.asarray],
+    ids=stable,
 )
 def test_rewards_of_any_kind_of_number(number):
     class Rewards(CountingEnv):
@@ -180,7 +193,9 @@ def test_both_flags_at_once_are_one_end():
             == column(batch, "next", "truncated")
             == [False, True] * 2
         )
-        assert [(e.terminated, e.truncated) for e in collector.episodes] == [(True, True)] * 2
+        assert [(e.terminated, e.truncated) for e in collector.episodes] == [
+            (True, True)
+        ] * 2
 
 
 def test_environments_may_change_the_action_they_get():
@@ -196,5 +211,7 @@ def test_environments_may_change_the_action_they_get():
             return np.zeros(1, np.float32), 0.0, False, False, {}
 
     for num_envs in (None, 2):
-        batch = collect(Clipping, frames_per_batch=4, num_envs=num_envs, validate="full")
+        batch = collect(
+            Clipping, frames_per_batch=4, num_envs=num_envs, validate="full"
+        )
         assert batch["action"].abs().max() <= 1

@@ -39,7 +39,9 @@ def table_of(stats: CollectorStats) -> dict[str, list[str]]:
 
 
 def test_the_repr_is_one_line():
-    with Collector(lambda: CountingEnv(3), None, num_envs=2, frames_per_batch=12) as collector:
+    with Collector(
+        lambda: CountingEnv(3), None, num_envs=2, frames_per_batch=12
+    ) as collector:
         assert repr(collector.stats()) == (
             "CollectorStats(0 frames in 0 batches, 0 episodes, 0 frames/s)"
         )
@@ -52,7 +54,11 @@ def test_the_repr_is_one_line():
 
 def test_the_table_has_the_numbers():
     with Collector(
-        lambda: CountingEnv(3), None, num_envs=2, frames_per_batch=12, init_random_frames=12
+        lambda: CountingEnv(3),
+        None,
+        num_envs=2,
+        frames_per_batch=12,
+        init_random_frames=12,
     ) as collector:
         batch = collector.next()
         shown = table_of(collector.stats())
@@ -89,7 +95,9 @@ def test_workers_have_a_row_each():
 
 
 def test_nodes_restarts_and_errors_are_shown_and_escaped():
-    worker = WorkerStats(0, 1, "working", "step", (0,), 5, 1.0, 1500.0, 1.0, 2, 0, node="<0>")
+    worker = WorkerStats(
+        0, 1, "working", "step", (0,), 5, 1.0, 1500.0, 1.0, 2, 0, node="<0>"
+    )
     with Collector(lambda: CountingEnv(3), None, frames_per_batch=4) as collector:
         plain = collector.stats()
     values = {

@@ -60,13 +60,19 @@ def collector_of(name: str, buffer: Any, **more: Any) -> Collector:
         **OPTIONS[name],
         **more,
     }
-    return Collector(options.pop("create", lengths(2, 5)), None, replay_buffer=buffer, **options)
+    return Collector(
+        options.pop("create", lengths(2, 5)), None, replay_buffer=buffer, **options
+    )
 
 
 def rows_of(buffer: Any) -> list[Any]:
     """All items of a one-dimensional buffer, and their rows, in the order of writing."""
     items = buffer[list(range(len(buffer)))] if len(buffer) else []
-    return [row for item in items for row in (item.reshape(-1).unbind(0) if item.ndim else [item])]
+    return [
+        row
+        for item in items
+        for row in (item.reshape(-1).unbind(0) if item.ndim else [item])
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be shared")
@@ -74,12 +80,15 @@ def rows_of(buffer: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("storage", "name"), PAIRS, ids=[f"{storage}, {name}" for storage, name in PAIRS]
 )
-def test_a_batch_goes_into_a_buffer_or_is_refused_before_anything_is_written(storage, name, layout):
+def test_a_batch_goes_into_a_buffer_or_is_refused_before_anything_is_written(
+    storage, name, layout
+):
     buffer, dims = buffer_of(storage), int(storage[-1]) if storage[-1].isdigit() else 1
     too_flat = dims > DIMS.get(name, 2)
     if too_flat and name in ("cat", *PADDED):  # the options say so
         with pytest.raises(
-            BadOption, match=rf"batches of {dims} dimensions \(ndim={dims} .* use ndim=1"
+            BadOption,
+            match=rf"batches of {dims} dimensions \(ndim={dims} .* use ndim=1",
         ):
             collector_of(name, buffer, layout=layout)
         assert len(buffer) == 0
@@ -108,7 +117,10 @@ def test_a_batch_goes_into_a_buffer_or_is_refused_before_anything_is_written(sto
         written = _until_refused(c, buffer)
         assert_accounted(c)
     assert len(buffer) == written
-    assert buffer.write_count * (1 if dims == 1 else len(buffer) // buffer.write_count) == written
+    assert (
+        buffer.write_count * (1 if dims == 1 else len(buffer) // buffer.write_count)
+        == written
+    )
 
 
 def _until_refused(collector: Collector, buffer: Any) -> int:
@@ -119,7 +131,8 @@ def _until_refused(collector: Collector, buffer: Any) -> int:
             collector.next()
         except BadOption:
             with pytest.raises(
-                BadOption, match=r"allocated .*ListStorage or a LazyStackStorage.*pad all"
+                BadOption,
+                match=r"allocated .*ListStorage or a LazyStackStorage.*pad all",
             ) as caught:
                 collector.next()
             assert caught.value.__cause__ is None
@@ -144,7 +157,8 @@ def test_what_a_buffer_refuses_is_in_the_state_and_goes_into_another_buffer():
         for _ in range(3):
             c.next()
         found = [
-            (row["observation"].tolist(), bool(row["collector", "mask"])) for row in rows_of(other)
+            (row["observation"].tolist(), bool(row["collector", "mask"]))
+            for row in rows_of(other)
         ]
     before = sum(len(item) for item in small[:])
     assert len(found) > before > 0
@@ -183,9 +197,16 @@ def test_an_episode_that_collect_asks_for_is_refused_by_a_buffer_for_environment
 )
 def test_options_that_contradict_a_storage_are_refused(env, options, message):
     with pytest.raises(
-        BadOption, match=rf"replay_buffer stores batches of 2 dimensions \(ndim=2 .*{message}"
+        BadOption,
+        match=rf"replay_buffer stores batches of 2 dimensions \(ndim=2 .*{message}",
     ):
-        Collector(env, None, frames_per_batch=8, replay_buffer=buffer_of("tensors 2"), **options)
+        Collector(
+            env,
+            None,
+            frames_per_batch=8,
+            replay_buffer=buffer_of("tensors 2"),
+            **options,
+        )
 
 
 def test_a_postproc_may_give_what_the_options_do_not():
@@ -209,7 +230,9 @@ def test_groups_of_other_sizes_are_refused_by_a_buffer_for_environments():
     assert buffer.storage.shape == (4, 2)
     kwargs["frames_per_batch"] = 9
     with (
-        Collector(envs[0], None, num_envs=3, frames_per_batch=9, replay_buffer=buffer) as c,
+        Collector(
+            envs[0], None, num_envs=3, frames_per_batch=9, replay_buffer=buffer
+        ) as c,
         pytest.raises(
             BadOption,
             match=r"for batches \[2, any\], and this one is \[3, 3\]\. Use a buffer for each",
@@ -220,12 +243,16 @@ def test_groups_of_other_sizes_are_refused_by_a_buffer_for_environments():
 
 
 def test_the_shape_of_three_dimensions_is_told_in_the_order_of_batches():
-    buffer = data.ReplayBuffer(storage=data.LazyTensorStorage(ROOM, ndim=3), batch_size=4)
+    buffer = data.ReplayBuffer(
+        storage=data.LazyTensorStorage(ROOM, ndim=3), batch_size=4
+    )
     sink = ReplaySink(buffer)
     for size in ((2, 3, 5), (2, 3, 4)):
         sink.write(TensorDict({"a": torch.ones(size)}, size))
     for size in ((3, 2, 5), (2, 4, 5)):
-        with pytest.raises(BadOption, match=r"for batches \[2, 3, any\], and this one is"):
+        with pytest.raises(
+            BadOption, match=r"for batches \[2, 3, any\], and this one is"
+        ):
             sink.write(TensorDict({"a": torch.ones(size)}, size))
     assert len(buffer) == 2 * 3 * 9
 
@@ -237,9 +264,13 @@ def test_a_buffer_that_grows_along_environments_needs_one_length():
     sink = ReplaySink(buffer)
     sink.write(TensorDict({"a": torch.ones(2, 5)}, [2, 5]))
     sink.write(TensorDict({"a": torch.ones(3, 5)}, [3, 5]))
-    with pytest.raises(BadOption, match=r"for batches \[any, 5\], and this one is \[2, 4\]"):
+    with pytest.raises(
+        BadOption, match=r"for batches \[any, 5\], and this one is \[2, 4\]"
+    ):
         sink.write(TensorDict({"a": torch.ones(2, 4)}, [2, 4]))
-    with pytest.raises(BadOption, match=r"\[environments, T\] \(ndim=2 .*, and this one is \[5\]"):
+    with pytest.raises(
+        BadOption, match=r"\[environments, T\] \(ndim=2 .*, and this one is \[5\]"
+    ):
         sink.write(TensorDict({"a": torch.ones(5)}, [5]))
 
 
@@ -248,7 +279,9 @@ def test_another_kind_of_environment_is_refused_by_name_of_the_column():
     with collector_of("environments", buffer) as c:
         list(c)
     with (
-        Collector("CartPole-v1", None, num_envs=2, frames_per_batch=8, replay_buffer=buffer) as c,
+        Collector(
+            "CartPole-v1", None, num_envs=2, frames_per_batch=8, replay_buffer=buffer
+        ) as c,
         pytest.raises(
             BadOption,
             match=r"'observation' with shape \[2\] per item, and in this batch it has \[4\]",
@@ -281,7 +314,9 @@ def uncertain(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Any]]:
         buffer = buffer_of(storage)
         if request.param == "elsewhere":
             return Elsewhere(buffer)
-        buffer.append_transform(pytest.importorskip("torchrl.envs").RewardScaling(0.0, 1.0))
+        buffer.append_transform(
+            pytest.importorskip("torchrl.envs").RewardScaling(0.0, 1.0)
+        )
         return buffer
 
     return make

@@ -40,7 +40,12 @@ def test_a_new_one_takes_the_place_of_the_oldest(pairs):
     strangers = Strangers()
     assert [strangers.add(connection, 2) for connection, _ in pairs] == [True] * 4
     assert open_ones(pairs) == [False, False, True, True]
-    assert [strangers.remove(connection) for connection, _ in pairs] == [False, False, True, True]
+    assert [strangers.remove(connection) for connection, _ in pairs] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     assert strangers.remove(pairs[3][0]) is False
 
 
@@ -55,7 +60,12 @@ def test_one_that_has_shown_itself_keeps_its_place(pairs):
 
 def test_a_place_can_be_kept_for_a_while(pairs):
     strangers = Strangers(keeps_s=1000.0)
-    assert [strangers.add(connection, 2) for connection, _ in pairs] == [True, True, False, False]
+    assert [strangers.add(connection, 2) for connection, _ in pairs] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert open_ones(pairs) == [True] * 4, "the caller closes those that are refused"
 
 

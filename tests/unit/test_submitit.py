@@ -32,7 +32,9 @@ JOIN_S = 90.0  # a job imports torch, perhaps on a busy machine
 
 @pytest.fixture(autouse=True)
 def _jobs_find_the_tests(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    )
 
 
 @pytest.fixture
@@ -56,7 +58,11 @@ def connect(carrier, epoch=0):
 
 
 def files_with(secret, folder):
-    return [path for path in folder.rglob("*") if path.is_file() and secret in path.read_bytes()]
+    return [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and secret in path.read_bytes()
+    ]
 
 
 class TestLocalJobs:
@@ -70,7 +76,9 @@ class TestLocalJobs:
         assert link.receive().message == b"hello"
         link.close()
         carrier.close()
-        wait_until(lambda: not os.path.exists(f"/proc/{int(pid)}"))  # its keeper reaps it last
+        wait_until(
+            lambda: not os.path.exists(f"/proc/{int(pid)}")
+        )  # its keeper reaps it last
         assert not list(launcher.folder.glob("token-*"))
 
     def test_the_token_is_in_one_file_that_only_this_user_can_read(self, tmp_path):
@@ -122,7 +130,10 @@ class TestLocalJobs:
             connect(carrier)
         text = str(caught.value)
         assert "ended with exit code 1; " in text
-        assert "  | ModuleNotFoundError: No module named 'no_such_module_of_a_node'" in text
+        assert (
+            "  | ModuleNotFoundError: No module named 'no_such_module_of_a_node'"
+            in text
+        )
         assert f"({launcher.folder}/" in text
         assert "_log.err)" in text
 
@@ -133,7 +144,10 @@ class TestOptions:
         [
             ({"cluster": "moon"}, "cluster='moon' is unknown"),
             ({"slurm_kwargs": {"slurm_moon": 1}}, "slurm_moon"),
-            ({"slurm_kwargs": {"nodes": 2}}, "nodes=2, but every node is a job with one task"),
+            (
+                {"slurm_kwargs": {"nodes": 2}},
+                "nodes=2, but every node is a job with one task",
+            ),
             ({"slurm_kwargs": {"slurm_ntasks_per_node": 4}}, "slurm_ntasks_per_node=4"),
             ({"slurm_kwargs": {"timeout_min": "long"}}, "timeout_min"),
         ],
@@ -147,9 +161,13 @@ class TestOptions:
         with pytest.raises(BadOption, match="files of jobs cannot be written there"):
             SubmititLauncher(folder=tmp_path / "file", cluster="local")
 
-    def test_the_default_folder_is_in_the_current_directory(self, tmp_path, monkeypatch):
+    def test_the_default_folder_is_in_the_current_directory(
+        self, tmp_path, monkeypatch
+    ):
         monkeypatch.chdir(tmp_path)
-        assert SubmititLauncher(cluster="local").folder.parent == tmp_path / "muster-jobs"
+        assert (
+            SubmititLauncher(cluster="local").folder.parent == tmp_path / "muster-jobs"
+        )
 
     def test_without_slurm(self, tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", str(tmp_path))
@@ -218,7 +236,9 @@ class TestDelayed:
         assert first != second
 
     @pytest.mark.slow
-    def test_an_error_of_the_main_program_comes_back_and_the_node_is_ended(self, tmp_path):
+    def test_an_error_of_the_main_program_comes_back_and_the_node_is_ended(
+        self, tmp_path
+    ):
         with pytest.raises(MusterError, match="ZeroDivisionError: of the main program"):
             delayed(tmp_path)(main_that_fails)()
         assert not list(tmp_path.rglob("token"))
@@ -244,4 +264,7 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path, mode):
     with pytest.raises(BadOption, match="others can write there.*chmod go-w"):
         SubmititLauncher(folder=folder, cluster="local", target=ECHO)
     folder.chmod(0o755)
-    assert SubmititLauncher(folder=folder, cluster="local", target=ECHO).folder.parent == folder
+    assert (
+        SubmititLauncher(folder=folder, cluster="local", target=ECHO).folder.parent
+        == folder
+    )

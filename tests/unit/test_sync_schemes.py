@@ -55,7 +55,9 @@ def layer(value: float) -> nn.Linear:
 
 def shown(model: nn.Module) -> list[float]:
     values: list[float] = (
-        torch.cat([tensor.detach().flatten() for tensor in model.parameters()]).unique().tolist()
+        torch.cat([tensor.detach().flatten() for tensor in model.parameters()])
+        .unique()
+        .tolist()
     )
     return values
 
@@ -67,7 +69,11 @@ class Ends:
         self.cls, self.options, self.all = cls, options, list[WeightSyncScheme]()
 
     def sender(
-        self, value: float = 0.0, workers: int = 2, connected: bool = True, **options: Any
+        self,
+        value: float = 0.0,
+        workers: int = 2,
+        connected: bool = True,
+        **options: Any,
     ) -> WeightSyncScheme:
         made = self.cls(**{"sync": False, **self.options, **options})
         self.all.append(made)
@@ -136,12 +142,16 @@ def test_a_receiver_gets_the_first_weights_and_then_what_is_newest(ends):
 
 
 @pytest.mark.parametrize(
-    "form", [dict, lambda state: __import__("tensordict").TensorDict(state)], ids=["dict", "td"]
+    "form",
+    [dict, lambda state: __import__("tensordict").TensorDict(state)],
+    ids=["dict", "td"],
 )
 def test_weights_without_a_module(ends, form):
     scheme = ends.cls(sync=False)
     ends.all.append(scheme)
-    scheme.init_on_sender(weights=form(layer(1.0).state_dict()), devices=[torch.device("cpu")])
+    scheme.init_on_sender(
+        weights=form(layer(1.0).state_dict()), devices=[torch.device("cpu")]
+    )
     scheme.connect(weights=form(layer(2.0).state_dict()))
     receiver, model = ends.receiver(scheme)
     assert (shown(model), receiver.version) == ([2.0], 1)
@@ -197,7 +207,9 @@ def test_weights_of_each_receiver(ends):
         other = ends.cls(sync=False)
         ends.all.append(other)
         other.init_on_sender(
-            context=types.SimpleNamespace(policy_factory=factories, policy=None, num_workers=2)
+            context=types.SimpleNamespace(
+                policy_factory=factories, policy=None, num_workers=2
+            )
         )
         other.connect()
         assert shown(ends.receiver(other, 1)[1]) == first
@@ -228,7 +240,8 @@ def test_tied_weights(ends):
     scheme, model = ends.cls(sync=False), tied(0.0)
     ends.all.append(scheme)
     scheme.init_on_sender(
-        weights=__import__("tensordict").TensorDict.from_module(tied(5.0)), num_workers=1
+        weights=__import__("tensordict").TensorDict.from_module(tied(5.0)),
+        num_workers=1,
     )
     scheme.connect()
     receiver = copy.copy(scheme)
@@ -245,7 +258,12 @@ def test_weights_for_some_receivers(ends):
     assert (one.receive(), two.receive() is None) == (None, False)
     sender.send(layer(3.0), worker_ids=[0])
     assert (one.receive() is None, two.receive()) == (False, None)
-    assert (shown(first), one.version, shown(second), two.version) == ([3.0], 2, [2.0], 1)
+    assert (shown(first), one.version, shown(second), two.version) == (
+        [3.0],
+        2,
+        [2.0],
+        1,
+    )
 
 
 def test_a_successor_takes_the_place_of_a_receiver_and_gets_what_is_newest(ends):
@@ -292,7 +310,9 @@ def test_a_synchronous_send_returns_when_the_weights_are_taken(ends):
         ends.receiver(sender, worker) for worker in (0, 1)
     )  # the third is not there
     for value in (1.0, 2.0):
-        taking = [in_thread(lambda r=r: r.receive(timeout=PATIENCE)) for r in (one, two)]
+        taking = [
+            in_thread(lambda r=r: r.receive(timeout=PATIENCE)) for r in (one, two)
+        ]
         sender.send(layer(value))
         assert (shown(first), shown(second)) == ([value], [value])
         assert all(result() is not None for result in taking)
@@ -338,7 +358,8 @@ def test_a_receiver_may_come_before_its_sender_serves(ends):
     assert shown(coming()[1]) == [1.0]
     never = ends.sender(connected=False, deadline_s=0.1)
     with pytest.raises(
-        CollectorTimeout, match=r"worker 0 came within 0.1 s: the sender has to call connect"
+        CollectorTimeout,
+        match=r"worker 0 came within 0.1 s: the sender has to call connect",
     ):
         ends.receiver(never)
 
@@ -414,7 +435,9 @@ class Worker:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "fork"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("spawn", marks=pytest.mark.slow), "fork"]
+)
 def test_workers_in_other_processes(ends, method):
     sender = ends.sender(1.0, sync=True, deadline_s=PATIENCE)
     one, two = (Worker(sender, worker, method) for worker in (0, 1))
@@ -430,7 +453,9 @@ def test_workers_in_other_processes(ends, method):
     assert two.hear() == ([3.0], 2)
     two.end()
     successor = Worker(sender, 0, method)
-    assert successor.hear() == ([3.0], 2), "a fork has not taken its parent's folder along"
+    assert successor.hear() == ([3.0], 2), (
+        "a fork has not taken its parent's folder along"
+    )
     successor.end()
 
 
@@ -483,7 +508,9 @@ def test_nothing_is_left_behind(closed, ends):
     if closed:
         sender.shutdown()
         receiver.shutdown()
-    serving = [thread for thread in threading.enumerate() if thread.name == "muster-weights"]
+    serving = [
+        thread for thread in threading.enumerate() if thread.name == "muster-weights"
+    ]
     del sender, receiver
     gc.collect()
     for thread in serving:
@@ -573,7 +600,8 @@ def test_weights_that_do_not_fit_are_told_of_and_the_next_are_taken(ends):
 
         c._weights.publish = picky  # type: ignore[method-assign]
         with pytest.warns(
-            RuntimeWarning, match="weights for 'policy' came and were not taken: not these"
+            RuntimeWarning,
+            match="weights for 'policy' came and were not taken: not these",
         ):
             sender.send(Actor(2.0))
         refused.append(False)
@@ -651,13 +679,17 @@ def test_one_way_for_all_models(given, expected):
 
 def test_two_ways_are_refused():
     with pytest.raises(
-        BadOption, match="'policy' has 'shared' and 'critic' has 'none', but .* together"
+        BadOption,
+        match="'policy' has 'shared' and 'critic' has 'none', but .* together",
     ):
         one_transport({"policy": "shared", "critic": "none"})
     with pytest.raises(BadOption, match="published together"):
         one_transport({"a": RayWeightSyncScheme(), "b": DistributedWeightSyncScheme()})
     assert (
-        one_transport({"a": (given := RayWeightSyncScheme()), "b": RayWeightSyncScheme()}) is given
+        one_transport(
+            {"a": (given := RayWeightSyncScheme()), "b": RayWeightSyncScheme()}
+        )
+        is given
     )
     with pytest.raises(BadOption, match="expected a dict"):
         one_transport("shared")  # type: ignore[arg-type]
@@ -684,7 +716,10 @@ def test_schemes_by_backend(backend, cls):
 
 def test_no_scheme_sends_nothing():
     scheme, model = NoWeightSyncScheme(), layer(1.0)
-    assert (scheme.initialized_on_sender, scheme.initialized_on_receiver) == (False, False)
+    assert (scheme.initialized_on_sender, scheme.initialized_on_receiver) == (
+        False,
+        False,
+    )
     scheme.init_on_sender(model=layer(2.0), num_workers=3)
     receiver = copy.copy(scheme)
     scheme.connect()
@@ -725,18 +760,33 @@ def made(**options: Any) -> WeightSyncScheme:
             lambda: SharedMemoryWeightSyncScheme("pickle"),
             "strategy='pickle': expected 'tensordict' or 'state_dict'",
         ),
-        (lambda: WeightSyncScheme().init_on_sender(model=layer(0.0)), "take a subclass"),
+        (
+            lambda: WeightSyncScheme().init_on_sender(model=layer(0.0)),
+            "take a subclass",
+        ),
         (
             lambda: SharedMemoryWeightSyncScheme().init_on_sender(num_workers=1),
             "needs the first weights",
         ),
         (lambda: made(weights={}), "one only"),
-        (lambda: made(num_workers=0), "num_workers=0.*expected the number of receivers"),
+        (
+            lambda: made(num_workers=0),
+            "num_workers=0.*expected the number of receivers",
+        ),
         (lambda: made(devices=["cpu"]), "num_workers=2, devices=.*once"),
         (lambda: made().init_on_sender(model=layer(0.0)), "initialized already"),
-        (lambda: SharedMemoryWeightSyncScheme().send(), "for senders: call init_on_sender"),
-        (lambda: SharedMemoryWeightSyncScheme().receive(), "for receivers: call init_on_receiver"),
-        (lambda: SharedMemoryWeightSyncScheme().connect(), "comes after init_on_sender"),
+        (
+            lambda: SharedMemoryWeightSyncScheme().send(),
+            "for senders: call init_on_sender",
+        ),
+        (
+            lambda: SharedMemoryWeightSyncScheme().receive(),
+            "for receivers: call init_on_receiver",
+        ),
+        (
+            lambda: SharedMemoryWeightSyncScheme().connect(),
+            "comes after init_on_sender",
+        ),
         (lambda: SharedMemoryWeightSyncScheme().apply_weights({}), "of a receiver"),
         (
             lambda: SharedMemoryWeightSyncScheme().init_on_receiver(model=layer(0.0)),
@@ -746,10 +796,16 @@ def made(**options: Any) -> WeightSyncScheme:
             lambda: made().init_on_receiver(model=layer(0.0)),
             "this object is the sender: give the receiver a copy",
         ),
-        (lambda: copy.copy(made()).init_on_receiver(worker_idx=0), "give a model or a context"),
+        (
+            lambda: copy.copy(made()).init_on_receiver(worker_idx=0),
+            "give a model or a context",
+        ),
         (lambda: made().send(worker_ids=2), "there is no worker 2"),
         (lambda: received(made(), None), "with a worker_idx"),
-        (lambda: received(kept(), 2), "there is no worker 2: workers are numbered 0 to 1"),
+        (
+            lambda: received(kept(), 2),
+            "there is no worker 2: workers are numbered 0 to 1",
+        ),
         (lambda: received(kept(), -1), "there is no worker -1"),
     ],
 )
@@ -834,7 +890,9 @@ def test_torchrls_names_are_there():
 
 
 @needs_ray
-@pytest.mark.filterwarnings("ignore:RayWeightUpdater is a WeightUpdaterBase:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:RayWeightUpdater is a WeightUpdaterBase:DeprecationWarning"
+)
 @pytest.mark.slow
 def test_the_old_updater_for_collectors_in_ray_actors():
     cluster()
@@ -856,7 +914,9 @@ def test_the_old_updater_for_collectors_in_ray_actors():
     updater = RayWeightUpdater(Actor(1.0), actors, max_interval=1)
 
     def seen() -> list[Any]:
-        found: list[Any] = ray.get([actor.shown.remote() for actor in actors], timeout=PATIENCE)
+        found: list[Any] = ray.get(
+            [actor.shown.remote() for actor in actors], timeout=PATIENCE
+        )
         return found
 
     updater.push_weights()

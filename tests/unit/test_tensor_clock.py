@@ -28,7 +28,16 @@ from muster.episodes.tensor_clock import (
 from tests.fakes.waiting import Waits
 
 CPU = torch.device("cpu")
-SIZES = [(1, 1), (1, 1000), (2, 64), (5, 1), (255, 33), (256, 33), (700, 12), (131_072, 2)]
+SIZES = [
+    (1, 1),
+    (1, 1000),
+    (2, 64),
+    (5, 1),
+    (255, 33),
+    (256, 33),
+    (700, 12),
+    (131_072, 2),
+]
 
 
 class Data:
@@ -52,14 +61,18 @@ def clock_of(B: int) -> TrajectoryClock:
     return TrajectoryClock(np.arange(B) + 3, B + 7)
 
 
-def by_arrays(clock: TrajectoryClock, data: Data, begin: int, end: int) -> tuple[Any, Any]:
+def by_arrays(
+    clock: TrajectoryClock, data: Data, begin: int, end: int
+) -> tuple[Any, Any]:
     reward, terminated, truncated = data.columns(begin, end)
     done = terminated | truncated
     ids = np.zeros(done.shape, np.int64)
     counts = np.zeros(done.shape, np.int64)
     clock.fill_ids(ids, done)
     clock.fill_step_counts(counts, done)
-    return (done, ids, counts, counts + 1), clock.advance(reward, terminated, truncated, done)
+    return (done, ids, counts, counts + 1), clock.advance(
+        reward, terminated, truncated, done
+    )
 
 
 def by_tensors(
@@ -177,13 +190,17 @@ def test_the_first_bad_reward_is_found_and_no_other_episode_has_it(bad, cells):
     data = Data(3, 20, 0.2)
     data.reward[7, 2] = bad
     data.reward[9, 0] = math.nan
-    reward, terminated, truncated = (torch.from_numpy(column) for column in data.columns(0, 20))
+    reward, terminated, truncated = (
+        torch.from_numpy(column) for column in data.columns(0, 20)
+    )
     done = torch.zeros_like(terminated)
     ended = EndedRows(20, 3, CPU, cells)
     for checked in (True, False):
         clock = TensorClock(clock_of(3), CPU)
         clock.on_device()
-        rows = ClockRows(reward, terminated, truncated, done, torch.zeros(20, 3).long(), None, None)
+        rows = ClockRows(
+            reward, terminated, truncated, done, torch.zeros(20, 3).long(), None, None
+        )
         clock.advance(rows, ended, checked=checked)
         assert ended.known[BAD_CELL] == (7 * 3 + 2 if checked else NO_CELL)
     clock = TensorClock(clock_of(3), CPU)
@@ -194,7 +211,9 @@ def test_the_first_bad_reward_is_found_and_no_other_episode_has_it(bad, cells):
     records = episodes_of([column.numpy() for column in taken], 10)
     _, episodes = by_arrays(clock_of(3), data, 0, 20)
     assert_bits(episodes.traj_id, records.traj_id)
-    assert np.array_equal(episodes.episode_return, records.episode_return, equal_nan=True)
+    assert np.array_equal(
+        episodes.episode_return, records.episode_return, equal_nan=True
+    )
     assert 0 < np.isfinite(records.episode_return).sum() < len(records)
 
 

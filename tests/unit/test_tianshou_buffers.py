@@ -30,10 +30,18 @@ from tests.parity.tianshou_tools import assert_same, contents
 KINDS = {
     "vector": lambda n: VectorReplayBuffer(7 * n, n),
     "more rings than environments": lambda n: VectorReplayBuffer(9 * (n + 2), n + 2),
-    "unequal rings": lambda n: ReplayBufferManager([ReplayBuffer(2 + 3 * i) for i in range(n)]),
-    "prioritized": lambda n: PrioritizedVectorReplayBuffer(5 * n, n, alpha=0.6, beta=0.4),
-    "stacked": lambda n: VectorReplayBuffer(8 * n, n, stack_num=2, ignore_obs_next=True),
-    "last frames": lambda n: VectorReplayBuffer(8 * n, n, stack_num=2, save_only_last_obs=True),
+    "unequal rings": lambda n: ReplayBufferManager(
+        [ReplayBuffer(2 + 3 * i) for i in range(n)]
+    ),
+    "prioritized": lambda n: PrioritizedVectorReplayBuffer(
+        5 * n, n, alpha=0.6, beta=0.4
+    ),
+    "stacked": lambda n: VectorReplayBuffer(
+        8 * n, n, stack_num=2, ignore_obs_next=True
+    ),
+    "last frames": lambda n: VectorReplayBuffer(
+        8 * n, n, stack_num=2, save_only_last_obs=True
+    ),
 }
 SINGLE = {
     "ring": lambda n: ReplayBuffer(6),
@@ -60,10 +68,20 @@ rollouts = st.integers(1, 4).flatmap(
 
 
 def taken(
-    rows: list[list[str]], begin: int, *, agents: int = 0, dtype: Any = float, extra: bool = False
+    rows: list[list[str]],
+    begin: int,
+    *,
+    agents: int = 0,
+    dtype: Any = float,
+    extra: bool = False,
 ) -> Taken:
     """Steps as the rows say, with values that occur once only."""
-    cells = [(t, env) for t, row in enumerate(rows) for env, what in enumerate(row) if what != "-"]
+    cells = [
+        (t, env)
+        for t, row in enumerate(rows)
+        for env, what in enumerate(row)
+        if what != "-"
+    ]
     t, env = np.array(cells, int).reshape(-1, 2).T
     number = (begin + t) * 10 + env
     terminated, truncated = (
@@ -90,7 +108,9 @@ def add_rows(buffer: Any, part: Taken) -> None:
         buffer.add(part.batch[begin:end], buffer_ids=part.env[begin:end])
 
 
-def both(make: Any, parts: list[Taken], num_envs: int, *, many: bool = True) -> tuple[Any, Any]:
+def both(
+    make: Any, parts: list[Taken], num_envs: int, *, many: bool = True
+) -> tuple[Any, Any]:
     at_once, by_row = make(num_envs), make(num_envs)
     assert takes_many(at_once) == many
     for part in parts:
@@ -102,7 +122,9 @@ def both(make: Any, parts: list[Taken], num_envs: int, *, many: bool = True) -> 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
 @given(
-    data=rollouts, agents=st.sampled_from([0, 2]), dtype=st.sampled_from([float, np.float32, int])
+    data=rollouts,
+    agents=st.sampled_from([0, 2]),
+    dtype=st.sampled_from([float, np.float32, int]),
 )
 def test_a_buffer_is_as_if_the_steps_had_been_added_row_by_row(
     kind: str, data: list[list[list[str]]], agents: int, dtype: Any
@@ -120,7 +142,8 @@ def test_a_buffer_is_as_if_the_steps_had_been_added_row_by_row(
 @settings(max_examples=25, deadline=None)
 @given(
     data=st.lists(
-        st.lists(st.sampled_from([["."], ["T"], ["X"]]), min_size=1, max_size=15), max_size=4
+        st.lists(st.sampled_from([["."], ["T"], ["X"]]), min_size=1, max_size=15),
+        max_size=4,
     )
 )
 def test_so_is_a_single_ring(kind: str, data: list[list[list[str]]]) -> None:
@@ -142,7 +165,10 @@ def test_many_steps_are_few_calls() -> None:
     calls = list[int]()
     buffer = VectorReplayBuffer(10, 2)
     original = buffer.add
-    buffer.add = lambda batch, buffer_ids: (calls.append(len(batch)), original(batch, buffer_ids))
+    buffer.add = lambda batch, buffer_ids: (
+        calls.append(len(batch)),
+        original(batch, buffer_ids),
+    )
     add(buffer, taken([[".", "."]] * 12, 0))
     assert calls == [
         2,
@@ -155,7 +181,9 @@ def test_many_steps_are_few_calls() -> None:
 def test_memory_is_made_for_the_first_row_and_for_what_comes_later() -> None:
     first, later = taken([[".", "."], [".", "."]], 0), taken([[".", "."]], 2)
     first.batch.info = Batch(number=np.array([1, 1, 2, 2]))
-    later.batch.info = Batch(number=np.array([0.5, 0.5]), name=np.array(["a", "b"], object))
+    later.batch.info = Batch(
+        number=np.array([0.5, 0.5]), name=np.array(["a", "b"], object)
+    )
     ours, theirs = both(lambda n: VectorReplayBuffer(12, n), [first, later], 2)
     assert_same(ours, theirs)
     assert ours["memory"]["info"]["number"].dtype.kind == "i"
@@ -184,7 +212,10 @@ def test_so_are_those_of_another_version(monkeypatch: Any) -> None:
     calls = list[int]()
     buffer = VectorReplayBuffer(40, 2)
     original = buffer.add
-    buffer.add = lambda batch, buffer_ids: (calls.append(len(batch)), original(batch, buffer_ids))
+    buffer.add = lambda batch, buffer_ids: (
+        calls.append(len(batch)),
+        original(batch, buffer_ids),
+    )
     monkeypatch.setattr(tianshou, "__version__", "2.0.2")
     add(buffer, taken([[".", "."]] * 5, 0))
     assert calls == [2] * 5
@@ -192,9 +223,13 @@ def test_so_are_those_of_another_version(monkeypatch: Any) -> None:
 
 def test_returns_and_lengths_are_of_whole_episodes() -> None:
     going = Going(np.array([0.5, 0.0]), np.array([1, 0]))
-    after, ended = going.after(taken([[".", "."], ["T", "-"], [".", "X"], ["T", "."]], 0))
+    after, ended = going.after(
+        taken([[".", "."], ["T", "-"], [".", "X"], ["T", "."]], 0)
+    )
     assert [(end.env, end.steps) for end in ended] == [(0, 3), (1, 2), (0, 2)]
-    np.testing.assert_allclose([end.total for end in ended], [0.5 + 10 / 3, 1 / 3 + 21 / 3, 50 / 3])
+    np.testing.assert_allclose(
+        [end.total for end in ended], [0.5 + 10 / 3, 1 / 3 + 21 / 3, 50 / 3]
+    )
     assert after.steps.tolist() == [0, 1]
     assert after.totals.tolist() == [0.0, 31 / 3]
     assert (going.totals.tolist(), going.steps.tolist()) == ([0.5, 0.0], [1, 0])

@@ -13,7 +13,13 @@ import pytest
 
 pytest.importorskip("tianshou")
 from tianshou import data
-from tianshou.data import Batch, CachedReplayBuffer, CollectStats, ReplayBuffer, VectorReplayBuffer
+from tianshou.data import (
+    Batch,
+    CachedReplayBuffer,
+    CollectStats,
+    ReplayBuffer,
+    VectorReplayBuffer,
+)
 from tianshou.data.collector import BaseCollector, EpisodeRolloutHookMCReturn
 from tianshou.env import DummyVectorEnv
 from tianshou.utils.net.common import Net
@@ -65,7 +71,8 @@ def test_one_environment_is_wrapped() -> None:
 def test_a_vector_environment_of_gymnasium_is_refused() -> None:
     envs = gymnasium.vector.SyncVectorEnv([lambda: Counting(3)] * 2)
     with pytest.raises(
-        UnsupportedEnv, match="SyncVectorEnv is a vector environment of Gymnasium: pass one of Tian"
+        UnsupportedEnv,
+        match="SyncVectorEnv is a vector environment of Gymnasium: pass one of Tian",
     ):
         Collector(POLICIES["values"](Counting(3).action_space), envs)
 
@@ -74,7 +81,10 @@ def test_a_vector_environment_of_gymnasium_is_refused() -> None:
     ("buffer", "message"),
     [
         (ReplayBuffer(10), r"ReplayBuffer has 1 buffer for 2 environments"),
-        (VectorReplayBuffer(10, 1), r"VectorReplayBuffer has 1 buffers for 2 environments"),
+        (
+            VectorReplayBuffer(10, 1),
+            r"VectorReplayBuffer has 1 buffers for 2 environments",
+        ),
         (CachedReplayBuffer(ReplayBuffer(10), 1, 5), r"1 cached buffers for 2"),
         (ReplayBuffer(0), r"maxsize=0"),
     ],
@@ -99,7 +109,9 @@ def test_it_passes_for_tianshous() -> None:
     assert isinstance(collector, data.Collector)
     assert isinstance(collector, BaseCollector)
     assert not isinstance(collector, data.AsyncCollector)
-    assert isinstance(Collector[CollectStats](collector.policy, collector.env), Collector)
+    assert isinstance(
+        Collector[CollectStats](collector.policy, collector.env), Collector
+    )
 
 
 def test_policy_noise_and_buffer_can_be_exchanged() -> None:
@@ -116,7 +128,9 @@ def test_policy_noise_and_buffer_can_be_exchanged() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
-def test_a_long_call_is_made_in_pieces(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_call_is_made_in_pieces(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = collects(
         {"n_step": 30}, {"n_episode": 7}, {"n_step": 6, "random": True}, {"n_step": 12}
     )
@@ -144,7 +158,9 @@ def test_the_rows_of_a_call_are_added_at_once_but_for_the_first_of_all(
     assert calls == [1, 29, 30]
 
 
-def test_a_policy_whose_entries_change_within_a_call_is_stored_as_tianshou_does() -> None:
+def test_a_policy_whose_entries_change_within_a_call_is_stored_as_tianshou_does() -> (
+    None
+):
     class Fickle(type(POLICIES["array"](Counting(3).action_space))):  # type: ignore[misc]
         calls = 0
 
@@ -187,7 +203,9 @@ def test_statistics_of_ones_own_see_what_a_hook_has_added() -> None:
     class Marks(CollectStats):
         marks = 0.0
 
-        def update_at_episode_done(self, episode_batch: Any, *args: Any, **kwargs: Any) -> None:
+        def update_at_episode_done(
+            self, episode_batch: Any, *args: Any, **kwargs: Any
+        ) -> None:
             self.marks += episode_batch.mark.sum()
             super().update_at_episode_done(episode_batch, *args, **kwargs)
 
@@ -203,17 +221,24 @@ def test_several_episode_hooks_are_one() -> None:
     def mark(episode: Any) -> dict[str, Any]:
         return {"mark": np.arange(len(episode), dtype=float)}
 
-    hook = EpisodeRolloutHookMerged(EpisodeRolloutHookMCReturn(1.0), lambda episode: None, mark)
+    hook = EpisodeRolloutHookMerged(
+        EpisodeRolloutHookMCReturn(1.0), lambda episode: None, mark
+    )
     collector = made(on_episode_done_hook=hook)
     collector.reset()
     collector.collect(n_episode=2)
     assert collector.buffer.mark[:3].tolist() == [0, 1, 2]
-    assert collector.buffer.mc_return_to_go[40] == collector.buffer.full_episode_mc_return[44]
+    assert (
+        collector.buffer.mc_return_to_go[40]
+        == collector.buffer.full_episode_mc_return[44]
+    )
     assert EpisodeRolloutHookMerged(lambda episode: None)(Batch()) is None
     with pytest.raises(KeyError, match="mark"):
         EpisodeRolloutHookMerged(mark, mark)(Batch(a=np.zeros(2)))
     assert (
-        EpisodeRolloutHookMerged(mark, mark, check_overlapping_keys=False)(Batch(a=np.zeros(2)))
+        EpisodeRolloutHookMerged(mark, mark, check_overlapping_keys=False)(
+            Batch(a=np.zeros(2))
+        )
         is not None
     )
 

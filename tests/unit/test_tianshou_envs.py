@@ -26,7 +26,9 @@ from tests.parity.tianshou_envs import Counting
 class Env(Counting):
     """Counts; at the given step it returns ``odd`` instead of an observation, or raises it."""
 
-    def __init__(self, length: int, odd: Any = None, at: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self, length: int, odd: Any = None, at: int = 0, **kwargs: Any
+    ) -> None:
         super().__init__(length, **kwargs)
         self.odd, self.at, self.made = odd, at, 0
 
@@ -56,9 +58,16 @@ class Counter(Policy):
 
 
 def collector(envs: Any, policy: Any = None, **kwargs: Any) -> Collector:
-    venv = DummyVectorEnv([lambda env=env: env for env in envs]) if isinstance(envs, list) else envs
+    venv = (
+        DummyVectorEnv([lambda env=env: env for env in envs])
+        if isinstance(envs, list)
+        else envs
+    )
     made = Collector(
-        policy or Counter(), venv, VectorReplayBuffer(40 * len(venv), len(venv)), **kwargs
+        policy or Counter(),
+        venv,
+        VectorReplayBuffer(40 * len(venv), len(venv)),
+        **kwargs,
     )
     made.reset()
     return made
@@ -70,7 +79,9 @@ def counts(made: Collector, env: int = 0) -> list[int]:
     return ring.obs[: len(ring), 1].astype(int).tolist()
 
 
-def test_a_reset_is_made_as_soon_as_an_episode_ends_and_once_more_after_the_last_one() -> None:
+def test_a_reset_is_made_as_soon_as_an_episode_ends_and_once_more_after_the_last_one() -> (
+    None
+):
     envs = [Env(2), Env(3)]
     made = collector(envs)
     made.collect(n_episode=2)
@@ -79,9 +90,17 @@ def test_a_reset_is_made_as_soon_as_an_episode_ends_and_once_more_after_the_last
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_an_observation_of_another_kind_is_an_error_that_says_whose(wrapped: bool) -> None:
-    for odd in (np.zeros(3, np.float32), np.zeros((), np.float32), np.zeros(2, complex)):
-        envs = DummyVectorEnv([lambda odd=odd: Env(9), lambda odd=odd: Env(9, odd, at=2)])
+def test_an_observation_of_another_kind_is_an_error_that_says_whose(
+    wrapped: bool,
+) -> None:
+    for odd in (
+        np.zeros(3, np.float32),
+        np.zeros((), np.float32),
+        np.zeros(2, complex),
+    ):
+        envs = DummyVectorEnv(
+            [lambda odd=odd: Env(9), lambda odd=odd: Env(9, odd, at=2)]
+        )
         made = collector(VectorEnvWrapper(envs) if wrapped else envs)
         with pytest.raises(BadEnvOutput, match=r"environment [01] of .*Vector.*\(2,\)"):
             made.collect(n_step=8)
@@ -131,7 +150,10 @@ def test_after_an_error_of_the_policy_its_call_is_repeated() -> None:
     made = collector([Env(9)], Counter(ZeroDivisionError("by zero"), at=3))
     with pytest.raises(ZeroDivisionError, match="^by zero") as caught:
         made.collect(n_step=5)
-    assert "Counter raised this. No environment was stepped since" in caught.value.__notes__[0]
+    assert (
+        "Counter raised this. No environment was stepped since"
+        in caught.value.__notes__[0]
+    )
     assert counts(made) == [0, 1]
     made.collect(n_step=2)
     assert counts(made) == [0, 1, 2, 3]
@@ -173,7 +195,10 @@ def test_what_environments_change_later_is_stored_as_it_was() -> None:
         action_space = spaces.Discrete(5)
 
         def __init__(self) -> None:
-            self.obs, self.info = {"x": np.zeros(1)}, {"deep": {"x": np.zeros(2)}, "list": [0]}
+            self.obs, self.info = (
+                {"x": np.zeros(1)},
+                {"deep": {"x": np.zeros(2)}, "list": [0]},
+            )
 
         def reset(self, **kwargs: Any) -> Any:
             self.obs["x"][:] = 0
@@ -199,13 +224,19 @@ def test_what_environments_change_later_is_stored_as_it_was() -> None:
         [{}, {}],
         [{"env_id": 1}, {"env_id": 4}, {}],
         [{"a": 1}, {"a": 2}],
-        [{}, {"a": 1, "env_id": 3, "deep": {"x": 0.5}}, {"a": 2, "env_id": 1, "deep": {"x": 1.5}}],
+        [
+            {},
+            {"a": 1, "env_id": 3, "deep": {"x": 0.5}},
+            {"a": 2, "env_id": 1, "deep": {"x": 1.5}},
+        ],
         [{"a": 1, "env_id": 0}, {"env_id": 1}],
         [{"env_id": 3}, {"a": 1}],
         [{"name": "x", "env_id": 0}, {}],
     ],
 )
-def test_a_policy_sees_the_infos_that_tianshou_shows_it(infos: list[dict[str, Any]]) -> None:
+def test_a_policy_sees_the_infos_that_tianshou_shows_it(
+    infos: list[dict[str, Any]],
+) -> None:
     theirs = _HACKY_create_info_batch(np.array(infos, object))
     ours = info_batch(infos)
     assert ours == theirs
@@ -218,7 +249,10 @@ def test_a_policy_may_reuse_its_memory() -> None:
     class Reusing(Counter):
         def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
             if state is None:
-                state, self.act = np.zeros(len(batch.obs)), np.zeros(len(batch.obs), int)
+                state, self.act = (
+                    np.zeros(len(batch.obs)),
+                    np.zeros(len(batch.obs), int),
+                )
                 self.value = torch.zeros(len(batch.obs))
             state += 1
             self.act += 1
@@ -227,5 +261,9 @@ def test_a_policy_may_reuse_its_memory() -> None:
 
     made = collector([Env(9), Env(9)], Reusing())
     made.collect(n_step=6)
-    for stored in (made.buffer.act, made.buffer.policy.hidden_state, made.buffer.policy.value):
+    for stored in (
+        made.buffer.act,
+        made.buffer.policy.hidden_state,
+        made.buffer.policy.value,
+    ):
         assert stored[:3].tolist() == stored[40:43].tolist() == [1, 2, 3]

@@ -25,7 +25,9 @@ def saved(timeline: Timeline, folder: Any) -> dict[str, Any]:
 
 def spans_of(trace: dict[str, Any]) -> list[tuple[str, int, float, float]]:
     return [
-        (e["name"], e["tid"], e["ts"], e["dur"]) for e in trace["traceEvents"] if e["ph"] == "X"
+        (e["name"], e["tid"], e["ts"], e["dur"])
+        for e in trace["traceEvents"]
+        if e["ph"] == "X"
     ]
 
 
@@ -37,9 +39,27 @@ def test_spans_are_complete_events_in_microseconds(tmp_path):
     trace = saved(timeline, tmp_path)
     pid = os.getpid()
     assert trace["traceEvents"] == [
-        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": "worker 3"}},
-        {"ph": "M", "name": "thread_name", "pid": pid, "tid": 0, "args": {"name": "track 0"}},
-        {"ph": "M", "name": "thread_name", "pid": pid, "tid": 1, "args": {"name": "group 1"}},
+        {
+            "ph": "M",
+            "name": "process_name",
+            "pid": pid,
+            "tid": 0,
+            "args": {"name": "worker 3"},
+        },
+        {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": pid,
+            "tid": 0,
+            "args": {"name": "track 0"},
+        },
+        {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": pid,
+            "tid": 1,
+            "args": {"name": "group 1"},
+        },
         {"ph": "X", "name": "env", "pid": pid, "tid": 0, "ts": 1.0, "dur": 1.5},
         {"ph": "X", "name": "policy", "pid": pid, "tid": 1, "ts": 2.5, "dur": 0.501},
     ]
@@ -59,7 +79,10 @@ def test_only_what_is_added_while_running_is_kept(tmp_path):
     timeline.start()
     timeline.add("second", 2, 3)
     timeline.stop()
-    assert [name for name, *_ in spans_of(saved(timeline, tmp_path))] == ["first", "second"]
+    assert [name for name, *_ in spans_of(saved(timeline, tmp_path))] == [
+        "first",
+        "second",
+    ]
 
 
 def test_the_oldest_spans_go_and_are_counted(tmp_path):

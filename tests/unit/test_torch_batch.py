@@ -158,7 +158,9 @@ def test_environments_that_wait_begin_the_next_batch_with_a_reset(mode, limit):
 
 
 def test_environments_that_cannot_be_reset_one_by_one_cannot_wait():
-    with pytest.raises(BadOption, match="reset_when_done=False resets.*cannot reset single"):
+    with pytest.raises(
+        BadOption, match="reset_when_done=False resets.*cannot reset single"
+    ):
         Collector(AllAtOnce, None, frames_per_batch=12, reset_when_done=False)
 
 
@@ -177,9 +179,16 @@ def test_random_actions_in_batches_of_few_rows(rows):
 def expected(T: int, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Any]:
     t = np.arange(T)
     n = np.array(lengths)[:, None]
-    before = np.stack([np.broadcast_to(np.arange(len(n))[:, None], (len(n), T)), t % n], -1)
+    before = np.stack(
+        [np.broadcast_to(np.arange(len(n))[:, None], (len(n), T)), t % n], -1
+    )
     done = t % n == n - 1
-    return {"before": before, "after": before + np.array([0, 1]), "done": done, "reward": t % n + 1}
+    return {
+        "before": before,
+        "after": before + np.array([0, 1]),
+        "done": done,
+        "reward": t % n + 1,
+    }
 
 
 def check(
@@ -212,7 +221,11 @@ WAYS = {
 @pytest.mark.parametrize("frames", [36, 9])
 def test_every_way_to_reset_gives_the_same_transitions(way, frames):
     batch = collect(
-        WAYS[way](), tilt, batches=36 // frames, frames_per_batch=frames, validate="full"
+        WAYS[way](),
+        tilt,
+        batches=36 // frames,
+        frames_per_batch=frames,
+        validate="full",
     )
     check(batch)
     if ("collector", "next_obs_valid") in batch.keys(True):
@@ -224,11 +237,18 @@ def tilt(obs: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "make", [Counting, lambda: Counting(Mode.DISABLED), ByMask], ids=["same", "disabled", "mask"]
+    "make",
+    [Counting, lambda: Counting(Mode.DISABLED), ByMask],
+    ids=["same", "disabled", "mask"],
 )
 def test_a_limit_from_outside_truncates_where_nothing_ends_by_itself(make):
     batch = collect(
-        make(), tilt, batches=2, frames_per_batch=3 * 12, max_frames_per_traj=3, validate="full"
+        make(),
+        tilt,
+        batches=2,
+        frames_per_batch=3 * 12,
+        max_frames_per_traj=3,
+        validate="full",
     )
     check(batch, (2, 3, 3), LENGTHS)
     want = expected(24, (2, 3, 3))
@@ -264,13 +284,19 @@ def test_a_mask_says_which_last_observations_are_known():
 # --- resets from outside --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [Counting, ByMask, ByIds, lambda: Counting(Mode.DISABLED)])
+@pytest.mark.parametrize(
+    "make", [Counting, ByMask, ByIds, lambda: Counting(Mode.DISABLED)]
+)
 def test_some_environments_can_begin_anew_between_batches(make):
     env = make()
     with Collector(env, tilt, frames_per_batch=3) as collector:
         collector.rollout()
         collector.reset([1, 2])
-        assert column(collector.rollout(), "observation") == [[[0, 1]], [[1, 0]], [[2, 0]]]
+        assert column(collector.rollout(), "observation") == [
+            [[0, 1]],
+            [[1, 0]],
+            [[2, 0]],
+        ]
 
 
 def test_only_rows_where_the_mask_is_count():
@@ -280,11 +306,17 @@ def test_only_rows_where_the_mask_is_count():
             return obs if mask is None else torch.where(mask[:, None], obs, -1), info
 
     check(collect(Partial(Mode.DISABLED), tilt, frames_per_batch=36))
-    check(collect(Partial(), tilt, frames_per_batch=36, max_frames_per_traj=3), (2, 3, 3))
+    check(
+        collect(Partial(), tilt, frames_per_batch=36, max_frames_per_traj=3), (2, 3, 3)
+    )
     with Collector(Partial(), tilt, frames_per_batch=3) as collector:
         collector.rollout()
         collector.reset([1])
-        assert column(collector.rollout(), "observation") == [[[0, 1]], [[1, 0]], [[2, 1]]]
+        assert column(collector.rollout(), "observation") == [
+            [[0, 1]],
+            [[1, 0]],
+            [[2, 1]],
+        ]
 
 
 def test_an_environment_that_resets_all_at_once_says_what_to_do():
@@ -293,7 +325,9 @@ def test_an_environment_that_resets_all_at_once_says_what_to_do():
         with pytest.raises(UnsupportedEnv, match="cannot reset single environments"):
             collector.reset([1])
         collector.reset()
-        assert column(collector.rollout(), "observation") == [[[i, 0]] for i in range(3)]
+        assert column(collector.rollout(), "observation") == [
+            [[i, 0]] for i in range(3)
+        ]
 
 
 @pytest.mark.parametrize("make", [AllAtOnce, ByIds])
@@ -356,7 +390,10 @@ def test_the_environment_may_reuse_its_tensors():
 
     check(collect(Reusing(Mode.DISABLED), tilt, frames_per_batch=36))
     check(
-        collect(Reusing(Mode.DISABLED), tilt, frames_per_batch=36, max_frames_per_traj=3), (2, 3, 3)
+        collect(
+            Reusing(Mode.DISABLED), tilt, frames_per_batch=36, max_frames_per_traj=3
+        ),
+        (2, 3, 3),
     )
 
 
@@ -368,11 +405,23 @@ BAD: dict[str, tuple[int, Any, str]] = {
         torch.zeros(3, 3),
         r"observation is a tensor of shape \(3, 3\).*expected a tensor of shape \(3, 2\)",
     ),
-    "dtype": (0, torch.zeros(3, 2, dtype=torch.int64), "torch.int64, expected .* torch.float32"),
-    "array": (0, np.zeros((3, 2), np.float32), "observation is ndarray, expected a tensor"),
+    "dtype": (
+        0,
+        torch.zeros(3, 2, dtype=torch.int64),
+        "torch.int64, expected .* torch.float32",
+    ),
+    "array": (
+        0,
+        np.zeros((3, 2), np.float32),
+        "observation is ndarray, expected a tensor",
+    ),
     "reward": (1, torch.zeros(4), r"reward is a tensor of shape \(4,\).*3 numbers"),
     "number": (1, 0.5, "reward is float"),
-    "flag": (2, torch.zeros(3), "terminated is a tensor .*float32, expected a tensor of 3 bools"),
+    "flag": (
+        2,
+        torch.zeros(3),
+        "terminated is a tensor .*float32, expected a tensor of 3 bools",
+    ),
     "final": (
         4,
         {"final_obs": torch.zeros(2, 2)},
@@ -427,7 +476,10 @@ def test_a_step_without_five_values_is_refused():
         def reset(self, **_: Any) -> Any:
             return self.observe()
 
-    for env, message in ((Four(), "returned tuple of 4"), (Bare(), "expected .observation, info.")):
+    for env, message in (
+        (Four(), "returned tuple of 4"),
+        (Bare(), "expected .observation, info."),
+    ):
         with (
             Collector(env, tilt, frames_per_batch=3) as collector,
             pytest.raises(BadEnvOutput, match=message),
@@ -490,7 +542,9 @@ def test_batched_spaces_are_taken_apart():
     low = np.array([[0, 1], [0, 1], [0, 1]], np.float32)
     env = TorchEnvs(
         batched(
-            spaces.Dict({"a": spaces.Box(low, low + 1), "b": spaces.MultiDiscrete([[2, 3]] * 3)}),
+            spaces.Dict(
+                {"a": spaces.Box(low, low + 1), "b": spaces.MultiDiscrete([[2, 3]] * 3)}
+            ),
             spaces.MultiDiscrete([4] * 3, start=[-1] * 3),
         )
     )
@@ -519,7 +573,9 @@ EVERY_ACTION = spaces.Dict(
         "bits": spaces.MultiBinary(3),
         "box": spaces.Box(np.array([-2, 0.5]), np.array([3, 0.75]), dtype=np.float64),
         "open": spaces.Box(-np.inf, np.inf, (2,), np.float16),
-        "half": spaces.Box(np.array([1, -np.inf]), np.array([np.inf, -1]), dtype=np.float32),
+        "half": spaces.Box(
+            np.array([1, -np.inf]), np.array([np.inf, -1]), dtype=np.float32
+        ),
         "byte": spaces.Box(0, 255, (2,), np.uint8),
     }
 )
@@ -543,7 +599,9 @@ def test_random_actions_have_the_space_s_distribution():
         np.uint8,
     ]
     assert drawn["die"].shape == (1500, 3)
-    assert np.allclose(np.bincount(drawn["die"].ravel(), minlength=7)[1:] / 4500, 1 / 6, atol=0.02)
+    assert np.allclose(
+        np.bincount(drawn["die"].ravel(), minlength=7)[1:] / 4500, 1 / 6, atol=0.02
+    )
     assert np.allclose(drawn["many"].reshape(-1, 2).mean(0), [0.5, 2], atol=0.06)
     assert drawn["many"].reshape(-1, 2).max(0).tolist() == [1, 4]
     assert np.allclose(drawn["bits"].mean(), 0.5, atol=0.02)
@@ -569,7 +627,9 @@ class OfCartPole(EnvContract):
     mode, final_obs = Mode.SAME_STEP, True
 
     def make_env(self) -> Any:
-        return TorchCartPole(3, max_steps=15, autoreset=self.mode, final_obs=self.final_obs)
+        return TorchCartPole(
+            3, max_steps=15, autoreset=self.mode, final_obs=self.final_obs
+        )
 
 
 class TestSameStep(OfCartPole):
@@ -599,8 +659,12 @@ def test_the_torch_cart_pole_moves_as_gymnasium_s():
         actions = generator.integers(2, size=8)
         obs, reward, terminated, truncated, _ = ours.step(torch.from_numpy(actions))
         for i in np.flatnonzero(~ended):
-            expected_obs, expected_reward, *expected_flags, _ = theirs[i].step(actions[i])
-            np.testing.assert_allclose(obs[i].numpy(), expected_obs, rtol=1e-4, atol=1e-5)
+            expected_obs, expected_reward, *expected_flags, _ = theirs[i].step(
+                actions[i]
+            )
+            np.testing.assert_allclose(
+                obs[i].numpy(), expected_obs, rtol=1e-4, atol=1e-5
+            )
             assert [reward[i].item(), terminated[i].item(), truncated[i].item()] == [
                 expected_reward,
                 *expected_flags,
@@ -631,7 +695,9 @@ class FakeIsaac(gymnasium.Env[Any, Any]):
     def __init__(self, *, declares: bool = True, computes: bool = True) -> None:
         self.inner = Counting()
         self.num_envs, self.device = 3, "cpu"
-        self.cfg = SimpleNamespace(compute_final_obs=False) if computes else SimpleNamespace()
+        self.cfg = (
+            SimpleNamespace(compute_final_obs=False) if computes else SimpleNamespace()
+        )
         self.metadata = {
             "render_modes": [None],
             **({"autoreset_mode": Mode.SAME_STEP} if declares else {}),
@@ -642,7 +708,9 @@ class FakeIsaac(gymnasium.Env[Any, Any]):
         self.observation_space = gymnasium.vector.utils.batch_space(
             self.single_observation_space, 3
         )
-        self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, 3)
+        self.action_space = gymnasium.vector.utils.batch_space(
+            self.single_action_space, 3
+        )
         self.extras: dict[str, Any] = {}
 
     def observe(self) -> Any:
@@ -656,8 +724,14 @@ class FakeIsaac(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> Any:
         assert action.shape == (3, 2)
         _, reward, terminated, truncated, info = self.inner.step(action)
-        if getattr(self.cfg, "compute_final_obs", False) and (terminated | truncated).any():
-            self.extras["final_obs"] = {"policy": info["final_obs"], "critic": -info["final_obs"]}
+        if (
+            getattr(self.cfg, "compute_final_obs", False)
+            and (terminated | truncated).any()
+        ):
+            self.extras["final_obs"] = {
+                "policy": info["final_obs"],
+                "critic": -info["final_obs"],
+            }
         return self.observe(), reward, terminated, truncated, self.extras
 
 
@@ -668,14 +742,20 @@ def test_isaac_lab_is_told_to_give_its_last_observations():
     assert ("collector", "next_obs_valid") not in batch.keys(True)
     assert torch.equal(batch["critic"], -batch["policy"])
     assert torch.equal(batch["next", "critic"], -batch["next", "policy"])
-    batch["observation"], batch["next", "observation"] = batch["policy"], batch["next", "policy"]
+    batch["observation"], batch["next", "observation"] = (
+        batch["policy"],
+        batch["next", "policy"],
+    )
     check(batch)
 
 
 @pytest.mark.parametrize("declares", [True, False])
 def test_an_isaac_lab_without_last_observations_is_marked(declares):
     batch = collect(
-        FakeIsaac(declares=declares, computes=False), None, frames_per_batch=36, validate="full"
+        FakeIsaac(declares=declares, computes=False),
+        None,
+        frames_per_batch=36,
+        validate="full",
     )
     unknown = ~batch["collector", "next_obs_valid"]
     assert torch.equal(unknown, batch["next", "done"][..., 0])
@@ -700,7 +780,9 @@ class FakeManiSkill(VectorEnv[Any, Any, Any]):
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         chosen = (options or {}).get("env_idx")
-        return self.inner.begin(None if chosen is None else torch.isin(torch.arange(3), chosen))
+        return self.inner.begin(
+            None if chosen is None else torch.isin(torch.arange(3), chosen)
+        )
 
     def step(self, action: Any) -> Any:
         obs, reward, terminated, truncated, info = self.inner.step(action)
@@ -731,7 +813,11 @@ def test_maniskill_can_begin_some_anew():
     with Collector(FakeManiSkill(), tilt, frames_per_batch=3) as collector:
         collector.rollout()
         collector.reset([2])
-        assert column(collector.rollout(), "observation") == [[[0, 1]], [[1, 1]], [[2, 0]]]
+        assert column(collector.rollout(), "observation") == [
+            [[0, 1]],
+            [[1, 1]],
+            [[2, 0]],
+        ]
 
 
 def test_maniskill_without_autoreset_is_sent_back():

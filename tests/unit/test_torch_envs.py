@@ -79,7 +79,9 @@ def test_the_pendulum_moves_as_gymnasium_s_acrobot():
     ended = 0
     for _ in range(10):
         # Half of the states are close to the goal, and so fast that velocities reach their bounds.
-        start = generator.uniform([-3, -3, -13, -29], [3, 3, 13, 29], (B, 4)).astype(np.float32)
+        start = generator.uniform([-3, -3, -13, -29], [3, 3, 13, 29], (B, 4)).astype(
+            np.float32
+        )
         start[: B // 2] *= 0.05
         ours.state.copy_(torch.from_numpy(start))
         for env in theirs:
@@ -221,12 +223,16 @@ def place(cell: torch.Tensor) -> Place:
     return row, column
 
 
-def assert_observes(obs: dict[str, torch.Tensor], i: int, reference: Reference, cell: int) -> None:
+def assert_observes(
+    obs: dict[str, torch.Tensor], i: int, reference: Reference, cell: int
+) -> None:
     assert obs["pixels"][i].tolist() == reference.pixels(cell)
     assert obs["action_mask"][i].tolist() == reference.mask()
 
 
-@pytest.mark.parametrize(("size", "cell", "mode"), [(5, 2, Mode.SAME_STEP), (6, 1, Mode.DISABLED)])
+@pytest.mark.parametrize(
+    ("size", "cell", "mode"), [(5, 2, Mode.SAME_STEP), (6, 1, Mode.DISABLED)]
+)
 def test_the_grid_world_is_that_of_the_reference(size, cell, mode):
     B = 9
     env = TorchGridWorld(B, size=size, cell=cell, autoreset=mode, max_steps=100)
@@ -244,7 +250,10 @@ def test_the_grid_world_is_that_of_the_reference(size, cell, mode):
         for i, reference in enumerate(references):
             refused += not reference.is_free(reference.target(actions[i]))
             expected_reward, expected_end = reference.step(int(actions[i]))
-            assert (reward[i].item(), terminated[i].item()) == (expected_reward, expected_end)
+            assert (reward[i].item(), terminated[i].item()) == (
+                expected_reward,
+                expected_end,
+            )
             assert truncated[i].item() == (reference.steps >= 100)
             assert_observes(last, i, reference, cell)
         done = terminated | truncated
@@ -266,7 +275,9 @@ def test_every_place_of_the_grid_world_is_drawn_and_every_goal_can_be_reached():
     assert set(env.door[:, 0].tolist()) == inner
     left = {(row, column) for row in inner for column in (1, 2)}
     right = {(row, column) for row in inner for column in (3, 4)}
-    assert set(map(tuple, env.agent.tolist())) == set(map(tuple, env.key.tolist())) == left
+    assert (
+        set(map(tuple, env.agent.tolist())) == set(map(tuple, env.key.tolist())) == left
+    )
     assert set(map(tuple, env.goal.tolist())) == right
     assert (env.agent[:, 1] < env.door[:, 1]).all()
     assert (env.key[:, 1] < env.door[:, 1]).all()
@@ -276,7 +287,9 @@ def test_every_place_of_the_grid_world_is_drawn_and_every_goal_can_be_reached():
 
 
 def test_a_grid_without_room_for_two_rooms_is_refused():
-    with pytest.raises(ValueError, match="size=4: two rooms between walls need at least 5 cells"):
+    with pytest.raises(
+        ValueError, match="size=4: two rooms between walls need at least 5 cells"
+    ):
         TorchGridWorld(2, size=4)
 
 
@@ -317,7 +330,9 @@ def test_masks_and_pixels_through_a_collector(mode):
             move = Reference.MOVES[row["action"].item()]
             target = cell[0] + move[0], cell[1] + move[1]
             after = row["next", "pixels"][target].tolist()
-            assert after in colours[5:].tolist(), "next/pixels is the true observation after"
+            assert after in colours[5:].tolist(), (
+                "next/pixels is the true observation after"
+            )
             at_goal = row["pixels"][target].tolist() == colours[4].tolist()
             assert row["next", "terminated"].item() == at_goal
             assert row["next", "reward"].item() == float(at_goal)
@@ -365,7 +380,10 @@ def test_seeds_repeat_episodes_and_only_masked_environments_are_reset(make, mode
         env = make(4, max_steps=7, autoreset=mode)
         env.reset(seed=seed)
         outcomes.append(run(env, actions_of(env, 20)))
-    equal = [[torch.equal(*pair) for pair in zip(outcomes[0], o, strict=True)] for o in outcomes]
+    equal = [
+        [torch.equal(*pair) for pair in zip(outcomes[0], o, strict=True)]
+        for o in outcomes
+    ]
     assert all(equal[1])
     assert not all(equal[2])
 
@@ -374,7 +392,9 @@ def test_seeds_repeat_episodes_and_only_masked_environments_are_reset(make, mode
     env.reset(options={"reset_mask": mask})
     after = state_of(env)
     assert all(torch.equal(after[name][~mask], before[name][~mask]) for name in before)
-    assert any(not torch.equal(after[name][mask], before[name][mask]) for name in before)
+    assert any(
+        not torch.equal(after[name][mask], before[name][mask]) for name in before
+    )
     assert not after["_steps"][mask].any()
 
 

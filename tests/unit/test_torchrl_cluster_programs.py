@@ -26,7 +26,11 @@ from muster import (
     RPCCollector,
 )
 from muster.errors import BadOption
-from muster.weights import DistributedWeightSyncScheme, RayWeightSyncScheme, RPCWeightSyncScheme
+from muster.weights import (
+    DistributedWeightSyncScheme,
+    RayWeightSyncScheme,
+    RPCWeightSyncScheme,
+)
 from tests.fakes.netns import listening
 from tests.fakes.ray_cluster import needs_ray, ray_cluster
 from tests.faults.test_worker_resources import descendants
@@ -61,7 +65,9 @@ class Learner:
     def acted_in(self, batch: Any) -> bool:
         with torch.no_grad():
             return torch.allclose(
-                self.policy.module(batch["observation"].clone()), batch["action"], atol=1e-6
+                self.policy.module(batch["observation"].clone()),
+                batch["action"],
+                atol=1e-6,
             )
 
     def train(self, batch: Any) -> None:
@@ -97,7 +103,12 @@ LAUNCHED = {"backend": "gloo", "launcher": "submitit", "tcp_port": None}
 PRINTED = {
     DistributedCollector: COMMON
     | LAUNCHED
-    | {"slurm_kwargs": None, "storing_device": None, "env_device": None, "policy_device": None},
+    | {
+        "slurm_kwargs": None,
+        "storing_device": None,
+        "env_device": None,
+        "policy_device": None,
+    },
     RPCCollector: COMMON
     | LAUNCHED
     | {"visible_devices": None, "tensorpipe_options": None, "trajs_per_batch": None},
@@ -122,10 +133,14 @@ def test_constructors_have_what_is_printed_with_these_defaults(cls: type) -> Non
 
 def test_printed_defaults_can_be_given() -> None:
     told: dict[str, Any] = {
-        name: default for name, default in PRINTED[DistributedCollector].items() if name != "policy"
+        name: default
+        for name, default in PRINTED[DistributedCollector].items()
+        if name != "policy"
     }
     told |= {"max_frames_per_traj": -1, "collector_class": Collector, "launcher": "mp"}
-    with DistributedCollector([env_maker], linear(), frames_per_batch=10, **told) as collector:
+    with DistributedCollector(
+        [env_maker], linear(), frames_per_batch=10, **told
+    ) as collector:
         assert collector.next().shape == (10,)
 
 
@@ -212,7 +227,9 @@ def test_the_nodes_of_a_batch_get_weights_after_it(sync: bool) -> None:
         "launcher": "mp",
         "sync": sync,
     }
-    with DistributedCollector([env_maker] * 2, policy, frames_per_batch=20, **options) as collector:
+    with DistributedCollector(
+        [env_maker] * 2, policy, frames_per_batch=20, **options
+    ) as collector:
         first = collector.next()
         assert first[VERSION].unique().tolist() == [0]
         zero(policy, 0.5)
@@ -284,8 +301,14 @@ def test_rpc_collector(sync: bool) -> None:
 
 
 def test_rpc_collector_of_whole_episodes() -> None:
-    options: dict[str, Any] = {"max_frames_per_traj": 25, "trajs_per_batch": 3, "launcher": "mp"}
-    with RPCCollector([env_maker] * 2, linear(), frames_per_batch=50, **options) as collector:
+    options: dict[str, Any] = {
+        "max_frames_per_traj": 25,
+        "trajs_per_batch": 3,
+        "launcher": "mp",
+    }
+    with RPCCollector(
+        [env_maker] * 2, linear(), frames_per_batch=50, **options
+    ) as collector:
         batch = collector.next()
     assert batch.shape == (75,)
     assert batch["next", "done"][..., 0].nonzero()[:, 0].tolist() == [24, 49, 74]
@@ -293,13 +316,17 @@ def test_rpc_collector_of_whole_episodes() -> None:
 
 def test_rpc_collector_listens_where_nodes_join_and_where_rpc_does() -> None:
     before = listening(os.getpid())
-    with RPCCollector([env_maker], linear(), frames_per_batch=10, launcher="mp") as collector:
+    with RPCCollector(
+        [env_maker], linear(), frames_per_batch=10, launcher="mp"
+    ) as collector:
         collector.next()
         here = listening(os.getpid()) - before
         nodes = {pid: found for pid in descendants() if (found := listening(pid))}
     assert len(here) == 2
     assert [len(found) for found in nodes.values()] == [1]
-    assert {host for found in (here, *nodes.values()) for host, _ in found} == {"127.0.0.1"}
+    assert {host for found in (here, *nodes.values()) for host, _ in found} == {
+        "127.0.0.1"
+    }
     assert listening(os.getpid()) == before
 
 
@@ -322,16 +349,25 @@ def test_rpc_collector_without_rpc_listens_where_nodes_join_and_nowhere_else() -
         ({"visible_devices": ["cpu", "gpu"]}, "'gpu', which is not a device"),
         ({"visible_devices": ["cpu", "meta"]}, "'meta': expected 'cpu'"),
         ({"visible_devices": ["cpu", -3]}, "-3, which is not a device"),
-        ({"tensorpipe_options": {"init_method": "env://"}}, "'init_method'.*tcp_port and bind"),
+        (
+            {"tensorpipe_options": {"init_method": "env://"}},
+            "'init_method'.*tcp_port and bind",
+        ),
         ({"tensorpipe_options": {"device_maps": {}}}, "'device_maps'.*hosts' memory"),
         pytest.param(
-            {"tensorpipe_options": {"threads": 3}}, "threads: .*num_worker_threads", marks=needs_rpc
+            {"tensorpipe_options": {"threads": 3}},
+            "threads: .*num_worker_threads",
+            marks=needs_rpc,
         ),
         pytest.param(
-            {"tensorpipe_options": {"num_worker_threads": 0}}, "must be positive", marks=needs_rpc
+            {"tensorpipe_options": {"num_worker_threads": 0}},
+            "must be positive",
+            marks=needs_rpc,
         ),
         pytest.param(
-            {"tensorpipe_options": {"num_worker_threads": "many"}}, "wrong type", marks=needs_rpc
+            {"tensorpipe_options": {"num_worker_threads": "many"}},
+            "wrong type",
+            marks=needs_rpc,
         ),
         pytest.param(
             {"tensorpipe_options": {"_transports": ["pigeon"]}},
@@ -342,7 +378,9 @@ def test_rpc_collector_without_rpc_listens_where_nodes_join_and_nowhere_else() -
 )
 def test_rpc_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
     with pytest.raises(BadOption, match=said):
-        RPCCollector([env_maker] * 2, linear(), frames_per_batch=10, launcher="mp", **options)
+        RPCCollector(
+            [env_maker] * 2, linear(), frames_per_batch=10, launcher="mp", **options
+        )
 
 
 def test_devices_of_rpc_collector_that_this_process_does_not_have() -> None:
@@ -403,7 +441,14 @@ def test_process_groups_of_the_users_own(with_rpc: int, tmp_path: Path) -> None:
     port = free_port()
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(tmp_path / "ranks.py"), str(rank), "2", str(port), str(with_rpc)],
+            [
+                sys.executable,
+                str(tmp_path / "ranks.py"),
+                str(rank),
+                "2",
+                str(port),
+                str(with_rpc),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -450,7 +495,12 @@ def test_ray_collector(ray_cluster: Any) -> None:
         batches += 1
         assert batch.shape == (200,)
         assert batch.device == torch.device("cpu")
-        assert batch["next", "truncated"][..., 0].nonzero()[:, 0].tolist() == [49, 99, 149, 199]
+        assert batch["next", "truncated"][..., 0].nonzero()[:, 0].tolist() == [
+            49,
+            99,
+            149,
+            199,
+        ]
         collector.update_policy_weights_(policy)
     assert (batches, collector.stats().frames) == (10, 2_000)
     assert_accounted(collector)
@@ -487,7 +537,9 @@ def test_ray_broadcasts_and_takes_lists(ray_cluster: Any) -> None:
 @pytest.mark.slow
 def test_ray_actors_write_into_a_replay_buffer(ray_cluster: Any) -> None:
     small = {"num_cpus": 1, "num_gpus": 0, "memory": 2**28}
-    replay_buffer = RayReplayBuffer(storage=partial(LazyTensorStorage, 1_000), remote_config=small)
+    replay_buffer = RayReplayBuffer(
+        storage=partial(LazyTensorStorage, 1_000), remote_config=small
+    )
     try:
         collector = RayCollector(
             env_maker,
@@ -510,11 +562,18 @@ def test_ray_actors_write_into_a_replay_buffer(ray_cluster: Any) -> None:
 @needs_ray
 @pytest.mark.slow
 def test_lists_of_another_length_are_refused(ray_cluster: Any) -> None:
-    with pytest.raises(BadOption, match=r"num_collectors=3, but create_env_fn has 2 entries"):
+    with pytest.raises(
+        BadOption, match=r"num_collectors=3, but create_env_fn has 2 entries"
+    ):
         RayCollector([env_maker] * 2, linear(), frames_per_batch=50, num_collectors=3)
     with pytest.raises(BadOption, match=r"remote_configs.*2"):
         RayCollector(
-            [env_maker] * 2, linear(), frames_per_batch=50, remote_configs=[{"num_cpus": 1}] * 3
+            [env_maker] * 2,
+            linear(),
+            frames_per_batch=50,
+            remote_configs=[{"num_cpus": 1}] * 3,
         )
-    with pytest.raises(BadOption, match=r"transport='socket': expected 'ray' or 'direct'"):
+    with pytest.raises(
+        BadOption, match=r"transport='socket': expected 'ray' or 'direct'"
+    ):
         RayCollector([env_maker] * 2, linear(), frames_per_batch=50, transport="socket")

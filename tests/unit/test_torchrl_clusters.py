@@ -58,7 +58,9 @@ def printed(name: str) -> dict[str, Any]:
     """TorchRL's keywords with its defaults."""
     parameters = inspect.signature(getattr(theirs, name)).parameters.values()
     return {
-        p.name: p.default for p in parameters if p.default is not p.empty and p.name != "policy"
+        p.name: p.default
+        for p in parameters
+        if p.default is not p.empty and p.name != "policy"
     }
 
 
@@ -68,7 +70,11 @@ def test_every_argument_of_torchrl_with_its_default(name: str) -> None:
     with getattr(ours, name)(
         [env_maker] * 2, linear(), frames_per_batch=20, **options
     ) as collector:
-        assert (collector.total_frames, collector.frames_per_batch, collector.num_workers) == (
+        assert (
+            collector.total_frames,
+            collector.frames_per_batch,
+            collector.num_workers,
+        ) == (
             50,
             20,
             2,
@@ -76,7 +82,9 @@ def test_every_argument_of_torchrl_with_its_default(name: str) -> None:
         assert collector.requested_frames_per_batch == 20
         assert collector.device == collector.storing_device == [None, None]
         assert collector.post_collect_hook is collector.postproc is None
-        assert [batch.numel() for batch in collector] == [20, 20, 20], "the last batch is whole"
+        assert [batch.numel() for batch in collector] == [20, 20, 20], (
+            "the last batch is whole"
+        )
 
 
 @needs_ray
@@ -94,15 +102,20 @@ def test_every_argument_of_torchrl_with_its_default_on_ray(ray_cluster: Any) -> 
         collector.shutdown(5.0, shutdown_ray=False)
 
 
-@pytest.mark.parametrize("name", ["DistributedCollector", "RPCCollector", "RayCollector"])
+@pytest.mark.parametrize(
+    "name", ["DistributedCollector", "RPCCollector", "RayCollector"]
+)
 def test_help_shows_the_meaning_of_every_argument(name: str) -> None:
     cls = getattr(ours, name)
     text = f"{inspect.getdoc(cls)}\n{inspect.getdoc(cls.__init__)}"
     meanings = {
-        name for line in re.findall(r"^    (\w[\w, ]*):", text, re.M) for name in line.split(", ")
+        name
+        for line in re.findall(r"^    (\w[\w, ]*):", text, re.M)
+        for name in line.split(", ")
     }
     assert (
-        set(inspect.signature(cls).parameters) - {"create_env_fn", "policy", "frames_per_batch"}
+        set(inspect.signature(cls).parameters)
+        - {"create_env_fn", "policy", "frames_per_batch"}
         <= meanings
     )
 
@@ -147,7 +160,11 @@ def test_a_batch_has_a_row_per_node_with_one_worker_after_another() -> None:
 
 def test_a_node_is_one_rollout_ahead_as_in_torchrl() -> None:
     """Its next rollout has all weights that were published before the delivery of its last one."""
-    options: dict[str, Any] = {"launcher": "mp", "sync": False, "track_policy_version": True}
+    options: dict[str, Any] = {
+        "launcher": "mp",
+        "sync": False,
+        "track_policy_version": True,
+    }
     with ours.DistributedCollector(
         [env_maker] * 2, linear(), frames_per_batch=20, **options
     ) as collector:
@@ -212,7 +229,12 @@ def test_batches_look_like_those_of_torchrl(
     command = [sys.executable, "-W", "ignore", str(tmp_path / "shapes.py")]
     runs = [
         subprocess.Popen(
-            [*command, module, name, json.dumps({**more, "tcp_port": str(free_port())})],
+            [
+                *command,
+                module,
+                name,
+                json.dumps({**more, "tcp_port": str(free_port())}),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -228,7 +250,10 @@ def test_batches_look_like_those_of_torchrl(
         for run in runs:
             run.kill()
             run.wait()
-    found = [[line for line in text.splitlines() if line.startswith("found ")] for text in said]
+    found = [
+        [line for line in text.splitlines() if line.startswith("found ")]
+        for text in said
+    ]
     assert all(len(lines) == 1 for lines in found), said
     mine, its = (json.loads(lines[0].removeprefix("found ")) for lines in found)
     assert len(its) == 2
@@ -240,18 +265,25 @@ def test_trajectories_of_different_nodes_have_different_ids() -> None:
     with ours.DistributedCollector(
         [env_maker] * 2, linear(), frames_per_batch=20, **options
     ) as collector:
-        ids = torch.cat([collector.next()["collector", "traj_ids"] for _ in range(3)], 1)
+        ids = torch.cat(
+            [collector.next()["collector", "traj_ids"] for _ in range(3)], 1
+        )
     assert ids.unique().numel() == 12
     assert not set(ids[0].tolist()) & set(ids[1].tolist())
 
 
 @pytest.mark.parametrize(
-    ("interval", "versions"), [({}, [0, 1, 2, 3]), ({"update_interval": 2}, [0, 0, 1, 1, 2])]
+    ("interval", "versions"),
+    [({}, [0, 1, 2, 3]), ({"update_interval": 2}, [0, 0, 1, 1, 2])],
 )
 def test_weights_are_published_every_so_many_batches(
     interval: dict[str, int], versions: list[int]
 ) -> None:
-    options: dict[str, Any] = {**interval, "track_policy_version": True, "launcher": "mp"}
+    options: dict[str, Any] = {
+        **interval,
+        "track_policy_version": True,
+        "launcher": "mp",
+    }
     with ours.DistributedSyncCollector(
         [env_maker] * 2, linear(), frames_per_batch=4, **options
     ) as collector:
@@ -296,7 +328,11 @@ class CountingPolicy(TensorDictModuleBase):
 def test_actions_have_the_shape_and_dtype_of_the_policy(made_by: str) -> None:
     """As ``torchrl.testing``'s policies for a ``CountingEnv``, whose actions are ``[1]`` and int8."""
     policy = None if made_by == "factory" else Constant()
-    options: dict[str, Any] = {"launcher": "mp", "sync": True, "tcp_port": str(free_port())}
+    options: dict[str, Any] = {
+        "launcher": "mp",
+        "sync": True,
+        "tcp_port": str(free_port()),
+    }
     if made_by != "policy":
         options["policy_factory"] = Constant
     if policy is not None:
@@ -319,7 +355,9 @@ class Moded(Constant):
     """Acts 1 in training mode, and 0 in evaluation mode."""
 
     def forward(self, td: Any) -> Any:
-        return td.set("action", torch.full((*td.shape, 1), int(self.training), dtype=torch.int8))
+        return td.set(
+            "action", torch.full((*td.shape, 1), int(self.training), dtype=torch.int8)
+        )
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -338,12 +376,20 @@ def test_weights_may_be_nested_dicts(name: str) -> None:
         return td.to_dict()
 
     options: dict[str, Any] = {"launcher": "mp"}
-    options |= {"update_interval": 100} if name == "DistributedSyncCollector" else {"sync": True}
-    with getattr(ours, name)([env_maker] * 2, linear(), frames_per_batch=4, **options) as collector:
+    options |= (
+        {"update_interval": 100}
+        if name == "DistributedSyncCollector"
+        else {"sync": True}
+    )
+    with getattr(ours, name)(
+        [env_maker] * 2, linear(), frames_per_batch=4, **options
+    ) as collector:
         ways = (
             lambda: collector.update_policy_weights_(nested(0.0)),
             lambda: collector.update_policy_weights_(weights=nested(1.0)),
-            lambda: collector.update_policy_weights_(weights_dict={"policy": nested(0.0)}),
+            lambda: collector.update_policy_weights_(
+                weights_dict={"policy": nested(0.0)}
+            ),
             lambda: collector.receive_weights(nested(1.0)),
             lambda: collector.receive_weights(weights=nested(0.0)),
         )
@@ -380,7 +426,9 @@ def test_whole_trajectories_are_padded_by_default(
         {} if layout is None else {"traj_format": layout}
     )
     options |= told if where == "argument" else {"collector_kwargs": told}
-    with getattr(ours, name)(short_and_long(), policy=CountingPolicy(), **options) as collector:
+    with getattr(ours, name)(
+        short_and_long(), policy=CountingPolicy(), **options
+    ) as collector:
         batches = [collector.next() for _ in range(3)]
     count = 4 if sync else 2
     seen: list[int] = []
@@ -423,7 +471,9 @@ def test_trajectories_in_a_replay_buffer_are_not_padded() -> None:
         "trajs_per_batch": 1,
     }
     options |= {"replay_buffer": buffer, "traj_format": "padded"}
-    with ours.DistributedCollector(short_and_long(), CountingPolicy(), **options) as collector:
+    with ours.DistributedCollector(
+        short_and_long(), CountingPolicy(), **options
+    ) as collector:
         assert collector.next() is None
     stored = buffer[:]
     assert ("collector", "mask") not in stored.keys(True)
@@ -436,9 +486,13 @@ def test_trajectories_in_a_replay_buffer_are_not_padded() -> None:
 def test_rpc_joins_the_batches_of_all_nodes(hook: str, batched: bool) -> None:
     seen: list[Any] = []
     options: dict[str, Any] = {"launcher": "mp", "frames_per_batch": 48, "sync": True}
-    options |= {} if hook == "none" else {hook: lambda batch: seen.append(batch.clone())}
+    options |= (
+        {} if hook == "none" else {hook: lambda batch: seen.append(batch.clone())}
+    )
     envs = (
-        [partial(SerialEnv, 2, make) for make in short_and_long()] if batched else short_and_long()
+        [partial(SerialEnv, 2, make) for make in short_and_long()]
+        if batched
+        else short_and_long()
     )
     with ours.RPCCollector(envs, CountingPolicy(), **options) as collector:
         batch = collector.next()
@@ -466,12 +520,16 @@ def test_rpc_joins_the_batches_of_all_nodes(hook: str, batched: bool) -> None:
     ],
     ids=str,
 )
-def test_no_option_excludes_the_join_that_was_not_asked_for(options: dict[str, Any]) -> None:
+def test_no_option_excludes_the_join_that_was_not_asked_for(
+    options: dict[str, Any],
+) -> None:
     told = dict(options)
     if "extend_buffer" in told:
         told["replay_buffer"] = ReplayBuffer(storage=LazyTensorStorage(200))
     options = {"launcher": "mp", "frames_per_batch": 24, "sync": True}
-    with ours.RPCCollector(short_and_long(), CountingPolicy(), **options, **told) as collector:
+    with ours.RPCCollector(
+        short_and_long(), CountingPolicy(), **options, **told
+    ) as collector:
         batch = collector.next()
     if "split_trajs" in told:
         assert batch["collector", "mask"].sum() == 24
@@ -490,7 +548,9 @@ def test_options_for_a_faster_policy_on_nodes_without_cuda(where: str) -> None:
     }
     options: dict[str, Any] = {"launcher": "mp", "frames_per_batch": 8, "sync": True}
     options |= told if where == "argument" else {"collector_kwargs": told}
-    with ours.DistributedCollector(short_and_long(), CountingPolicy(), **options) as collector:
+    with ours.DistributedCollector(
+        short_and_long(), CountingPolicy(), **options
+    ) as collector:
         assert collector.next().shape == (2, 4)
     with pytest.raises(TypeError, match="nothing"):
         ours.DistributedCollector(
@@ -510,7 +570,9 @@ def test_lists_with_equal_entries_are_one_for_all() -> None:
         "device": ["cpu", "cpu"],
         "launcher": "mp",
     }
-    with ours.DistributedCollector([env_maker] * 2, frames_per_batch=10, **options) as collector:
+    with ours.DistributedCollector(
+        [env_maker] * 2, frames_per_batch=10, **options
+    ) as collector:
         assert collector.next().device == torch.device("cpu")
 
 
@@ -527,7 +589,9 @@ def test_lists_have_an_entry_for_each_node(sync: bool) -> None:
     ) as collector:
         batch = collector.next()
         rows = batch if sync else [batch, collector.next()]
-        found = {int(row["number"].unique()): int(row["next", "done"].sum()) for row in rows}
+        found = {
+            int(row["number"].unique()): int(row["next", "done"].sum()) for row in rows
+        }
     assert found.items() <= {1: 4, 2: 2}.items()
     assert len(found) == 2 or not sync, "else the node that is first may be first again"
 
@@ -535,7 +599,10 @@ def test_lists_have_an_entry_for_each_node(sync: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"sync": True, "frames_per_batch": 21}, "21 cannot be shared equally by 2 nodes"),
+        (
+            {"sync": True, "frames_per_batch": 21},
+            "21 cannot be shared equally by 2 nodes",
+        ),
         ({"storing_device": ["cpu", "meta"]}, "storing_device=.*all nodes share one"),
         ({"policy_factory": [linear, env_maker, linear]}, "policy_factory"),
         ({"device": []}, "device is an empty list"),
@@ -544,7 +611,10 @@ def test_lists_have_an_entry_for_each_node(sync: bool) -> None:
             {"update_interval": 1, "update_after_each_batch": True},
             "update_interval, update_after_each_batch",
         ),
-        ({"update_interval": 1, "max_weight_update_interval": 0}, "all say when to publish"),
+        (
+            {"update_interval": 1, "max_weight_update_interval": 0},
+            "all say when to publish",
+        ),
         ({"frames_per_batch": 0}, "frames_per_batch=0"),
         ({"trajs_per_batch": 0}, "trajs_per_batch=0"),
         ({"trajs_per_batch": True}, "trajs_per_batch=True"),
@@ -564,7 +634,9 @@ def test_one_memory_and_joined_batches_exclude_each_other() -> None:
         "sync": True,
         "return_same_td": True,
     }
-    with pytest.raises(BadOption, match=r"return_same_td .*RPCCollector\(sync=True\) copies"):
+    with pytest.raises(
+        BadOption, match=r"return_same_td .*RPCCollector\(sync=True\) copies"
+    ):
         ours.RPCCollector([env_maker] * 2, **told)
     with ours.RPCCollector([env_maker] * 2, cat_results="stack", **told) as collector:
         assert collector.next() is collector.next()

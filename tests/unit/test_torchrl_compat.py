@@ -69,15 +69,28 @@ def test_without_buffers_an_interruptor_makes_a_batch_shorter():
 # --- environments and policies of Muster's --------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", [counting(3), CountingEnv(3)], ids=["factory", "object"])
+@pytest.mark.parametrize(
+    "source", [counting(3), CountingEnv(3)], ids=["factory", "object"]
+)
 def test_a_gymnasium_environment_with_a_function_on_observations(source):
     collector = Collector(
-        source, lambda obs: obs[..., 1].long() % 2, frames_per_batch=7, max_frames_per_traj=2
+        source,
+        lambda obs: obs[..., 1].long() % 2,
+        frames_per_batch=7,
+        max_frames_per_traj=2,
     )
     batch = collector.next()
     assert column(batch, "collector", "traj_ids") == [0, 0, 1, 1, 2, 2, 3]
     assert column(batch, "step_count") == [0, 1, 0, 1, 0, 1, 0]
-    assert column(batch, "next", "truncated") == [False, True, False, True, False, True, False]
+    assert column(batch, "next", "truncated") == [
+        False,
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
@@ -87,16 +100,23 @@ def test_faster_functions_on_observations_without_cuda():
         "cudagraph_policy": {"warmup": 3},
     }
     collector = Collector(
-        CountingEnv(3), lambda obs: obs[..., 1].long() % 2, frames_per_batch=7, **options
+        CountingEnv(3),
+        lambda obs: obs[..., 1].long() % 2,
+        frames_per_batch=7,
+        **options,
     )
     assert column(collector.next(), "collector", "traj_ids") == [0, 0, 0, 1, 1, 1, 2]
     with pytest.raises(TypeError, match="nothing"):
-        Collector(CountingEnv(3), None, frames_per_batch=7, cudagraph_policy={"nothing": 1})
+        Collector(
+            CountingEnv(3), None, frames_per_batch=7, cudagraph_policy={"nothing": 1}
+        )
 
 
 def test_a_vector_environment_with_a_head():
     env = gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync")
-    collector = Collector(env, policies.categorical(torch.nn.Linear(4, 2)), frames_per_batch=30)
+    collector = Collector(
+        env, policies.categorical(torch.nn.Linear(4, 2)), frames_per_batch=30
+    )
     batch = collector.next()
     assert batch.shape == (3, 10)
     assert batch["collector", "traj_ids"][:, 0].tolist() == [0, 1, 2]
@@ -104,7 +124,9 @@ def test_a_vector_environment_with_a_head():
 
 
 def test_seeding_an_environment_of_musters_begins_anew_and_repeats():
-    collector = Collector("CartPole-v1", lambda obs: (obs[..., 2] > 0).long(), frames_per_batch=10)
+    collector = Collector(
+        "CartPole-v1", lambda obs: (obs[..., 2] > 0).long(), frames_per_batch=10
+    )
     runs = []
     for _ in range(2):
         collector.set_seed(5)
@@ -126,13 +148,19 @@ def test_torchs_seed_decides_what_musters_own_policies_draw(policy):
     runs = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        runs.append(Collector("CartPole-v1", policy, frames_per_batch=30).next()["action"].tolist())
+        runs.append(
+            Collector("CartPole-v1", policy, frames_per_batch=30)
+            .next()["action"]
+            .tolist()
+        )
     assert runs[0] == runs[1] != runs[2]
 
 
 def test_a_recurrent_policy_needs_no_transforms():
     lstm = LSTMModule(4, 8, in_key="observation", out_key="features")
-    head = TensorDictModule(torch.nn.Linear(8, 2), in_keys=["features"], out_keys=["action"])
+    head = TensorDictModule(
+        torch.nn.Linear(8, 2), in_keys=["features"], out_keys=["action"]
+    )
     one_hot = TensorDictModule(
         lambda a: torch.nn.functional.one_hot(a.argmax(-1), 2), ["action"], ["action"]
     )
@@ -145,7 +173,9 @@ def test_a_recurrent_policy_needs_no_transforms():
 
 def test_transforms_for_a_recurrent_policy_are_added_on_request():
     lstm = LSTMModule(3, 8, in_key="observation", out_key="features")
-    head = TensorDictModule(torch.nn.Linear(8, 1), in_keys=["features"], out_keys=["action"])
+    head = TensorDictModule(
+        torch.nn.Linear(8, 1), in_keys=["features"], out_keys=["action"]
+    )
     policy = TensorDictSequential(lstm, head)
     collector = Collector(
         pendulum(), policy, frames_per_batch=5, auto_register_policy_transforms=True
@@ -173,7 +203,9 @@ def test_policies_and_environments_are_told_of_the_collector():
 
 
 @pytest.mark.parametrize(
-    "options", [{"frames_per_batch": 0}, {"frames_per_batch": 2.5}, {"total_frames": True}], ids=str
+    "options",
+    [{"frames_per_batch": 0}, {"frames_per_batch": 2.5}, {"total_frames": True}],
+    ids=str,
 )
 def test_impossible_numbers_are_refused(options):
     with pytest.raises(BadOption, match=next(iter(options))):
@@ -253,7 +285,9 @@ def test_warnings_are_silenced_by_the_environment_variable():
 
 def deep(value: float = 0.0) -> TensorDictModule:
     """A policy with modules in modules, one of them without weights."""
-    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh(), torch.nn.Linear(2, 1))
+    net = torch.nn.Sequential(
+        torch.nn.Linear(3, 2), torch.nn.Tanh(), torch.nn.Linear(2, 1)
+    )
     for parameter in net.parameters():
         torch.nn.init.constant_(parameter, value)
     return TensorDictModule(net, in_keys=["observation"], out_keys=["action"])
@@ -267,10 +301,16 @@ FORMS: dict[str, Callable[[TensorDictModule], Any]] = {
     "nested dict": lambda new: TensorDict.from_module(new).data.to_dict(),
     "nested dict of parameters": lambda new: TensorDict.from_module(new).to_dict(),
     "dict of TensorDicts": lambda new: dict(TensorDict.from_module(new).data.items()),
-    "dict by paths": lambda new: dict(TensorDict.from_module(new).data.items(True, True)),
+    "dict by paths": lambda new: dict(
+        TensorDict.from_module(new).data.items(True, True)
+    ),
     "dict of dicts of names": lambda new: {"module": new.module.state_dict()},
-    "arrays": lambda new: {name: weight.numpy() for name, weight in new.state_dict().items()},
-    "nested dict of the net": lambda new: TensorDict.from_module(new.module).data.to_dict(),
+    "arrays": lambda new: {
+        name: weight.numpy() for name, weight in new.state_dict().items()
+    },
+    "nested dict of the net": lambda new: TensorDict.from_module(
+        new.module
+    ).data.to_dict(),
 }
 
 
@@ -279,7 +319,9 @@ FORMS: dict[str, Callable[[TensorDictModule], Any]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_come_in_any_form(form, method, way):
     policy, given = deep(1.0), FORMS[form](deep(2.0))
-    collector = Collector(pendulum(), policy, frames_per_batch=5, track_policy_version=True)
+    collector = Collector(
+        pendulum(), policy, frames_per_batch=5, track_policy_version=True
+    )
     keyword = "policy" if isinstance(given, torch.nn.Module) else "weights"
     if way == "by model":
         if method == "receive_weights":
@@ -327,12 +369,17 @@ def test_what_is_no_dict_is_not_flattened():
     assert flattened(td) is td
     assert flattened(module) is module
     assert flattened(None) is None
-    assert list(flattened({"a": {"b.c": 1, ("d", "e"): {"f": 2}}, "g": {}})) == ["a.b.c", "a.d.e.f"]
+    assert list(flattened({"a": {"b.c": 1, ("d", "e"): {"f": 2}}, "g": {}})) == [
+        "a.b.c",
+        "a.d.e.f",
+    ]
 
 
 def test_weights_by_model_act_without_schemes():
     policy = linear()
-    collector = Collector(pendulum(), policy, frames_per_batch=5, track_policy_version=True)
+    collector = Collector(
+        pendulum(), policy, frames_per_batch=5, track_policy_version=True
+    )
     collector.update_policy_weights_(
         weights_dict={"policy": TensorDict.from_module(linear()).data * 0 + 3}
     )
@@ -346,12 +393,16 @@ def test_weights_by_model_act_without_schemes():
 def test_schemes_and_updaters_of_this_package_fit():
     policy, given = linear(), TensorDict.from_module(linear()).data * 0 + 2
     schemes = {"policy": MultiProcessWeightSyncScheme()}
-    collector = Collector(pendulum(), policy, frames_per_batch=5, weight_sync_schemes=schemes)
+    collector = Collector(
+        pendulum(), policy, frames_per_batch=5, weight_sync_schemes=schemes
+    )
     collector.update_policy_weights_(given)
     assert (policy.module.weight == 2).all()
     with pytest.warns(DeprecationWarning, match="VanillaWeightUpdater"):
         updater = VanillaWeightUpdater.from_policy(policy)
-    collector = Collector(pendulum(), policy, frames_per_batch=5, weight_updater=updater)
+    collector = Collector(
+        pendulum(), policy, frames_per_batch=5, weight_updater=updater
+    )
     collector.update_policy_weights_(given + 1)
     assert (policy.module.weight == 3).all()
     collector.update_policy_weights_((given + 2).to_dict())
@@ -362,7 +413,9 @@ def test_a_weight_updater_updates():
     class Updater(WeightUpdaterBase):
         pushed = 0
 
-        def push_weights(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
+        def push_weights(
+            self, policy_or_weights: Any = None, worker_ids: Any = None
+        ) -> None:
             self.pushed += 1
 
         def _sync_weights_with_worker(self, *args: Any) -> None: ...
@@ -380,7 +433,11 @@ def test_a_weight_updater_updates():
         track_policy_version=True,
     )
     collector.update_policy_weights_(linear())
-    assert (updater.pushed, updater.collector, collector.policy_version) == (1, collector, 1)
+    assert (updater.pushed, updater.collector, collector.policy_version) == (
+        1,
+        collector,
+        1,
+    )
 
 
 # --- in the background ----------------------------------------------------------------------------
@@ -410,7 +467,9 @@ def test_an_error_in_the_background_comes_at_the_end():
 
 def test_a_pause_stops_the_thread_between_batches():
     buffer = ReplayBuffer(storage=LazyTensorStorage(10_000))
-    collector = Collector(pendulum(), linear(), frames_per_batch=5, replay_buffer=buffer)
+    collector = Collector(
+        pendulum(), linear(), frames_per_batch=5, replay_buffer=buffer
+    )
     collector.start()
     with collector.pause():
         before = buffer.write_count
@@ -452,7 +511,10 @@ def test_musters_state_goes_on_exactly(options):
 
 def test_two_collectors_share_a_pool_of_ids():
     pool = _TrajectoryPool()
-    one, two = (Collector(counting(2), None, frames_per_batch=4, traj_pool=pool) for _ in range(2))
+    one, two = (
+        Collector(counting(2), None, frames_per_batch=4, traj_pool=pool)
+        for _ in range(2)
+    )
     assert column(one.next(), "collector", "traj_ids") == [0, 0, 2, 2]
     assert column(two.next(), "collector", "traj_ids") == [1, 1, 4, 4]
 

@@ -70,7 +70,9 @@ class Counter(EnvBase):
         self.t, self.episodes, self.start, self.seen = 0, 0, 0, []
 
     def _observe(self) -> Any:
-        return TensorDict({"observation": torch.tensor([self.episodes, self.t, self.start])})
+        return TensorDict(
+            {"observation": torch.tensor([self.episodes, self.t, self.start])}
+        )
 
     def _reset(self, tensordict: Any = None, *, start: int = 0) -> Any:
         if "reset" in self.broken:
@@ -104,9 +106,15 @@ class Counter(EnvBase):
         (Counter, None, (6,)),
         (Counter, 1, (1, 6)),
         (Counter, 3, (3, 2)),
-        (partial(mocks.CountingBatchedEnv, max_steps=torch.ones(3), batch_size=(3,)), None, (3, 2)),
         (
-            partial(mocks.CountingBatchedEnv, max_steps=torch.ones(2, 3), batch_size=(2, 3)),
+            partial(mocks.CountingBatchedEnv, max_steps=torch.ones(3), batch_size=(3,)),
+            None,
+            (3, 2),
+        ),
+        (
+            partial(
+                mocks.CountingBatchedEnv, max_steps=torch.ones(2, 3), batch_size=(2, 3)
+            ),
             None,
             (2, 3, 1),
         ),
@@ -163,16 +171,22 @@ def test_observations_with_names_of_the_batch_are_refused():
 )
 def test_batched_environments_end_one_by_one(lengths, batches, T, limit):
     max_steps = torch.tensor(lengths) - 1
-    make = partial(mocks.CountingBatchedEnv, max_steps=max_steps, batch_size=(len(lengths),))
+    make = partial(
+        mocks.CountingBatchedEnv, max_steps=max_steps, batch_size=(len(lengths),)
+    )
     frames = T * len(lengths)
-    batch = collect(make, ones, batches=batches, frames_per_batch=frames, max_frames_per_traj=limit)
+    batch = collect(
+        make, ones, batches=batches, frames_per_batch=frames, max_frames_per_traj=limit
+    )
     for b, length in enumerate(lengths):
         end = min(length, limit or length)
         steps = [t % end for t in range(T * batches)]
         assert column(batch[b], "observation") == [[step] for step in steps]
         assert column(batch[b], "next", "observation") == [[step + 1] for step in steps]
         assert column(batch[b], "next", "done") == [step + 1 == end for step in steps]
-        assert column(batch[b], "next", "terminated") == [step + 1 == length for step in steps]
+        assert column(batch[b], "next", "terminated") == [
+            step + 1 == length for step in steps
+        ]
 
 
 def test_any_flag_at_the_root_prevails_over_those_below():
@@ -201,12 +215,16 @@ def test_any_flag_at_the_root_prevails_over_those_below():
 
     batch = collect(Over, None, frames_per_batch=7)
     assert batch["collector", "traj_ids"].tolist() == [0, 0, 0, 1, 1, 1, 2]
-    assert batch["next", "over"].flatten().tolist() == [False, False, True] * 2 + [False]
+    assert batch["next", "over"].flatten().tolist() == [False, False, True] * 2 + [
+        False
+    ]
 
 
 def test_rewards_of_several_agents_are_all_stored_and_their_sum_is_the_return():
     with Collector(
-        partial(mocks.MultiKeyCountingEnv, max_steps=1), Everything(), frames_per_batch=8
+        partial(mocks.MultiKeyCountingEnv, max_steps=1),
+        Everything(),
+        frames_per_batch=8,
     ) as collector:
         batch = collector.rollout()
         episodes = collector.episodes
@@ -255,7 +273,9 @@ class Echo(TensorDictModuleBase):
         td.set("action", NonTensorStack.from_list(list(text)) if td.ndim else text)
         td.set(
             "note",
-            NonTensorStack.from_list([f"saw {t}" for t in text]) if td.ndim else f"saw {text}",
+            NonTensorStack.from_list([f"saw {t}" for t in text])
+            if td.ndim
+            else f"saw {text}",
         )
         return td
 
@@ -263,7 +283,12 @@ class Echo(TensorDictModuleBase):
 @pytest.mark.parametrize("num_envs", [None, 2])
 def test_policies_read_and_write_text(num_envs):
     batch = collect(
-        mocks.Str2StrEnv, Echo(), num_envs=num_envs, batches=2, frames_per_batch=6, seed=0
+        mocks.Str2StrEnv,
+        Echo(),
+        num_envs=num_envs,
+        batches=2,
+        frames_per_batch=6,
+        seed=0,
     )
     seen, said, noted = (batch[key] for key in ("observation", "action", "note"))
     rows = (
@@ -288,11 +313,16 @@ class StopsAfter:
 
 
 def test_rows_that_were_not_collected_are_zeros_of_some_shape():
-    for make in (mocks.EnvWithDynamicSpec, partial(mocks.HeterogeneousCountingEnv, max_steps=3)):
+    for make in (
+        mocks.EnvWithDynamicSpec,
+        partial(mocks.HeterogeneousCountingEnv, max_steps=3),
+    ):
         batch = collect(make, None, frames_per_batch=5, interruptor=StopsAfter(3))
         assert batch["collector", "traj_ids"].tolist() == [0, 0, 0, -1, -1]
         for cell in batch.unbind(0)[3:]:
-            assert not any(part.any() for td in (cell, cell["next"]) for part in cells_of(td))
+            assert not any(
+                part.any() for td in (cell, cell["next"]) for part in cells_of(td)
+            )
 
 
 def cells_of(td: Any) -> list[Any]:
@@ -320,7 +350,10 @@ class ByRow(TensorDictModuleBase):
 @pytest.mark.parametrize("num_envs", [None, 2])
 def test_policies_read_observations_whose_shape_varies(num_envs):
     batch = collect(
-        partial(mocks.EnvWithDynamicSpec, 3), ByRow(), num_envs=num_envs, frames_per_batch=8
+        partial(mocks.EnvWithDynamicSpec, 3),
+        ByRow(),
+        num_envs=num_envs,
+        frames_per_batch=8,
     )
     steps = batch["rows"].reshape(-1, batch.shape[-1]).tolist()
     assert steps == [[1, 2, 3, 1, 2, 3, 1, 2][: batch.shape[-1]]] * (num_envs or 1)
@@ -334,18 +367,30 @@ def test_policies_read_observations_whose_shape_varies(num_envs):
 # --- seeds and resets -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrap", [lambda env: env, lambda env: TransformedEnv(env, RewardSum())])
+@pytest.mark.parametrize(
+    "wrap", [lambda env: env, lambda env: TransformedEnv(env, RewardSum())]
+)
 def test_each_environment_in_a_serial_environment_gets_its_own_seed(wrap):
-    batch = collect(lambda: wrap(SerialEnv(3, Counter)), ones, frames_per_batch=6, seed=10)
+    batch = collect(
+        lambda: wrap(SerialEnv(3, Counter)), ones, frames_per_batch=6, seed=10
+    )
     assert batch["observation"][:, 0, 0].tolist() == [11, 12, 13]
 
 
 def test_each_environment_in_a_process_gets_its_own_seed():
-    make = partial(ParallelEnv, 2, partial(GymEnv, "Pendulum-v1"), mp_start_method="fork")
+    make = partial(
+        ParallelEnv, 2, partial(GymEnv, "Pendulum-v1"), mp_start_method="fork"
+    )
     parallel = collect(make, None, frames_per_batch=12, seed=10)
     assert_same(
         parallel,
-        collect(lambda: GymEnv("Pendulum-v1"), None, num_envs=2, frames_per_batch=12, seed=10),
+        collect(
+            lambda: GymEnv("Pendulum-v1"),
+            None,
+            num_envs=2,
+            frames_per_batch=12,
+            seed=10,
+        ),
     )
 
 
@@ -365,12 +410,17 @@ def test_an_environment_that_raises_is_named_and_the_next_batch_begins_anew():
         lambda: Counter(**next(broken)), ones, num_envs=2, frames_per_batch=8
     ) as collector:
         with pytest.raises(
-            EnvError, match=r"Counter\[1\].step \(row 1 of the batch\) raised RuntimeError: no step"
+            EnvError,
+            match=r"Counter\[1\].step \(row 1 of the batch\) raised RuntimeError: no step",
         ) as e:
             collector.rollout()
         assert isinstance(e.value.__cause__, RuntimeError)
         stats = collector.stats()
-        assert (stats.executed, stats.discarded, stats.in_flight) == (3, {"env_error": 1}, 2)
+        assert (stats.executed, stats.discarded, stats.in_flight) == (
+            3,
+            {"env_error": 1},
+            2,
+        )
 
 
 class Thirds(EnvBase):
@@ -381,7 +431,8 @@ class Thirds(EnvBase):
     def __init__(self) -> None:
         super().__init__()
         self.observation_spec = Composite(
-            observation=Unbounded(2, dtype=torch.float64), total=Unbounded(1, dtype=torch.float64)
+            observation=Unbounded(2, dtype=torch.float64),
+            total=Unbounded(1, dtype=torch.float64),
         )
         self.state_spec = Composite(total=Unbounded(1, dtype=torch.float64))
         self.action_spec, self.reward_spec = Unbounded(1), Unbounded(1)
@@ -389,7 +440,10 @@ class Thirds(EnvBase):
 
     def _reset(self, tensordict: Any = None) -> Any:
         return TensorDict(
-            {"observation": torch.full((2,), 1 / 3).double(), "total": torch.zeros(1).double()}
+            {
+                "observation": torch.full((2,), 1 / 3).double(),
+                "total": torch.zeros(1).double(),
+            }
         )
 
     def _step(self, tensordict: Any) -> Any:
@@ -410,11 +464,19 @@ def test_observations_are_stored_in_the_dtype_of_the_network_and_state_is_not():
     net = TensorDictModule(torch.nn.Linear(2, 1), ["observation"], ["action"])
     batch = collect(env, net, frames_per_batch=6)
     third = 1 / 3
-    total = torch.tensor([third, third + third, third + third + third] * 2, dtype=torch.float64)
+    total = torch.tensor(
+        [third, third + third, third + third + third] * 2, dtype=torch.float64
+    )
     assert batch["next", "total"].dtype == torch.float64
     assert torch.equal(batch["next", "total"][:, 0], total)
-    assert batch["next", "observation"].dtype == batch["observation"].dtype == torch.float32
-    assert torch.equal(batch["next", "observation"], total.float()[:, None].expand(6, 2))
+    assert (
+        batch["next", "observation"].dtype
+        == batch["observation"].dtype
+        == torch.float32
+    )
+    assert torch.equal(
+        batch["next", "observation"], total.float()[:, None].expand(6, 2)
+    )
     assert {given.dtype for given in env.given} == {torch.float64}, "as its spec says"
 
 
@@ -447,7 +509,9 @@ def test_the_compat_stores_what_the_environment_gives_as_torchrl_does():
     net = TensorDictModule(torch.nn.Linear(17, 6), ["observation"], ["action"])
     make = partial(GymEnv, "HalfCheetah-v5", device="cpu")
     for collector_class in (Ours, Theirs):
-        with pytest.raises(Exception, match="must have the same dtype, but got Double and Float"):
+        with pytest.raises(
+            Exception, match="must have the same dtype, but got Double and Float"
+        ):
             next(iter(collector_class(make, net, frames_per_batch=10, total_frames=10)))
     collector = Ours(make(), net.double(), frames_per_batch=10, total_frames=10)
     assert next(iter(collector))["observation"].dtype == torch.float64
@@ -470,13 +534,26 @@ def test_the_compat_stores_what_the_environment_gives_as_torchrl_does():
             r"reward is a tensor of shape \(1,\) and dtype",
         ),
         ({"without": ["observation"]}, "observation is missing"),
-        ({"output": {"truncated": torch.tensor([True])}}, "Cannot infer the value of terminated"),
         (
-            {"output": {"terminated": torch.tensor([False]), "truncated": torch.tensor([True])}},
+            {"output": {"truncated": torch.tensor([True])}},
+            "Cannot infer the value of terminated",
+        ),
+        (
+            {
+                "output": {
+                    "terminated": torch.tensor([False]),
+                    "truncated": torch.tensor([True]),
+                }
+            },
             "done must be terminated",
         ),
         (
-            {"output": {"done": torch.tensor([True]), "terminated": torch.tensor([False])}},
+            {
+                "output": {
+                    "done": torch.tensor([True]),
+                    "terminated": torch.tensor([False]),
+                }
+            },
             "done must be terminated",
         ),
     ],
@@ -491,7 +568,11 @@ def test_what_does_not_fit_the_specs_is_refused(broken, message):
         with pytest.raises(BadEnvOutput, match=message):
             collector.rollout()
         stats = collector.stats()
-        assert (stats.executed, stats.discarded, stats.in_flight) == (2, {"bad_env_output": 1}, 1)
+        assert (stats.executed, stats.discarded, stats.in_flight) == (
+            2,
+            {"bad_env_output": 1},
+            1,
+        )
         collector._engine.groups[0].env.envs[0].broken.clear()
         assert column(collector.rollout(), "observation") == [
             [1, 0, 0],
@@ -532,9 +613,12 @@ def with_actions(spec: Any, lead: tuple[int, ...] = ()) -> Any:
         def __init__(self) -> None:
             super().__init__(batch_size=lead)
             self.action_spec = Composite(
-                agent=Composite(move=spec.expand(*lead, *spec.shape), shape=lead), shape=lead
+                agent=Composite(move=spec.expand(*lead, *spec.shape), shape=lead),
+                shape=lead,
             )
-            self.observation_spec = Composite(observation=Unbounded((*lead, 1)), shape=lead)
+            self.observation_spec = Composite(
+                observation=Unbounded((*lead, 1)), shape=lead
+            )
             self.reward_spec = Unbounded((*lead, 1))
 
         def _reset(self, tensordict: Any = None) -> Any:
@@ -542,7 +626,10 @@ def with_actions(spec: Any, lead: tuple[int, ...] = ()) -> Any:
 
         def _step(self, tensordict: Any) -> Any:
             return self._reset().update(
-                {"reward": torch.rand(*lead, 1), "done": torch.zeros(*lead, 1, dtype=bool)}
+                {
+                    "reward": torch.rand(*lead, 1),
+                    "done": torch.zeros(*lead, 1, dtype=bool),
+                }
             )
 
         def _set_seed(self, seed: int | None) -> None:
@@ -574,7 +661,9 @@ class Rare(Categorical):
 @pytest.mark.parametrize("spec", [OneHot(3), Rare(5)])
 def test_random_actions_do_not_depend_on_how_steps_are_cut(spec):
     whole = collect(with_actions(spec), None, frames_per_batch=24, seed=3)
-    assert_same(collect(with_actions(spec), None, batches=4, frames_per_batch=6, seed=3), whole)
+    assert_same(
+        collect(with_actions(spec), None, batches=4, frames_per_batch=6, seed=3), whole
+    )
     assert len(whole["agent", "move"].unique(dim=0)) >= 3
 
 
@@ -582,17 +671,23 @@ class Repeats(Counter):
     """Wants the action 1 in odd steps only."""
 
     def rand_action(self, tensordict: Any = None) -> Any:
-        return tensordict.set("action", (tensordict["observation"][1:2] % 2).to(torch.int8))
+        return tensordict.set(
+            "action", (tensordict["observation"][1:2] % 2).to(torch.int8)
+        )
 
 
 def test_an_environment_that_draws_its_own_actions_is_asked_at_every_step():
     for num_envs in (None, 2):
-        batch = collect(partial(Repeats, 5), None, num_envs=num_envs, batches=3, frames_per_batch=8)
+        batch = collect(
+            partial(Repeats, 5), None, num_envs=num_envs, batches=3, frames_per_batch=8
+        )
         assert torch.equal(batch["action"].long(), batch["observation"][..., 1:2] % 2)
 
 
 def test_an_environment_that_draws_its_own_actions_leaves_those_of_a_policy_alone():
-    batch = collect(partial(Repeats, 5), ones, batches=2, frames_per_batch=8, init_random_frames=8)
+    batch = collect(
+        partial(Repeats, 5), ones, batches=2, frames_per_batch=8, init_random_frames=8
+    )
     assert torch.equal(batch["action"][:8].long(), batch["observation"][:8, 1:2] % 2)
     assert batch["action"][8:].all()
 
@@ -641,7 +736,13 @@ class Odd(CountingEnv):
 
     def step(self, action: Any) -> Any:
         obs, reward, terminated, truncated, info = super().step(action)
-        return obs.astype(np.float64), np.int64(reward), np.bool_(terminated), truncated, info
+        return (
+            obs.astype(np.float64),
+            np.int64(reward),
+            np.bool_(terminated),
+            truncated,
+            info,
+        )
 
     def reset(self, **options: Any) -> Any:
         obs, info = super().reset(**options)
@@ -651,7 +752,10 @@ class Odd(CountingEnv):
 def test_what_a_gym_environment_returns_is_converted_as_torchrl_does():
     assert inner_kind(GymWrapper(Odd(3))) == "PlainGym"
     got = collect(lambda: GymWrapper(Odd(3)), None, frames_per_batch=8, seed=0)
-    assert_same(got, collect(lambda: GymWrapper(CountingEnv(3)), None, frames_per_batch=8, seed=0))
+    assert_same(
+        got,
+        collect(lambda: GymWrapper(CountingEnv(3)), None, frames_per_batch=8, seed=0),
+    )
 
 
 def test_gym_environments_that_fail_are_named():
@@ -675,7 +779,9 @@ def test_gym_environments_that_fail_are_named():
         (Short, BadEnvOutput, r"expected \(observation, reward"),
         (Wide, BadEnvOutput, "its spec says shape"),
     ):
-        with Collector(lambda cls=cls: GymWrapper(cls(4)), None, frames_per_batch=4) as collector:
+        with Collector(
+            lambda cls=cls: GymWrapper(cls(4)), None, frames_per_batch=4
+        ) as collector:
             with pytest.raises(error, match=message):
                 collector.rollout()
             assert_accounted(collector)
@@ -701,7 +807,10 @@ def test_a_primer_in_each_of_several_environments_gives_the_state_after_a_reset(
         return TransformedEnv(Counter(next(lengths)), Compose(InitTracker(), primer))
 
     batch = collect(make, Remembers(), num_envs=2, batches=2, frames_per_batch=8)
-    assert batch["memory"][..., 0].tolist() == [[5, 6, 5, 6, 5, 6, 5, 6], [5, 6, 7, 5, 6, 7, 5, 6]]
+    assert batch["memory"][..., 0].tolist() == [
+        [5, 6, 5, 6, 5, 6, 5, 6],
+        [5, 6, 7, 5, 6, 7, 5, 6],
+    ]
     assert batch["next", "memory"][..., 0].tolist() == [
         [6, 7, 6, 7, 6, 7, 6, 7],
         [6, 7, 8, 6, 7, 8, 6, 7],
@@ -743,7 +852,11 @@ def test_functions_and_heads_see_the_observation_and_not_what_transforms_count()
 
 def test_heads_refuse_one_hot_actions_and_say_what_to_do():
     with pytest.raises(BadOption, match="categorical_action_encoding=True"):
-        Collector(lambda: GymEnv("CartPole-v1"), categorical(nn.Linear(4, 2)), frames_per_batch=6)
+        Collector(
+            lambda: GymEnv("CartPole-v1"),
+            categorical(nn.Linear(4, 2)),
+            frames_per_batch=6,
+        )
 
 
 RESUMED = {
@@ -751,9 +864,12 @@ RESUMED = {
     "frames": lambda: TransformedEnv(
         GymEnv("Pendulum-v1"), CatFrames(3, dim=-1, in_keys=["observation"])
     ),
-    "serial": lambda: SerialEnv(2, lambda: TransformedEnv(GymEnv("Pendulum-v1"), StepCounter(15))),
+    "serial": lambda: SerialEnv(
+        2, lambda: TransformedEnv(GymEnv("Pendulum-v1"), StepCounter(15))
+    ),
     "outside": lambda: TransformedEnv(
-        SerialEnv(2, lambda: GymEnv("Pendulum-v1")), Compose(StepCounter(7), RewardSum())
+        SerialEnv(2, lambda: GymEnv("Pendulum-v1")),
+        Compose(StepCounter(7), RewardSum()),
     ),
 }
 
@@ -762,7 +878,10 @@ RESUMED = {
 def test_a_restored_environment_goes_on_in_a_collector_that_was_used_before(make):
     policy = TensorDictModule(nn.LazyLinear(1), ["observation"], ["action"])
     common: dict[str, Any] = {"policy": policy, "frames_per_batch": 30}
-    with Collector(make, seed=0, **common) as first, Collector(make, **common) as second:
+    with (
+        Collector(make, seed=0, **common) as first,
+        Collector(make, **common) as second,
+    ):
         first.rollout()
         second.rollout()
         state = first.state_dict()

@@ -25,7 +25,9 @@ from tests.fakes.pendulum import env_maker, linear  # noqa: E402
 pytest.importorskip("gymnasium.envs.classic_control")
 
 
-def train_step(policy: TensorDictModule, batch: Any, optimizer: torch.optim.Optimizer) -> None:
+def train_step(
+    policy: TensorDictModule, batch: Any, optimizer: torch.optim.Optimizer
+) -> None:
     """Some loss; that it goes down is not the point."""
     again = policy.module(batch["observation"].clone())
     assert torch.allclose(again.detach(), batch["action"], atol=1e-6), (
@@ -57,7 +59,9 @@ def test_multi_sync_collector() -> None:
         ends = batch["next", "truncated"][..., 0].nonzero().tolist()
         assert ends == [[w, t] for w in range(3) for t in (49, 99)]
         assert batch["collector", "traj_ids"].unique().numel() == 6
-        assert len(batch["observation"][:, 0, 0].unique()) == 3, "three environments, three seeds"
+        assert len(batch["observation"][:, 0, 0].unique()) == 3, (
+            "three environments, three seeds"
+        )
         train_step(policy, batch, optimizer)
         collector.update_policy_weights_(policy)
     assert (collector.stats().batches, collector.stats().frames) == (10, 3_000)
@@ -85,7 +89,10 @@ def test_multi_async_collector() -> None:
     assert len(replay_buffer) == 2_000
     assert groups == {0, 1}
     assert collector.stats().executed == 2_000
-    after, obs = replay_buffer[:]["next", "observation"], replay_buffer[:]["observation"]
+    after, obs = (
+        replay_buffer[:]["next", "observation"],
+        replay_buffer[:]["observation"],
+    )
     assert torch.isfinite(after).all()
     assert not torch.equal(after, obs)
     collector.shutdown()
@@ -94,7 +101,11 @@ def test_multi_async_collector() -> None:
 def test_async_fill_of_a_replay_buffer() -> None:
     replay_buffer = ReplayBuffer(storage=LazyTensorStorage(1_000))
     collector = AsyncCollector(
-        env_maker, linear(), frames_per_batch=100, total_frames=500, replay_buffer=replay_buffer
+        env_maker,
+        linear(),
+        frames_per_batch=100,
+        total_frames=500,
+        replay_buffer=replay_buffer,
     )
     collector.start()
     collector._background._thread.join(60)  # type: ignore[union-attr]

@@ -25,7 +25,11 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import SerialEnv
 
 import muster.compat.torchrl.collectors.distributed as ours
-from muster.compat.torchrl.node_collectors import NodeCollector, calls_of, stats_of_nodes
+from muster.compat.torchrl.node_collectors import (
+    NodeCollector,
+    calls_of,
+    stats_of_nodes,
+)
 from muster.errors import BadOption, BadWeights, CollectorClosed
 from tests.fakes.pendulum import env_maker, linear
 from tests.fakes.ray_cluster import needs_ray, ray_cluster
@@ -33,11 +37,24 @@ from tests.fakes.stats import stats, worker
 
 __all__ = ["ray_cluster"]  # a fixture
 PUBLIC = (
-    *("collectors", "collectors.collectors", "collectors.utils", "collectors.weight_update"),
+    *(
+        "collectors",
+        "collectors.collectors",
+        "collectors.utils",
+        "collectors.weight_update",
+    ),
     *("collectors.distributed", "collectors.distributed.default_configs"),
-    *("collectors.distributed.generic", "collectors.distributed.ray", "collectors.distributed.rpc"),
+    *(
+        "collectors.distributed.generic",
+        "collectors.distributed.ray",
+        "collectors.distributed.rpc",
+    ),
     *("collectors.distributed.ray_eval_worker", "collectors.distributed.sync"),
-    *("collectors.distributed.utils", "weight_update", "weight_update.weight_sync_schemes"),
+    *(
+        "collectors.distributed.utils",
+        "weight_update",
+        "weight_update.weight_sync_schemes",
+    ),
 )
 ACTOR = {"num_cpus": 1, "memory": 2**28}
 
@@ -46,7 +63,12 @@ ACTOR = {"num_cpus": 1, "memory": 2**28}
 def opened() -> Iterator[Any]:
     """A collector with two nodes in processes of this machine."""
     with ours.DistributedCollector(
-        [env_maker] * 2, linear(), frames_per_batch=20, total_frames=60, sync=True, launcher="mp"
+        [env_maker] * 2,
+        linear(),
+        frames_per_batch=20,
+        total_frames=60,
+        sync=True,
+        launcher="mp",
     ) as collector:
         yield collector
 
@@ -55,25 +77,39 @@ def opened() -> Iterator[Any]:
 def test_names_are_at_the_path_of_torchrl(path: str) -> None:
     there = importlib.import_module(f"torchrl.{path}")
     here = importlib.import_module(f"muster.compat.torchrl.{path}")
-    public = [name for name in getattr(there, "__all__", ()) if not name.startswith("_")]
+    public = [
+        name for name in getattr(there, "__all__", ()) if not name.startswith("_")
+    ]
     missing = [name for name in public if getattr(here, name, None) is None]
     assert missing == []
     assert set(getattr(here, "__all__", ())) <= set(dir(there)), "and no names besides"
 
 
-@pytest.mark.parametrize("name", ["DistributedCollector", "RPCCollector", "RayCollector"])
+@pytest.mark.parametrize(
+    "name", ["DistributedCollector", "RPCCollector", "RayCollector"]
+)
 def test_methods_of_torchrl_are_there(name: str) -> None:
     there, here = getattr(theirs, name), getattr(ours, name)
-    methods = [m for m in dir(there) if not m.startswith("_") and callable(getattr(there, m))]
-    assert [method for method in methods if not callable(getattr(here, method, None))] == []
+    methods = [
+        m for m in dir(there) if not m.startswith("_") and callable(getattr(there, m))
+    ]
+    assert [
+        method for method in methods if not callable(getattr(here, method, None))
+    ] == []
 
 
-@pytest.mark.parametrize("name", ["DistributedCollector", "RPCCollector", "RayCollector"])
+@pytest.mark.parametrize(
+    "name", ["DistributedCollector", "RPCCollector", "RayCollector"]
+)
 def test_defaults_are_those_of_torchrl(name: str) -> None:
     there, here = (
-        inspect.signature(getattr(module, name).__init__).parameters for module in (theirs, ours)
+        inspect.signature(getattr(module, name).__init__).parameters
+        for module in (theirs, ours)
     )
-    named = {"collector_class", "exploration_type"}  # classes and enums there, their names here
+    named = {
+        "collector_class",
+        "exploration_type",
+    }  # classes and enums there, their names here
     differ = {
         parameter: (there[parameter].default, here[parameter].default)
         for parameter in there.keys() & here.keys() - named
@@ -83,11 +119,20 @@ def test_defaults_are_those_of_torchrl(name: str) -> None:
 
 
 def test_attributes_of_torchrl_are_there(opened: Any) -> None:
-    public = [name for name in dir(theirs.DistributedCollector) if not name.startswith("_")]
+    public = [
+        name for name in dir(theirs.DistributedCollector) if not name.startswith("_")
+    ]
     # unlike these, TorchRL's are only defined where another collector has set them
     unset = {"worker_idx"}
-    assert [name for name in public if name not in unset and not hasattr(opened, name)] == []
-    assert opened.trajs_per_batch is opened.trajs_per_write is opened.profile_config is None
+    assert [
+        name for name in public if name not in unset and not hasattr(opened, name)
+    ] == []
+    assert (
+        opened.trajs_per_batch
+        is opened.trajs_per_write
+        is opened.profile_config
+        is None
+    )
     assert (opened.traj_format, opened.verbose) == ("padded", False)
 
 
@@ -97,13 +142,17 @@ def test_attributes_of_torchrl_are_there(opened: Any) -> None:
 def test_paths_and_repeated_calls_of_this_collector(opened: Any) -> None:
     weight = opened.get_distant_attr("policy.module.weight")
     assert weight is opened.policy.module.weight
-    assert opened.map_fn("get_distant_attr", [("frames_per_batch",), ("total_frames",)]) == [20, 60]
+    assert opened.map_fn(
+        "get_distant_attr", [("frames_per_batch",), ("total_frames",)]
+    ) == [20, 60]
     assert opened.map_fn("next")[0].shape == (2, 10), "one call without lists"
     seeds = opened.map_fn("set_seed", list_of_kwargs=[{"seed": 4}, {"seed": 8}])
     assert seeds == [5, 9], "two environments"
     with pytest.raises(ValueError, match="must have the same length"):
         opened.map_fn("next", [(), ()], [{}])
-    with pytest.raises(BadOption, match="'total_frames' is int, which cannot be called"):
+    with pytest.raises(
+        BadOption, match="'total_frames' is int, which cannot be called"
+    ):
         opened.map_fn("total_frames")
     with pytest.raises(BadOption, match="the path 'policy.nothing' leads nowhere"):
         opened.get_distant_attr("policy.nothing")
@@ -129,7 +178,11 @@ def test_a_given_hook_is_shown_and_can_be_replaced() -> None:
         first.append(batch.numel())
 
     with ours.DistributedCollector(
-        [env_maker], linear(), frames_per_batch=10, launcher="mp", post_collect_hook=given
+        [env_maker],
+        linear(),
+        frames_per_batch=10,
+        launcher="mp",
+        post_collect_hook=given,
     ) as collector:
         assert collector.post_collect_hook is given
         collector.next()
@@ -145,7 +198,9 @@ def test_a_hook_that_would_not_be_called_is_refused(ray_cluster: Any) -> None:
 
     buffer = RayBuffer(partial(ReplayBuffer, storage=partial(LazyTensorStorage, 100)))
     told: dict[str, Any] = {"frames_per_batch": 10, "remote_configs": ACTOR}
-    with ours.RayCollector([env_maker], linear(), replay_buffer=buffer, **told) as collector:
+    with ours.RayCollector(
+        [env_maker], linear(), replay_buffer=buffer, **told
+    ) as collector:
         with pytest.raises(BadOption, match="Pass the hook to the constructor"):
             collector.set_post_collect_hook(print)
         collector.set_post_collect_hook(None)
@@ -176,8 +231,13 @@ def test_numbers_have_the_names_of_torchrl(opened: Any) -> None:
     by_node = opened.stats("per_worker")
     assert (by_node["worker_0/frames"], by_node["worker_1/frames"]) == (10, 10)
     assert "frames" not in by_node
-    assert opened.stats("both", timeout=1.0).keys() == opened.stats().keys() | by_node.keys()
-    with pytest.raises(ValueError, match="workers must be one of 'aggregate', 'per_worker'"):
+    assert (
+        opened.stats("both", timeout=1.0).keys()
+        == opened.stats().keys() | by_node.keys()
+    )
+    with pytest.raises(
+        ValueError, match="workers must be one of 'aggregate', 'per_worker'"
+    ):
         opened.stats("all")
     assert opened.muster_stats().executed == 20
     assert [batch.numel() for batch in opened] == [20, 20]
@@ -193,7 +253,11 @@ def test_the_numbers_of_a_node_are_those_of_its_workers() -> None:
         worker(2, frames=3, state="dead"),
     )
     found = stats_of_nodes(stats(workers=workers), {0: [0, 1], 1: [2]}, "both", {})
-    assert (found["worker_frames"], found["workers"], found["workers_alive"]) == (123, 2, 1)
+    assert (found["worker_frames"], found["workers"], found["workers_alive"]) == (
+        123,
+        2,
+        1,
+    )
     assert (found["worker_0/frames"], found["worker_1/frames"]) == (120, 3)
     assert (found["worker_0/restarts"], found["worker_1/restarts"]) == (1, 0)
 
@@ -213,7 +277,9 @@ def test_a_weight_updater_of_torchrls_distributed_collector(opened: Any) -> None
     assert updater.collector is opened
     opened.update_policy_weights_()
     opened.next()
-    sums = [weight.item() for weight in opened.cascade_execute("policy.module.weight.sum")]
+    sums = [
+        weight.item() for weight in opened.cascade_execute("policy.module.weight.sum")
+    ]
     assert sums == [9.0, 9.0], "in the nodes"
     with pytest.raises(BadWeights):
         opened.update_policy_weights_({"strange": torch.zeros(1)})
@@ -290,7 +356,9 @@ def test_one_entry_for_each_node() -> None:
     assert calls_of(None, [{"a": 1}]) == [((), {"a": 1})]
     with pytest.raises(ValueError, match="Expected 2 argument entries, .* got 1"):
         calls_of([(1,)], None, 2)
-    with pytest.raises(ValueError, match="Expected 2 keyword-argument entries, .* got 3"):
+    with pytest.raises(
+        ValueError, match="Expected 2 keyword-argument entries, .* got 3"
+    ):
         calls_of([(1,), (2,)], [{}] * 3, 2)
 
 
@@ -314,13 +382,20 @@ def test_the_collectors_of_ray_actors(ray_cluster: Any) -> None:
         assert collector.get_distant_attr("worker_idx") == [0, 1]
         names = [("worker_idx",), ("frames_per_batch",)]
         assert collector.map_fn("get_distant_attr", list_of_args=names) == [0, 20]
-        assert collector.get_distant_attr("env.batch_size") == [torch.Size([]), torch.Size([2])]
+        assert collector.get_distant_attr("env.batch_size") == [
+            torch.Size([]),
+            torch.Size([2]),
+        ]
         layers = "policy.module"
         scales = [
-            ({"weight": torch.full((1, 3), float(i)), "bias": torch.zeros(1)},) for i in (1, 2)
+            ({"weight": torch.full((1, 3), float(i)), "bias": torch.zeros(1)},)
+            for i in (1, 2)
         ]
         collector.map_fn(f"{layers}.load_state_dict", list_of_args=scales)
-        sums = [weight.sum().item() for weight in collector.get_distant_attr(f"{layers}.weight")]
+        sums = [
+            weight.sum().item()
+            for weight in collector.get_distant_attr(f"{layers}.weight")
+        ]
         assert sums == [3.0, 6.0], "each actor has its own"
         with pytest.raises(ValueError, match="Expected 2 argument entries"):
             collector.map_fn("get_distant_attr", list_of_args=[("worker_idx",)])
@@ -331,7 +406,9 @@ def test_the_collectors_of_ray_actors(ray_cluster: Any) -> None:
 
         actors = collector.remote_collectors
         assert len(actors) == 2
-        assert ray.get([actor.get_distant_attr.remote("worker_idx") for actor in actors]) == [0, 1]
+        assert ray.get(
+            [actor.get_distant_attr.remote("worker_idx") for actor in actors]
+        ) == [0, 1]
         assert ray.get(actors[1].getattr_env.remote("batch_size")) == torch.Size([2])
         weight = ray.get(actors[0].getattr_policy.remote("module.weight"))
         assert weight.sum().item() == 3.0
@@ -346,10 +423,15 @@ def test_the_collectors_of_ray_actors(ray_cluster: Any) -> None:
             == first.shape.numel() // first.shape[-1]
         )
         given = {"weight": torch.full((1, 3), 5.0), "bias": torch.zeros(1)}
-        actors[1].update_policy_weights_.remote({f"module.{k}": v for k, v in given.items()})
+        actors[1].update_policy_weights_.remote(
+            {f"module.{k}": v for k, v in given.items()}
+        )
         collector.next()  # a node takes weights before a rollout
         collector.next()
-        sums = [weight.sum().item() for weight in collector.get_distant_attr(f"{layers}.weight")]
+        sums = [
+            weight.sum().item()
+            for weight in collector.get_distant_attr(f"{layers}.weight")
+        ]
         assert (sums[0] == 15.0, sums[1]) == (False, 15.0)
         assert ray.get(actors[0].stats.remote())["restarts"] == 0
         assert isinstance(collector.local_policy(), type(linear()))
@@ -392,7 +474,11 @@ def test_a_node_with_workers_answers_with_a_list(ray_cluster: Any) -> None:
 def test_a_policy_that_an_inference_server_serves(ray_cluster: Any) -> None:
     from torchrl.modules.inference_server import InferenceServer
 
-    told: dict[str, Any] = {"frames_per_batch": 20, "sync": True, "remote_configs": ACTOR}
+    told: dict[str, Any] = {
+        "frames_per_batch": 20,
+        "sync": True,
+        "remote_configs": ACTOR,
+    }
     owner = {"remote_config": {"num_cpus": 0.5}}
     with InferenceServer(
         policy_factory=linear, service_backend="ray", service_backend_options=owner
@@ -423,8 +509,12 @@ def test_a_policy_that_an_inference_server_serves(ray_cluster: Any) -> None:
             scheme.connect(weights=weights)
             collector.next()
             batch = collector.next()
-            torch.testing.assert_close(batch["action"], linear().module(batch["observation"]))
-            with pytest.raises(BadOption, match="the learner of learner_backend='ray' publishes"):
+            torch.testing.assert_close(
+                batch["action"], linear().module(batch["observation"])
+            )
+            with pytest.raises(
+                BadOption, match="the learner of learner_backend='ray' publishes"
+            ):
                 collector.update_policy_weights_(zeros)
 
 

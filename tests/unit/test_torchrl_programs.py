@@ -37,11 +37,17 @@ LAYOUT = {  # as printed there, and `terminated`, which the printout predates
 
 
 def linear() -> TensorDictModule:
-    return TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
+    return TensorDictModule(
+        nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"]
+    )
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: GymEnv("Pendulum-v1", device="cpu"), lambda: gymnasium.make("Pendulum-v1")]
+    "make",
+    [
+        lambda: GymEnv("Pendulum-v1", device="cpu"),
+        lambda: gymnasium.make("Pendulum-v1"),
+    ],
 )
 def test_the_printed_batch(make: Any) -> None:
     collector = Collector(
@@ -60,7 +66,9 @@ def test_the_printed_batch(make: Any) -> None:
         data = [next(iterator) for _ in range(3)][-1]
         assert data.names[-1] == "time"
         assert data.device == torch.device("cpu")
-        assert {key: (tuple(v.shape), v.dtype) for key, v in data.items(True, True)} == LAYOUT
+        assert {
+            key: (tuple(v.shape), v.dtype) for key, v in data.items(True, True)
+        } == LAYOUT
         assert data["next", "truncated"].flatten().nonzero().flatten().tolist() == [
             49,
             99,
@@ -109,9 +117,14 @@ def test_collecting_in_the_background_into_a_shared_buffer() -> None:
 
 
 def test_paths_that_remote_callers_use() -> None:
-    with Collector("Pendulum-v1", linear(), frames_per_batch=8, worker_idx=3) as collector:
+    with Collector(
+        "Pendulum-v1", linear(), frames_per_batch=8, worker_idx=3
+    ) as collector:
         assert collector.worker_idx == 3
-        assert collector.cascade_execute("policy.module.state_dict").keys() == {"weight", "bias"}
+        assert collector.cascade_execute("policy.module.state_dict").keys() == {
+            "weight",
+            "bias",
+        }
         assert collector.get_model("policy") is collector.policy
         with pytest.raises(ValueError, match="critic"):
             collector.get_model("critic")

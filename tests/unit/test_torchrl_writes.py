@@ -49,7 +49,9 @@ def test_trajectories_are_written_when_they_are_complete(batched: bool) -> None:
     make = partial(ended_after, 5)
     env = SerialEnv(2, make) if batched else make()
     told: dict[str, Any] = {"frames_per_batch": 8 if batched else 4, "total_frames": -1}
-    collector = ours.Collector(env, one, replay_buffer=rb, replay_write_mode="trajectory", **told)
+    collector = ours.Collector(
+        env, one, replay_buffer=rb, replay_write_mode="trajectory", **told
+    )
     try:
         assert collector.replay_write_mode == "trajectory"
         written = []
@@ -95,7 +97,11 @@ def progress(collector: Any) -> list[int]:
         ({"replay_write_mode": "rollout"}, [[4, 0, 0, 0, 4], [8, 6, 1, 0, 8]]),
         ({"extend_buffer": False}, [[4, 0, 0, 0, 4], [8, 6, 1, 0, 8]]),
         (
-            {"replay_write_mode": "trajectory", "set_truncated": True, "max_frames_per_traj": 9},
+            {
+                "replay_write_mode": "trajectory",
+                "set_truncated": True,
+                "max_frames_per_traj": 9,
+            },
             [[4, 0, 0, 0, 4], [8, 6, 1, 0, 8]],
         ),
         (
@@ -105,10 +111,17 @@ def progress(collector: Any) -> list[int]:
     ],
     ids=str,
 )
-def test_progress_of_what_is_written(options: dict[str, Any], expected: list[list[int]]) -> None:
+def test_progress_of_what_is_written(
+    options: dict[str, Any], expected: list[list[int]]
+) -> None:
     rb = buffer()
     collector = ours.Collector(
-        ended_after(5), one, frames_per_batch=4, total_frames=8, replay_buffer=rb, **options
+        ended_after(5),
+        one,
+        frames_per_batch=4,
+        total_frames=8,
+        replay_buffer=rb,
+        **options,
     )
     found = []
     for _ in collector:
@@ -121,7 +134,9 @@ def test_progress_of_what_is_written(options: dict[str, Any], expected: list[lis
 
 def test_progress_without_a_buffer_and_after_a_reset() -> None:
     options: dict[str, Any] = {"trajs_per_batch": 2, "traj_format": "cat"}
-    collector = ours.Collector(ended_after(5), one, frames_per_batch=8, total_frames=-1, **options)
+    collector = ours.Collector(
+        ended_after(5), one, frames_per_batch=8, total_frames=-1, **options
+    )
     collector.next()
     assert progress(collector) == [16, 12, 2, 4, 0]
     collector.reset()
@@ -185,7 +200,9 @@ def test_workers_write_complete_trajectories() -> None:
 @pytest.mark.parametrize("name", ["Collector", "MultiSyncCollector", "AsyncCollector"])
 def test_signatures_have_the_argument_or_any(name: str) -> None:
     parameters = inspect.signature(getattr(ours, name)).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    takes_any = any(
+        p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
+    )
     assert takes_any or "replay_write_mode" in parameters
 
 
@@ -201,14 +218,22 @@ def test_signatures_have_the_argument_or_any(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["Collector", "MultiSyncCollector"])
-def test_what_contradicts_it_is_refused(name: str, options: dict[str, Any], said: str) -> None:
+def test_what_contradicts_it_is_refused(
+    name: str, options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(BadOption, match=said):
-        getattr(ours, name)([partial(ended_after, 5)], one, frames_per_batch=4, **options)
+        getattr(ours, name)(
+            [partial(ended_after, 5)], one, frames_per_batch=4, **options
+        )
 
 
-def test_a_backend_of_a_context_that_no_collector_has_is_said_to_be_of_the_context() -> None:
+def test_a_backend_of_a_context_that_no_collector_has_is_said_to_be_of_the_context() -> (
+    None
+):
     with torchrl.service_backend("thread"):
-        with pytest.raises(ValueError, match="enclosing torchrl.service_backend context") as caught:
+        with pytest.raises(
+            ValueError, match="enclosing torchrl.service_backend context"
+        ) as caught:
             ours.Collector(ended_after(5), one, frames_per_batch=4)
         assert "backend='thread'" in str(caught.value)
     with pytest.raises(ValueError, match=r"backend='thread'.*'submitit'\]\.$"):
@@ -218,7 +243,9 @@ def test_a_backend_of_a_context_that_no_collector_has_is_said_to_be_of_the_conte
 # --- AsyncEnvPool ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", [ours.Collector, muster.Collector], ids=["compat", "native"])
+@pytest.mark.parametrize(
+    "cls", [ours.Collector, muster.Collector], ids=["compat", "native"]
+)
 def test_a_pool_of_asynchronous_environments_is_a_batch_of_them(cls: Any) -> None:
     """TorchRL's own ``Collector`` does not take one."""
     batches = []

@@ -83,7 +83,11 @@ def make(at: str = "", wrong: bool = False) -> Callable[[], Any]:
 
 
 def iterate(
-    kind: Any = Collector, envs: Any = None, policy: Any = None, n: int = 2, **options: Any
+    kind: Any = Collector,
+    envs: Any = None,
+    policy: Any = None,
+    n: int = 2,
+    **options: Any,
 ) -> None:
     options = {"frames_per_batch": 8} | options
     if envs is None:
@@ -125,7 +129,10 @@ def bad_weights() -> dict[str, torch.Tensor]:
 
 
 def torchrl(
-    use: Callable[[Any], Any], envs: Any = CountingEnv, policy: Any = None, **options: Any
+    use: Callable[[Any], Any],
+    envs: Any = CountingEnv,
+    policy: Any = None,
+    **options: Any,
 ) -> None:
     compat = pytest.importorskip("muster.compat.torchrl")
     options = {"frames_per_batch": 8, "total_frames": 16} | options
@@ -134,7 +141,9 @@ def torchrl(
 
 def prt_rl(env: Any) -> None:
     compat = pytest.importorskip("muster.compat.prt_rl")
-    compat.Collector(env).collect_experience(muster.policies.categorical(torch.nn.Linear(2, 2)), 8)
+    compat.Collector(env).collect_experience(
+        muster.policies.categorical(torch.nn.Linear(2, 2)), 8
+    )
 
 
 def tianshou(env: Any) -> None:
@@ -170,7 +179,9 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "nothing to step": lambda: Collector(3, frames_per_batch=8),
     "no environments": lambda: Collector([], frames_per_batch=8),
     "unknown env id": lambda: Collector("CartPol-v1", frames_per_batch=8),
-    "unknown env id in a worker": lambda: MultiSyncCollector(["CartPol-v1"], frames_per_batch=8),
+    "unknown env id in a worker": lambda: MultiSyncCollector(
+        ["CartPol-v1"], frames_per_batch=8
+    ),
     "not picklable": lambda: MultiSyncCollector(
         [partial(CountingEnv, threading.Lock())], frames_per_batch=8
     ),
@@ -181,7 +192,9 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     ),
     "reset raises": lambda: iterate(envs=make("reset")),
     "step raises": lambda: iterate(envs=make("step")),
-    "step raises in a batch of environments": lambda: iterate(envs=make("step"), num_envs=2),
+    "step raises in a batch of environments": lambda: iterate(
+        envs=make("step"), num_envs=2
+    ),
     "step raises in collector.next": lambda: with_collector(
         lambda c: c.next(), envs=make("step"), policy=None
     ),
@@ -200,10 +213,14 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "step raises in one of several": lambda: iterate(
         MultiAsyncCollector, [make("step"), CountingEnv]
     ),
-    "step raises in a thread": lambda: iterate(MultiSyncCollector, make("step"), backend="threads"),
+    "step raises in a thread": lambda: iterate(
+        MultiSyncCollector, make("step"), backend="threads"
+    ),
     "step raises with the server": lambda: iterate(envs=make("step"), **SERVED),
     "policy raises": lambda: iterate(policy=raising_policy),
-    "policy raises in a worker": lambda: iterate(MultiSyncCollector, policy=raising_policy),
+    "policy raises in a worker": lambda: iterate(
+        MultiSyncCollector, policy=raising_policy
+    ),
     "policy raises on the server": lambda: iterate(policy=raising_policy, **SERVED),
     "policy factory raises": lambda: Collector(
         CountingEnv, policy_factory=raising, frames_per_batch=8
@@ -216,7 +233,9 @@ MISTAKES: dict[str, Callable[[], Any]] = {
         policy=muster.policies.categorical(torch.nn.Linear(5, 3))
     ),
     "policy of wrong shape": lambda: iterate(policy=wrong_shape),
-    "policy of wrong shape in a worker": lambda: iterate(MultiSyncCollector, policy=wrong_shape),
+    "policy of wrong shape in a worker": lambda: iterate(
+        MultiSyncCollector, policy=wrong_shape
+    ),
     "postproc raises": lambda: iterate(postproc=raising),
     "pre_collect_hook raises": lambda: iterate(pre_collect_hook=raising),
     "post_collect_hook raises": lambda: iterate(post_collect_hook=raising),
@@ -228,8 +247,12 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "buffer raises": lambda: iterate(replay_buffer=Full()),
     "next after shutdown": after_shutdown,
     "iterating after shutdown": iterated_after_shutdown,
-    "two iterators": lambda: with_collector(lambda c: zip(*[c, c], strict=True).__next__()),
-    "bad weights": lambda: with_collector(lambda c: c.update_policy_weights_(bad_weights())),
+    "two iterators": lambda: with_collector(
+        lambda c: zip(*[c, c], strict=True).__next__()
+    ),
+    "bad weights": lambda: with_collector(
+        lambda c: c.update_policy_weights_(bad_weights())
+    ),
     "bad weights for workers": lambda: with_collector(
         lambda c: c.update_policy_weights_(bad_weights()), MultiSyncCollector
     ),
@@ -238,19 +261,31 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     ),
     "wrong n_step": lambda: with_collector(lambda c: c.collect(n_step=0)),
     "no amount": lambda: with_collector(lambda c: c.collect()),
-    "no bootstrap value": lambda: with_collector(lambda c: c.collect(n_step=8, bootstrap=True)),
+    "no bootstrap value": lambda: with_collector(
+        lambda c: c.collect(n_step=8, bootstrap=True)
+    ),
     "reset of no environment": lambda: with_collector(lambda c: c.reset(7)),
     "seed": lambda: with_collector(lambda c: c.set_seed(-1)),
-    "state of something else": lambda: with_collector(lambda c: c.load_state_dict({"a": 1})),
-    "state from no file": lambda: with_collector(lambda c: c.load_state_dict("/nowhere/state")),
+    "state of something else": lambda: with_collector(
+        lambda c: c.load_state_dict({"a": 1})
+    ),
+    "state from no file": lambda: with_collector(
+        lambda c: c.load_state_dict("/nowhere/state")
+    ),
     "no attribute in workers": lambda: with_collector(
         lambda c: c.getattr_env("nothing"), MultiSyncCollector
     ),
     "evaluator": lambda: Evaluator(CountingEnv, episodes=0),
-    "evaluator's environment": lambda: Evaluator(make("step"), None, episodes=2).evaluate(),
-    "evaluator's policy": lambda: Evaluator(CountingEnv, raising_policy, episodes=2).evaluate(),
+    "evaluator's environment": lambda: Evaluator(
+        make("step"), None, episodes=2
+    ).evaluate(),
+    "evaluator's policy": lambda: Evaluator(
+        CountingEnv, raising_policy, episodes=2
+    ).evaluate(),
     "tune": lambda: muster.tune(make("make"), seconds=1.0),
-    "cluster": lambda: DistributedCollector([CountingEnv], frames_per_batch=8, launcher="nothing"),
+    "cluster": lambda: DistributedCollector(
+        [CountingEnv], frames_per_batch=8, launcher="nothing"
+    ),
     "torchrl: unknown option": lambda: torchrl(list, frames_per_bach=8),
     "torchrl: factory raises": lambda: torchrl(list, make("make")),
     "torchrl: step raises": lambda: torchrl(list, make("step")),
@@ -300,7 +335,8 @@ def test_the_users_frames_and_the_cause_stay():
     with pytest.raises(EnvError) as caught:
         iterate(envs=make("step"))
     frames = [
-        Path(frame.filename).name for frame in traceback.extract_tb(caught.value.__traceback__)
+        Path(frame.filename).name
+        for frame in traceback.extract_tb(caught.value.__traceback__)
     ]
     cause = traceback.extract_tb(caught.value.__cause__.__traceback__)
     assert frames == ["test_tracebacks.py", "test_tracebacks.py", "engine.py"]

@@ -40,7 +40,9 @@ class ByHand:
             if any(ends):
                 length = len(self.rewards[i])
                 records.append(
-                    EpisodeRecord(ids[t, i], self.env_ids[i], sum(self.rewards[i]), length, *ends)
+                    EpisodeRecord(
+                        ids[t, i], self.env_ids[i], sum(self.rewards[i]), length, *ends
+                    )
                 )
                 self.episode[i] += 1
                 self.rewards[i] = []
@@ -54,12 +56,19 @@ def histories(draw):
     rollouts = []
     for _ in range(draw(st.integers(1, 4))):
         T = draw(st.integers(0, 6))
-        flags = st.lists(st.sampled_from([0, 0, 0, 1, 2, 3]), min_size=T * B, max_size=T * B)
+        flags = st.lists(
+            st.sampled_from([0, 0, 0, 1, 2, 3]), min_size=T * B, max_size=T * B
+        )
         kinds = np.array(draw(flags), int).reshape(T, B)
         rewards = draw(st.lists(st.integers(-5, 5), min_size=T * B, max_size=T * B))
         reset = draw(st.lists(st.integers(0, B - 1), unique=True))
         rollouts.append(
-            (reset, np.array(rewards, np.float32).reshape(T, B), kinds & 1 > 0, kinds & 2 > 0)
+            (
+                reset,
+                np.array(rewards, np.float32).reshape(T, B),
+                kinds & 1 > 0,
+                kinds & 2 > 0,
+            )
         )
     return B, draw(st.integers(0, 3)), rollouts
 
@@ -71,7 +80,8 @@ def test_clock_equals_counting_by_hand(times, history):
     B, first, rollouts = history
     B *= times
     rollouts = [
-        (reset, *(np.tile(rows, times) for rows in columns)) for reset, *columns in rollouts
+        (reset, *(np.tile(rows, times) for rows in columns))
+        for reset, *columns in rollouts
     ]
     env_ids = list(range(first, first + B))
     clock, by_hand = (
@@ -109,7 +119,9 @@ def test_returns_add_up_in_float64():
     for last in (False, True):
         done[-1] = last
         episodes = clock.advance(reward, done, done & False, done)
-    assert episodes[0].episode_return == pytest.approx(2000 * float(np.float32(0.1)), rel=1e-12)
+    assert episodes[0].episode_return == pytest.approx(
+        2000 * float(np.float32(0.1)), rel=1e-12
+    )
     assert episodes[0].length == 2000
 
 
@@ -120,7 +132,11 @@ def test_rewards_of_single_steps_are_those_at_the_time(steps):
         TrajectoryClock(np.arange(2), 2),
         np.random.default_rng(0).normal(size=(steps, 2)),
     )
-    expected, no_end, row = np.zeros(2), np.zeros((1, 2), bool), np.zeros((1, 2), np.float32)
+    expected, no_end, row = (
+        np.zeros(2),
+        np.zeros((1, 2), bool),
+        np.zeros((1, 2), np.float32),
+    )
     for reward in rewards:
         row[...] = reward
         expected += row[0]
@@ -128,7 +144,10 @@ def test_rewards_of_single_steps_are_those_at_the_time(steps):
         row[...] = np.nan
     assert clock.returns.tolist() == expected.tolist()
     state = clock.state_dict()
-    assert (state["returns"].tolist(), state["steps"].tolist()) == (expected.tolist(), [steps] * 2)
+    assert (state["returns"].tolist(), state["steps"].tolist()) == (
+        expected.tolist(),
+        [steps] * 2,
+    )
 
 
 def test_abandoning_what_has_not_begun_keeps_its_id():
@@ -160,7 +179,15 @@ def test_episodes_are_a_sequence_of_records():
     assert len(episodes) == 3
     assert episodes[1] == EpisodeRecord(5, 5, 0.5, 3, True, False)
     assert episodes[-1].traj_id == 6
-    assert [type(field) for field in episodes[0]] == [int, int, float, int, bool, bool, type(None)]
+    assert [type(field) for field in episodes[0]] == [
+        int,
+        int,
+        float,
+        int,
+        bool,
+        bool,
+        type(None),
+    ]
     assert [record.traj_id for record in episodes[::-1]] == [6, 5, 4]
     assert episodes.index(episodes[2]) == 2
     assert EpisodeRecord(4, 4, 0.5, 3, True, False) in episodes
@@ -169,7 +196,9 @@ def test_episodes_are_a_sequence_of_records():
 
 
 def test_joined_episodes_come_group_by_group():
-    assert [e.traj_id for e in join_episodes([records(3, 1), records(), records(2)])] == [3, 1, 2]
+    assert [
+        e.traj_id for e in join_episodes([records(3, 1), records(), records(2)])
+    ] == [3, 1, 2]
 
 
 def test_a_return_that_is_not_finite_is_that_of_its_own_episode_only():
@@ -178,15 +207,22 @@ def test_a_return_that_is_not_finite_is_that_of_its_own_episode_only():
     done = np.array([[1, 0], [0, 0], [1, 1], [1, 1]], bool)
     for _ in range(2):  # nor do they change what comes after these rows
         found = [
-            (e.env_id, e.episode_return, e.length) for e in clock.advance(reward, done, ~done, done)
+            (e.env_id, e.episode_return, e.length)
+            for e in clock.advance(reward, done, ~done, done)
         ]
         np.testing.assert_equal(
-            found, [(0, np.inf, 1), (0, 5.0, 2), (1, np.nan, 3), (0, np.inf, 1), (1, 5.0, 1)]
+            found,
+            [(0, np.inf, 1), (0, 5.0, 2), (1, np.nan, 3), (0, np.inf, 1), (1, 5.0, 1)],
         )
 
 
 def test_a_state_of_other_environments_is_refused():
     state = TrajectoryClock(np.arange(4, 7), 9).state_dict()
-    for stranger in (TrajectoryClock(np.arange(3), 9), TrajectoryClock(np.arange(4, 7), 8)):
-        with pytest.raises(BadCheckpoint, match=r"those of environments \[4, 5, 6\] of 9"):
+    for stranger in (
+        TrajectoryClock(np.arange(3), 9),
+        TrajectoryClock(np.arange(4, 7), 8),
+    ):
+        with pytest.raises(
+            BadCheckpoint, match=r"those of environments \[4, 5, 6\] of 9"
+        ):
             stranger.load_state_dict(state)

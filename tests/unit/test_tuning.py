@@ -42,7 +42,9 @@ def setups_of(
 
 
 def test_the_grid_of_an_environment_that_computes() -> None:
-    assert [(s.workers, s.groups, s.num_envs, s.T) for s in setups_of(totals=(8, 32))] == [
+    assert [
+        (s.workers, s.groups, s.num_envs, s.T) for s in setups_of(totals=(8, 32))
+    ] == [
         (0, 1, 8, 256),
         (2, 2, 4, 256),
         (4, 4, 2, 256),
@@ -53,9 +55,15 @@ def test_the_grid_of_an_environment_that_computes() -> None:
     assert {s.backend for s in setups_of()} == {"processes"}
 
 
-def test_more_workers_than_cores_and_threads_are_tried_where_environments_wait() -> None:
-    found = {(s.workers, s.backend) for s in setups_of(SLEEPING, totals=(64,)) if s.workers}
-    assert found == {(n, backend) for n in (2, 4, 64) for backend in ("processes", "threads")}
+def test_more_workers_than_cores_and_threads_are_tried_where_environments_wait() -> (
+    None
+):
+    found = {
+        (s.workers, s.backend) for s in setups_of(SLEEPING, totals=(64,)) if s.workers
+    }
+    assert found == {
+        (n, backend) for n in (2, 4, 64) for backend in ("processes", "threads")
+    }
     assert (
         max(s.workers for s in setups_of(SLEEPING, totals=(16,))) == 16
     )  # one environment in each
@@ -95,7 +103,9 @@ def test_vector_environments_are_not_cut() -> None:
 
 
 def options(**keywords: Any) -> MultiOptions:
-    return MultiOptions(None, **{"frames_per_batch": 2048, "num_workers": "auto", **keywords})
+    return MultiOptions(
+        None, **{"frames_per_batch": 2048, "num_workers": "auto", **keywords}
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +116,13 @@ def options(**keywords: Any) -> MultiOptions:
         (BUSY, 4.0, 8, {"num_envs": 8}, 4),
         (BUSY, 1.0, 8, {"num_envs": 8}, 1),
         (BUSY, 0.5, None, {"num_envs": 8}, 1),
-        (BUSY, 4.0, None, {"num_envs": 8, "backend": "threads"}, 1),  # threads share one core
+        (
+            BUSY,
+            4.0,
+            None,
+            {"num_envs": 8, "backend": "threads"},
+            1,
+        ),  # threads share one core
         (Load(0.5), 4.0, None, {"num_envs": 8}, 8),
         (Load(0.95), 4.0, None, {"num_envs": 8}, 4),
         (SLEEPING, 4.0, None, {"num_envs": 1}, 64),
@@ -123,12 +139,16 @@ def options(**keywords: Any) -> MultiOptions:
 def test_as_many_workers_as_keep_the_cores_busy(
     load: Load, cores: float, groups: int | None, keywords: dict[str, Any], workers: int
 ) -> None:
-    assert choose_workers(load, options(**keywords), groups, cores, alone=False) == workers
+    assert (
+        choose_workers(load, options(**keywords), groups, cores, alone=False) == workers
+    )
 
 
 def test_groups_that_fill_batches_of_their_own_need_no_share_of_one() -> None:
     assert (
-        choose_workers(SLEEPING, options(frames_per_batch=20, num_envs=20), None, 2.0, alone=True)
+        choose_workers(
+            SLEEPING, options(frames_per_batch=20, num_envs=20), None, 2.0, alone=True
+        )
         == 64
     )
 
@@ -136,12 +156,19 @@ def test_groups_that_fill_batches_of_their_own_need_no_share_of_one() -> None:
 @pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
 def test_auto_makes_a_group_for_each_worker_of_a_function(cls: Any) -> None:
     with cls(
-        counting(), None, num_workers="auto", num_envs=2, frames_per_batch=64, total_frames=64
+        counting(),
+        None,
+        num_workers="auto",
+        num_envs=2,
+        frames_per_batch=64,
+        total_frames=64,
     ) as collector:
         (batch,) = list(collector)
         workers = len(collector.stats().workers)
     assert 1 <= workers <= 32
-    assert batch.shape == ((workers, 2, 32 // workers) if cls is MultiSyncCollector else (2, 32))
+    assert batch.shape == (
+        (workers, 2, 32 // workers) if cls is MultiSyncCollector else (2, 32)
+    )
 
 
 def test_with_a_list_auto_changes_nothing_but_the_number_of_workers() -> None:
@@ -179,7 +206,10 @@ def test_other_words_than_auto_are_refused() -> None:
 
 
 def measured(
-    factory: Any = "CartPole-v1", policy: Any = None, seconds: float = 0.1, **keywords: Any
+    factory: Any = "CartPole-v1",
+    policy: Any = None,
+    seconds: float = 0.1,
+    **keywords: Any,
 ) -> Load:
     wanted = {"frames_per_batch": 64, "num_envs": 1, **keywords}
     return measure(factory, policy, CollectorOptions(factory, **wanted), seconds)
@@ -212,7 +242,10 @@ def test_a_slow_environment_is_not_measured_for_a_whole_rollout() -> None:
 
 def test_a_vector_environment_is_measured_whole() -> None:
     assert (
-        measured(lambda: gymnasium.make_vec("CartPole-v1", 6, "sync"), num_envs=None).env_batch == 6
+        measured(
+            lambda: gymnasium.make_vec("CartPole-v1", 6, "sync"), num_envs=None
+        ).env_batch
+        == 6
     )
 
 
@@ -232,14 +265,23 @@ def test_measuring_leaves_generators_and_policy_alone() -> None:
 
     net = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.LayerNorm(2))
     before = [value.clone() for value in net.state_dict().values()]
-    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    auto_workers(Noisy, muster.policies.categorical(net), options(num_envs=2), alone=False)
+    states = (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    )
+    auto_workers(
+        Noisy, muster.policies.categorical(net), options(num_envs=2), alone=False
+    )
     assert (
         random.getstate(),
         np.random.get_state()[1].tolist(),
         torch.get_rng_state().tolist(),
     ) == states
-    assert all(torch.equal(a, b) for a, b in zip(before, net.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(before, net.state_dict().values(), strict=True)
+    )
     assert [b.grad for b in net.parameters()] == [None] * 4
 
 
@@ -250,7 +292,8 @@ def test_lazy_layers_stay_lazy() -> None:
 
 
 @pytest.mark.parametrize(
-    "keywords", [{"reset_when_done": False}, {"max_frames_per_traj": 7}, {"compact_obs": True}]
+    "keywords",
+    [{"reset_when_done": False}, {"max_frames_per_traj": 7}, {"compact_obs": True}],
 )
 def test_options_of_rollouts_do_not_disturb_the_measurement(keywords: Any) -> None:
     class Stop:
@@ -262,7 +305,9 @@ def test_options_of_rollouts_do_not_disturb_the_measurement(keywords: Any) -> No
     assert [env.closed for env in made] == [1]
 
 
-def test_errors_of_environments_and_policies_are_raised_and_environments_are_closed() -> None:
+def test_errors_of_environments_and_policies_are_raised_and_environments_are_closed() -> (
+    None
+):
     def fails(obs: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no")
 
@@ -289,7 +334,9 @@ def test_keywords_of_the_first_entry_are_used() -> None:
     measure(
         [make, make],
         None,
-        CollectorOptions(None, frames_per_batch=64, num_envs=1, create_env_kwargs=kwargs),
+        CollectorOptions(
+            None, frames_per_batch=64, num_envs=1, create_env_kwargs=kwargs
+        ),
         0.05,
     )
     assert lengths == [3]
@@ -305,7 +352,9 @@ def tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_the_share_of_a_container_counts_not_the_cores_of_its_host(tmp_path: Path) -> None:
+def test_the_share_of_a_container_counts_not_the_cores_of_its_host(
+    tmp_path: Path,
+) -> None:
     cores = usable_cores(tmp_path)  # nothing is known there
     new = {"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "50000 100000\n"}
     assert usable_cores(tree(tmp_path / "new", new)) == min(cores, 0.5)
@@ -317,7 +366,10 @@ def test_the_share_of_a_container_counts_not_the_cores_of_its_host(tmp_path: Pat
         "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n",
     }
     assert usable_cores(tree(tmp_path / "old", old)) == min(cores, 0.25)
-    unlimited = {"proc/self/cgroup": "1:cpu:/\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n"}
+    unlimited = {
+        "proc/self/cgroup": "1:cpu:/\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+    }
     assert usable_cores(tree(tmp_path / "unlimited", unlimited)) == cores
 
 
@@ -335,7 +387,9 @@ def tuning() -> Any:
     return found
 
 
-def test_every_setup_is_timed_and_the_fastest_three_in_turns(tuning: muster.Tuning) -> None:
+def test_every_setup_is_timed_and_the_fastest_three_in_turns(
+    tuning: muster.Tuning,
+) -> None:
     final = [c for c in tuning.candidates if c.final]
     assert len(final) == 3
     assert tuning.candidates[:3] == tuple(final)
@@ -350,7 +404,10 @@ def test_every_setup_is_timed_and_the_fastest_three_in_turns(tuning: muster.Tuni
 
 
 def test_the_constructor_call_makes_what_was_measured(tuning: muster.Tuning) -> None:
-    collectors = {cls.__name__: cls for cls in (Collector, MultiSyncCollector, MultiAsyncCollector)}
+    collectors = {
+        cls.__name__: cls
+        for cls in (Collector, MultiSyncCollector, MultiAsyncCollector)
+    }
     for setup in (
         tuning.best.setup,
         tuning.candidates[-1].setup,
@@ -397,9 +454,14 @@ def test_constructor_calls(tuning: muster.Tuning, setup: Setup, call: str) -> No
 
 def test_with_a_policy_a_server_is_timed_too() -> None:
     policy = muster.policies.categorical(nn.Linear(2, 2))
-    found = muster.tune(counting(9), policy, seconds=0.5, num_envs=4, frames_per_batch=64)
+    found = muster.tune(
+        counting(9), policy, seconds=0.5, num_envs=4, frames_per_batch=64
+    )
     served = [c for c in found.candidates if c.setup.inference != "worker"]
-    assert {c.setup.inference for c in served} == {"server", CentralInference(alternating=True)}
+    assert {c.setup.inference for c in served} == {
+        "server",
+        CentralInference(alternating=True),
+    }
     assert all(c.rate for c in served)
 
 
@@ -407,7 +469,11 @@ def test_a_list_stays_a_list() -> None:
     factories = [counting(3), counting(4)]
     found = muster.tune(factories, seconds=0.5, frames_per_batch=32)
     assert {(c.setup.groups, c.setup.num_envs) for c in found.candidates} == {(2, 1)}
-    assert found.constructor_call("factories").partition("(")[2].startswith("factories, policy, ")
+    assert (
+        found.constructor_call("factories")
+        .partition("(")[2]
+        .startswith("factories, policy, ")
+    )
     with found.make(factories) as collector:
         assert collector.rollout().numel() == 32
 
@@ -431,7 +497,10 @@ def test_setups_that_are_refused_are_listed_with_the_reason() -> None:
     speaking = partial(SpaceEnv, text, gymnasium.spaces.Discrete(2))
     found = muster.tune(speaking, policy, seconds=0.3, num_envs=4, frames_per_batch=32)
     refused = [c for c in found.candidates if c.rate is None]
-    assert {c.setup.inference for c in refused} == {"server", CentralInference(alternating=True)}
+    assert {c.setup.inference for c in refused} == {
+        "server",
+        CentralInference(alternating=True),
+    }
     assert all("Python objects" in (c.refused or "") for c in refused)
     assert found.best.rate
     assert found.candidates[-len(refused) :] == tuple(refused)
@@ -443,13 +512,18 @@ def test_setups_that_are_refused_are_listed_with_the_reason() -> None:
         ({"seconds": 0}, "seconds=0: expected more than 0"),
         ({"num_envs": 0}, "num_envs=0: expected integers of at least 1"),
         ({"num_envs": [8, True]}, "expected integers"),
-        ({"create_env_fn": ["CartPole-v1"] * 2, "num_envs": 3}, "multiples of the 2 groups"),
+        (
+            {"create_env_fn": ["CartPole-v1"] * 2, "num_envs": 3},
+            "multiples of the 2 groups",
+        ),
         ({"create_env_fn": CountingEnv()}, "create_env_fn is an environment"),
         ({"policy_factory": lambda: None}, "policy_factory"),
         ({"frames_per_batchs": 3}, "did you mean 'frames_per_batch'"),
         ({"policy": (open, Path)}, "policy"),
     ],
 )
-def test_impossible_requests_are_refused(keywords: dict[str, Any], message: str) -> None:
+def test_impossible_requests_are_refused(
+    keywords: dict[str, Any], message: str
+) -> None:
     with pytest.raises(BadOption, match=message):
         muster.tune(**{"create_env_fn": "CartPole-v1", "seconds": 0.1, **keywords})

@@ -15,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from muster import Collector, MultiSyncCollector, Trajectories, policies, split_trajectories
+from muster import (
+    Collector,
+    MultiSyncCollector,
+    Trajectories,
+    policies,
+    split_trajectories,
+)
 from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv
 from muster.restore.crash_report import CrashReport
@@ -55,7 +61,9 @@ class Quarrel(AECEnv):
         box = spaces.Box(0, 1000, (3,), np.float32)
         if self.masks != "obs":
             return box
-        return spaces.Dict({"observation": box, "action_mask": spaces.Box(0, 1, (4,), np.int8)})
+        return spaces.Dict(
+            {"observation": box, "action_mask": spaces.Box(0, 1, (4,), np.int8)}
+        )
 
     def action_space(self, agent: str) -> Any:
         return spaces.Discrete(4)
@@ -66,9 +74,14 @@ class Quarrel(AECEnv):
 
     def observe(self, agent: str) -> Any:
         box = np.array(
-            [self.possible_agents.index(agent), self.turns[agent], self.turn], np.float32
+            [self.possible_agents.index(agent), self.turns[agent], self.turn],
+            np.float32,
         )
-        return {"observation": box, "action_mask": self.mask(agent)} if self.masks == "obs" else box
+        return (
+            {"observation": box, "action_mask": self.mask(agent)}
+            if self.masks == "obs"
+            else box
+        )
 
     def reset(self, seed: int | None = None, options: Any = None) -> None:
         if seed is not None:
@@ -87,7 +100,8 @@ class Quarrel(AECEnv):
 
     def _note(self) -> None:
         self.infos = {
-            a: {"action_mask": self.mask(a)} if self.masks == "info" else {} for a in self.agents
+            a: {"action_mask": self.mask(a)} if self.masks == "info" else {}
+            for a in self.agents
         }
 
     def step(self, action: Any) -> None:
@@ -107,10 +121,16 @@ class Quarrel(AECEnv):
         self.rewards = {a: float(self.rng.integers(-3, 4)) for a in self.agents}
         for a in self.agents:
             if self.rng.random() < self.ends:
-                (self.terminations if self.rng.random() < 0.5 else self.truncations)[a] = True
+                (self.terminations if self.rng.random() < 0.5 else self.truncations)[
+                    a
+                ] = True
         self._accumulate_rewards()
-        live = [a for a in self.agents if not (self.terminations[a] or self.truncations[a])]
-        self.agent_selection = live[self.rng.integers(len(live))] if live else self.agents[0]
+        live = [
+            a for a in self.agents if not (self.terminations[a] or self.truncations[a])
+        ]
+        self.agent_selection = (
+            live[self.rng.integers(len(live))] if live else self.agents[0]
+        )
         self._note()
         self._deads_step_first()
 
@@ -156,9 +176,13 @@ def expected_rows(batch: Any, env: Quarrel, seed: int, rows: int) -> None:
     again = Quarrel(len(env.possible_agents), env.ends, env.masks)
     again.strict = False  # beyond the rows to compare it has no actions
     again.reset(seed=seed)
-    made = reference(again, iter([action for _, action in env.actions] + [1] * 10_000), rows)
+    made = reference(
+        again, iter([action for _, action in env.actions] + [1] * 10_000), rows
+    )
     names = env.possible_agents
-    assert batch["collector", "agent"].tolist() == [names.index(row["agent"]) for row in made]
+    assert batch["collector", "agent"].tolist() == [
+        names.index(row["agent"]) for row in made
+    ]
     assert batch["action"].tolist() == [row["action"] for row in made]
     assert column(batch["next"], "reward") == [row["reward"] for row in made]
     for flag in ("terminated", "truncated"):
@@ -186,7 +210,9 @@ def expected_rows(batch: Any, env: Quarrel, seed: int, rows: int) -> None:
 )
 def test_rows_are_those_of_a_plain_loop(agents, ends, seed, batch, masks):
     env = Quarrel(agents, ends, masks)
-    with Collector(env, None, frames_per_batch=batch, seed=seed, validate="full") as collector:
+    with Collector(
+        env, None, frames_per_batch=batch, seed=seed, validate="full"
+    ) as collector:
         rows = joined(collector, 120 // batch)
         assert_accounted(collector)
     expected_rows(rows, env, seed, len(rows))
@@ -205,7 +231,9 @@ def test_several_games_are_independent_and_seeded_one_by_one():
 
 
 def test_each_agent_has_its_own_episodes_and_records():
-    with Collector(quarrel(), None, num_envs=2, frames_per_batch=200, seed=0) as collector:
+    with Collector(
+        quarrel(), None, num_envs=2, frames_per_batch=200, seed=0
+    ) as collector:
         batch = collector.rollout()
         records = list(collector.episodes)
     ids, agent, done = (
@@ -224,9 +252,20 @@ def test_each_agent_has_its_own_episodes_and_records():
         if ends:
             env, t = rows[-1].tolist()
             total = batch["next", "reward"][..., 0][here].sum().item()
-            flags = [batch["next", flag][env, t, 0].item() for flag in ("terminated", "truncated")]
+            flags = [
+                batch["next", flag][env, t, 0].item()
+                for flag in ("terminated", "truncated")
+            ]
             found.append(
-                (t, env, number, total, int(here.sum()), *flags, f"player_{agent[env, t]}")
+                (
+                    t,
+                    env,
+                    number,
+                    total,
+                    int(here.sum()),
+                    *flags,
+                    f"player_{agent[env, t]}",
+                )
             )
     assert [
         (
@@ -268,7 +307,9 @@ def test_workers_give_the_same_as_this_process():
     with Collector([quarrel()] * 2, head, **options) as collector:
         expected = [collector.rollout().clone() for _ in range(2)]
         records = list(collector.episodes)
-    with MultiSyncCollector([quarrel()] * 2, head, cat_results="stack", **options) as collector:
+    with MultiSyncCollector(
+        [quarrel()] * 2, head, cat_results="stack", **options
+    ) as collector:
         for batch in expected:
             assert_same(collector.rollout(), batch)
         assert list(collector.episodes) == records
@@ -280,7 +321,11 @@ def test_workers_give_the_same_as_this_process():
 
 def test_the_limit_of_steps_counts_the_turns_of_an_agent_and_cuts_the_game():
     batch = collect(
-        quarrel(ends=0.0, agents=2), None, frames_per_batch=60, max_frames_per_traj=4, seed=0
+        quarrel(ends=0.0, agents=2),
+        None,
+        frames_per_batch=60,
+        max_frames_per_traj=4,
+        seed=0,
     )
     assert not batch["next", "terminated"].any()
     assert batch["step_count"].max() == 3
@@ -298,25 +343,36 @@ def _episodes(batch: Any) -> list[Any]:
 
 
 def test_a_reset_by_the_user_truncates_the_open_turns():
-    with Collector(quarrel(ends=0.0), None, num_envs=2, frames_per_batch=20, seed=0) as collector:
+    with Collector(
+        quarrel(ends=0.0), None, num_envs=2, frames_per_batch=20, seed=0
+    ) as collector:
         first = collector.rollout().clone()
         collector.reset()
         second = collector.rollout().clone()
         assert not first["next", "done"].any()
         ended = second["next", "truncated"][..., 0]
-        assert ended.sum() in range(2, 7)  # one for each agent that has acted and waited
+        assert ended.sum() in range(
+            2, 7
+        )  # one for each agent that has acted and waited
         known = [
-            [set(x["collector", "traj_ids"][b].tolist()) for x in (first, second)] for b in range(2)
+            [set(x["collector", "traj_ids"][b].tolist()) for x in (first, second)]
+            for b in range(2)
         ]
         for b, (before, after) in enumerate(known):
             over = set(second["collector", "traj_ids"][b][ended[b]].tolist())
             assert over <= before | after
-            new = second["collector", "traj_ids"][b][ended[b].nonzero().max() + 1 :].tolist()
+            new = second["collector", "traj_ids"][b][
+                ended[b].nonzero().max() + 1 :
+            ].tolist()
             assert not over & set(new), "what is over does not continue"
         for b in range(2):
             for agent in range(3):
-                before = first["collector", "traj_ids"][b][first["collector", "agent"][b] == agent]
-                after = second["collector", "traj_ids"][b][second["collector", "agent"][b] == agent]
+                before = first["collector", "traj_ids"][b][
+                    first["collector", "agent"][b] == agent
+                ]
+                after = second["collector", "traj_ids"][b][
+                    second["collector", "agent"][b] == agent
+                ]
                 if len(before) and len(after):
                     assert before.unique().tolist() == [after[0].item()], (
                         "open turns belong to the episode before"
@@ -325,7 +381,9 @@ def test_a_reset_by_the_user_truncates_the_open_turns():
 
 
 def test_after_an_error_open_turns_are_dropped_and_new_episodes_begin():
-    with Collector(quarrel(fails_at=30, ends=0.05), None, frames_per_batch=50, seed=0) as collector:
+    with Collector(
+        quarrel(fails_at=30, ends=0.05), None, frames_per_batch=50, seed=0
+    ) as collector:
         with pytest.raises(EnvError, match="fell off the table"):
             collector.rollout()
         batch = collector.rollout()
@@ -340,8 +398,15 @@ def test_after_an_error_open_turns_are_dropped_and_new_episodes_begin():
 
 
 def test_a_crash_report_says_that_turns_cannot_be_replayed(tmp_path):
-    given = {"frames_per_batch": 50, "seed": 0, "crash_dir": tmp_path, "backend": "threads"}
-    with MultiSyncCollector(quarrel(fails_at=30), None, num_workers=1, **given) as collector:
+    given = {
+        "frames_per_batch": 50,
+        "seed": 0,
+        "crash_dir": tmp_path,
+        "backend": "threads",
+    }
+    with MultiSyncCollector(
+        quarrel(fails_at=30), None, num_workers=1, **given
+    ) as collector:
         with pytest.raises(EnvError, match="fell off the table") as caught:
             collector.next()
         report = CrashReport.load(caught.value.crash_report, trust=True)
@@ -404,7 +469,9 @@ def test_batches_of_whole_episodes_are_those_of_agents(rule):
         traj_format="pad",
         on_episode_done=lambda rows: seen.append(rows.clone()),
     ) as collector:
-        lines = [line[line["collector", "mask"]] for batch in collector for line in batch]
+        lines = [
+            line[line["collector", "mask"]] for batch in collector for line in batch
+        ]
     assert len(lines) > 10
     for rows in lines:
         _check_whole(rows)
@@ -421,7 +488,9 @@ def test_a_number_of_episodes_is_one_of_agents_episodes(num_envs):
         assert len(episodes) == 9
         for rows in episodes:
             _check_whole(rows)
-        assert sorted(r.length for r in collector.episodes) == sorted(map(len, episodes))
+        assert sorted(r.length for r in collector.episodes) == sorted(
+            map(len, episodes)
+        )
 
 
 def test_whole_episodes_are_the_same_from_batches_of_every_size():
@@ -436,7 +505,9 @@ def test_whole_episodes_are_the_same_from_batches_of_every_size():
             for group in push(store, batch)
         ]
         results.append(groups)
-        for number, batch in enumerate(parts):  # what is saved in between changes nothing
+        for number, batch in enumerate(
+            parts
+        ):  # what is saved in between changes nothing
             if number == 0:
                 store = WholeEpisodes(2, num_envs=2)
             again = WholeEpisodes(2, num_envs=2)
@@ -486,28 +557,42 @@ def test_heads_functions_and_random_agents_play_together():
     torch.manual_seed(0)
     head = policies.categorical(nn.Linear(3, 4))
     made = {"player_0": head, "player_1": None, "player_2": first_allowed}
-    batch = collect(quarrel(), made, num_envs=2, frames_per_batch=1200, seed=0, validate="full")
+    batch = collect(
+        quarrel(), made, num_envs=2, frames_per_batch=1200, seed=0, validate="full"
+    )
     agent, log_prob = batch["collector", "agent"], batch["action_log_prob"]
     assert batch["action_mask"].gather(-1, batch["action"].unsqueeze(-1)).all()
     assert log_prob[agent != 0].isnan().all()
     own = batch[agent == 0]
     again = head.distribution(own.select("observation", "action_mask"))
-    assert torch.allclose(own["action_log_prob"], again.log_prob(own["action"]), atol=1e-5)
+    assert torch.allclose(
+        own["action_log_prob"], again.log_prob(own["action"]), atol=1e-5
+    )
     scripted = batch[agent == 2]
     assert torch.equal(scripted["action"], scripted["action_mask"].long().argmax(-1))
     free = batch[agent == 1]
     among = free["action_mask"].sum(-1)
-    rank = (free["action_mask"].cumsum(-1).gather(-1, free["action"].unsqueeze(-1))[:, 0] - 1)[
-        among == 3
-    ]
+    rank = (
+        free["action_mask"].cumsum(-1).gather(-1, free["action"].unsqueeze(-1))[:, 0]
+        - 1
+    )[among == 3]
     assert torch.allclose(
-        torch.bincount(rank, minlength=3) / len(rank), torch.full((3,), 1 / 3), atol=0.12
+        torch.bincount(rank, minlength=3) / len(rank),
+        torch.full((3,), 1 / 3),
+        atol=0.12,
     )
     mode = collect(
-        quarrel(), made, num_envs=2, frames_per_batch=100, seed=0, exploration_type="mode"
+        quarrel(),
+        made,
+        num_envs=2,
+        frames_per_batch=100,
+        seed=0,
+        exploration_type="mode",
     )
     own = mode[mode["collector", "agent"] == 0]
-    assert torch.equal(own["action"], head.mode(own.select("observation", "action_mask")))
+    assert torch.equal(
+        own["action"], head.mode(own.select("observation", "action_mask"))
+    )
     assert own["action_log_prob"].isfinite().all()
 
 
@@ -517,14 +602,21 @@ def test_the_most_likely_action_and_its_probability_take_two_calls_of_the_networ
     net.register_forward_hook(lambda *_: calls.append(1))
     made = {"player_0": policies.categorical(net), "others": None}
     with Collector(
-        quarrel(), made, frames_per_batch=60, total_frames=120, seed=0, exploration_type="mode"
+        quarrel(),
+        made,
+        frames_per_batch=60,
+        total_frames=120,
+        seed=0,
+        exploration_type="mode",
     ) as collector:
         collector.next()
         calls.clear()
         batch = collector.next()
     rows = int((batch["collector", "agent"] == 0).sum())
     assert rows > 10
-    assert 0 <= len(calls) - 2 * rows <= 4  # a turn that is open at the end has no row yet
+    assert (
+        0 <= len(calls) - 2 * rows <= 4
+    )  # a turn that is open at the end has no row yet
 
 
 @pytest.mark.parametrize("where", ["here", "workers"])
@@ -539,11 +631,15 @@ def test_policies_are_swapped_between_batches(where):
     kind = {"here": Collector, "workers": MultiSyncCollector}[where]
     with kind([quarrel()], made, **options) as collector:
         _acted(collector.rollout(), 0, 2)
-        collector.update_policy_weights_(weights_dict={"player_0": Always(1), "others": Always(2)})
+        collector.update_policy_weights_(
+            weights_dict={"player_0": Always(1), "others": Always(2)}
+        )
         batch = collector.rollout()
         version = batch["collector", "policy_version"]
         late = version == version.max()
-        assert (~late).sum() in range(1, 5), "open turns were made by the policies before"
+        assert (~late).sum() in range(1, 5), (
+            "open turns were made by the policies before"
+        )
         for agent, at in enumerate((1, 2, 2)):
             rows = late & (batch["collector", "agent"] == agent)
             assert (batch["who"][rows] == at).all()
@@ -560,7 +656,9 @@ def test_a_policy_for_each_agent_allows_what_the_environment_allows():
 
     with (
         Collector(Stuck(), {"others": None}, frames_per_batch=30, seed=0) as collector,
-        pytest.raises(BadEnvOutput, match=r"quarrel_v0\[0\]: action_mask allows no action"),
+        pytest.raises(
+            BadEnvOutput, match=r"quarrel_v0\[0\]: action_mask allows no action"
+        ),
     ):
         collector.rollout()
 
@@ -610,7 +708,9 @@ def test_policies_with_a_state_are_refused():
 
     with (
         Collector(quarrel(masks=""), policy, frames_per_batch=8) as collector,
-        pytest.raises(BadOption, match="recurrent state, and the agents of quarrel_v0 take turns"),
+        pytest.raises(
+            BadOption, match="recurrent state, and the agents of quarrel_v0 take turns"
+        ),
     ):
         collector.rollout()
 
@@ -620,7 +720,9 @@ def test_agents_must_be_alike():
         def action_space(self, agent: str) -> Any:
             return spaces.Discrete(4 if agent == "player_0" else 5)
 
-    with pytest.raises(UnsupportedEnv, match="player_1 of environment 0 has other spaces"):
+    with pytest.raises(
+        UnsupportedEnv, match="player_1 of environment 0 has other spaces"
+    ):
         Collector(Uneven(), None, frames_per_batch=8)
     made = iter([Quarrel(2), Quarrel(3)])
     with pytest.raises(UnsupportedEnv, match="environment 1 has other agents"):
@@ -656,7 +758,11 @@ def test_tic_tac_toe_pays_the_winner_and_the_loser_for_their_own_last_moves():
         over = game["next", "done"][:, 0].nonzero()[:, 0].tolist()
         for first, second in zip(over[::2], over[1::2], strict=False):
             assert second == first + 1, "both have their last row, one after the other"
-            assert game["collector", "agent"][first] != game["collector", "agent"][second]
-            assert game["next", "reward"][first, 0] == -game["next", "reward"][second, 0]
+            assert (
+                game["collector", "agent"][first] != game["collector", "agent"][second]
+            )
+            assert (
+                game["next", "reward"][first, 0] == -game["next", "reward"][second, 0]
+            )
     assert batch["action_mask"].gather(-1, batch["action"].unsqueeze(-1)).all()
     assert batch["next", "reward"].abs().sum() > 10

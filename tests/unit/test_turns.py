@@ -25,7 +25,11 @@ class Actor(threading.Thread):
         super().__init__(daemon=True)
         self.turns, self.rng, self.progress = turns, GroupRng(1, number), Progress()
         self.progress.begin(Phase.STEP)
-        self.has_it, self.may_end, self.error = threading.Event(), threading.Event(), None
+        self.has_it, self.may_end, self.error = (
+            threading.Event(),
+            threading.Event(),
+            None,
+        )
         self.start()
 
     def run(self) -> None:

@@ -37,7 +37,9 @@ class NestedEnv(ChainEnv):
     def __init__(self) -> None:
         super().__init__()
         parts = spaces.Tuple((spaces.Discrete(5), spaces.Box(0, 1, (2,))))
-        self.observation_space = spaces.Dict({"chain": self.observation_space, "parts": parts})
+        self.observation_space = spaces.Dict(
+            {"chain": self.observation_space, "parts": parts}
+        )
 
     def _nested(self, obs: Any) -> Any:
         return {
@@ -71,11 +73,15 @@ def only(part: str) -> type[NestedEnv]:
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("env", [ChainEnv, NestedEnv, only("parts")], ids=["box", "dict", "tuple"])
+@pytest.mark.parametrize(
+    "env", [ChainEnv, NestedEnv, only("parts")], ids=["box", "dict", "tuple"]
+)
 def test_every_mode_gives_the_transitions_of_single_environments(kind, env, mode):
     options = {"frames_per_batch": 90, "seed": 0, "batches": 2}
     alone = collect(env, num_envs=3, **options)
-    assert_same(collect(lambda: KINDS[kind]([env] * 3, autoreset_mode=mode), **options), alone)
+    assert_same(
+        collect(lambda: KINDS[kind]([env] * 3, autoreset_mode=mode), **options), alone
+    )
     if env is ChainEnv:
         assert_chain(alone)
         assert alone["next", "terminated"].any()
@@ -85,11 +91,17 @@ def test_every_mode_gives_the_transitions_of_single_environments(kind, env, mode
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_cut_episodes_are_reset_in_every_mode(mode):
     """``max_frames_per_traj`` resets environments that do not know of it."""
-    options = {"frames_per_batch": 90, "seed": 0, "batches": 2, "max_frames_per_traj": 3}
+    options = {
+        "frames_per_batch": 90,
+        "seed": 0,
+        "batches": 2,
+        "max_frames_per_traj": 3,
+    }
     alone = collect(ChainEnv, num_envs=3, **options)
     assert_chain(alone)
     assert_same(
-        collect(lambda: SyncVectorEnv([ChainEnv] * 3, autoreset_mode=mode), **options), alone
+        collect(lambda: SyncVectorEnv([ChainEnv] * 3, autoreset_mode=mode), **options),
+        alone,
     )
 
 
@@ -97,7 +109,9 @@ def test_num_envs_cannot_multiply_a_vector_environment():
     def make() -> Any:
         return SyncVectorEnv([counting()] * 2)
 
-    with pytest.raises(BadOption, match="SyncVectorEnv is a batch of environments already"):
+    with pytest.raises(
+        BadOption, match="SyncVectorEnv is a batch of environments already"
+    ):
         Collector(make, None, num_envs=2, frames_per_batch=4)
     assert collect(make(), num_envs=2, frames_per_batch=4).batch_size == (2, 2)
 
@@ -106,7 +120,9 @@ def test_num_envs_cannot_multiply_a_vector_environment():
 def test_resetting_some_seeds_and_resets_only_those(mode):
     options = {"frames_per_batch": 8, "seed": 0}
     make = counting(9, noise=True)
-    vector = Collector(lambda: SyncVectorEnv([make] * 2, autoreset_mode=mode), None, **options)
+    vector = Collector(
+        lambda: SyncVectorEnv([make] * 2, autoreset_mode=mode), None, **options
+    )
     with vector, Collector(make, None, num_envs=2, **options) as stacked:
         for collector in (vector, stacked):
             collector.rollout()
@@ -124,7 +140,9 @@ def test_composite_actions_reach_vector_environments():
         }
     )
     factory, made = recorded(lambda: SpaceEnv(spaces.Discrete(2), space))
-    batch = collect(lambda: SyncVectorEnv([factory] * 2), frames_per_batch=6, validate="full")
+    batch = collect(
+        lambda: SyncVectorEnv([factory] * 2), frames_per_batch=6, validate="full"
+    )
     for b, env in enumerate(env for env in made if env.actions):
         for t, action in enumerate(env.actions):
             assert space.contains(action)
@@ -133,8 +151,12 @@ def test_composite_actions_reach_vector_environments():
 
 
 def test_text_observations_of_vector_environments():
-    factory, made = recorded(lambda: SpaceEnv(spaces.Text(6), spaces.Discrete(2), length=50))
-    batch = collect(lambda: SyncVectorEnv([factory] * 2), frames_per_batch=6, validate="full")
+    factory, made = recorded(
+        lambda: SpaceEnv(spaces.Text(6), spaces.Discrete(2), length=50)
+    )
+    batch = collect(
+        lambda: SyncVectorEnv([factory] * 2), frames_per_batch=6, validate="full"
+    )
     seen = [env.observations for env in made if env.observations]
     assert [list(row) for row in batch["observation"]] == [row[:3] for row in seen]
 
@@ -182,7 +204,8 @@ def test_both_modes_of_atari_give_the_same_transitions(pong):
     done = first["next", "done"][..., 0]
     going_on = ~done[:, :-1]
     assert torch.equal(
-        first["next", "observation"][:, :-1][going_on], first["observation"][:, 1:][going_on]
+        first["next", "observation"][:, :-1][going_on],
+        first["observation"][:, 1:][going_on],
     )
     last = first["next", "observation"][:, :-1][done[:, :-1]]
     assert not torch.equal(last, first["observation"][:, 1:][done[:, :-1]]), (
@@ -235,7 +258,10 @@ class ThirdParty(VectorEnv[Any, Any, Any]):
         return np.arange(2, 2 + self.num_envs)
 
     def _observe(self) -> Any:
-        self._buffer[:, 0], self._buffer[:, 1] = np.nan if self.nan else self._lengths(), self.t
+        self._buffer[:, 0], self._buffer[:, 1] = (
+            np.nan if self.nan else self._lengths(),
+            self.t,
+        )
         return self._buffer if self.reuse else self._buffer.copy()
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
@@ -270,8 +296,14 @@ class ThirdParty(VectorEnv[Any, Any, Any]):
 def test_a_third_partys_vector_environment(mode, reuse, nan):
     batch = collect(lambda: ThirdParty(mode, reuse=reuse, nan=nan), frames_per_batch=12)
     assert column(batch, "next", "reward") == [[1, 2, 1, 2, 1, 2], [1, 2, 3, 1, 2, 3]]
-    assert batch["observation"][..., 1].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2]]
-    assert batch["next", "observation"][..., 1].tolist() == [[1, 2, 1, 2, 1, 2], [1, 2, 3, 1, 2, 3]]
+    assert batch["observation"][..., 1].tolist() == [
+        [0, 1, 0, 1, 0, 1],
+        [0, 1, 2, 0, 1, 2],
+    ]
+    assert batch["next", "observation"][..., 1].tolist() == [
+        [1, 2, 1, 2, 1, 2],
+        [1, 2, 3, 1, 2, 3],
+    ]
 
 
 def test_a_mode_that_is_not_declared_is_not_guessed():
@@ -282,13 +314,20 @@ def test_a_mode_that_is_not_declared_is_not_guessed():
         Collector(lambda: ThirdParty(None), None, frames_per_batch=4)
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP], ids=str)
+@pytest.mark.parametrize(
+    "mode", [AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP], ids=str
+)
 @pytest.mark.parametrize("reuse", [False, True])
 def test_an_environment_that_resets_others_too_is_found_out(mode, reuse):
     collector = Collector(
-        lambda: ThirdParty(mode, heeds_mask=False, reuse=reuse), None, frames_per_batch=12
+        lambda: ThirdParty(mode, heeds_mask=False, reuse=reuse),
+        None,
+        frames_per_batch=12,
     )
-    with collector, pytest.raises(UnsupportedEnv, match="also reset others.*reset_mask"):
+    with (
+        collector,
+        pytest.raises(UnsupportedEnv, match="also reset others.*reset_mask"),
+    ):
         collector.rollout()
 
 
@@ -337,9 +376,13 @@ def assert_cartpole(batch: Any, limit: int = 500) -> None:
 )
 def test_gymnasiums_vectorized_cartpole(wrap):
     """It resets in the step after an end, whatever ``reset_mask`` says; that step is no row."""
-    batch = collect(vectorized(wrap), frames_per_batch=150, seed=0, batches=2, validate="full")
+    batch = collect(
+        vectorized(wrap), frames_per_batch=150, seed=0, batches=2, validate="full"
+    )
     assert_cartpole(batch)
-    assert_same(batch, collect(vectorized(wrap), frames_per_batch=60, seed=0, batches=5))
+    assert_same(
+        batch, collect(vectorized(wrap), frames_per_batch=60, seed=0, batches=5)
+    )
 
 
 def test_gymnasiums_vectorized_cartpole_alone_is_the_same_environment():
@@ -364,9 +407,13 @@ def test_gymnasiums_vectorized_cartpole_is_cut_and_reset_alone():
         collector.reset(1)
         second = collector.rollout()
         assert_accounted(collector)
-    going_on = second["collector", "traj_ids"][:, 0] == first["collector", "traj_ids"][:, -1]
+    going_on = (
+        second["collector", "traj_ids"][:, 0] == first["collector", "traj_ids"][:, -1]
+    )
     assert going_on.tolist() == [True, False, True]
-    assert second["observation"][[0, 2], 0].equal(first["next", "observation"][[0, 2], -1])
+    assert second["observation"][[0, 2], 0].equal(
+        first["next", "observation"][[0, 2], -1]
+    )
     assert second["observation"][1, 0].abs().max() <= 0.05
 
 
@@ -389,7 +436,8 @@ def test_reset_options_of_gymnasiums_vectorized_cartpole():
 
 def test_unknown_last_observations_are_flagged_and_not_guessed():
     batch = collect(
-        lambda: ThirdParty(AutoresetMode.SAME_STEP, tells_final=False), frames_per_batch=12
+        lambda: ThirdParty(AutoresetMode.SAME_STEP, tells_final=False),
+        frames_per_batch=12,
     )
     assert column(batch, "collector", "next_obs_valid") == [
         [True, False, True, False, True, False],
@@ -401,7 +449,10 @@ def test_unknown_last_observations_are_flagged_and_not_guessed():
     assert (after[unknown & ended] == 0).all(), "no target needs it"
     assert after[unknown & ~ended].isnan().all(), "it cannot be used unnoticed"
     assert not after[~unknown].isnan().any()
-    assert batch["observation"][..., 1].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2]]
+    assert batch["observation"][..., 1].tolist() == [
+        [0, 1, 0, 1, 0, 1],
+        [0, 1, 2, 0, 1, 2],
+    ]
 
 
 # --- bad output -----------------------------------------------------------------------------------
@@ -490,9 +541,13 @@ def test_final_observations_are_cast_too():
 
 
 def test_an_error_inside_a_vector_environment():
-    make = lambda: SyncVectorEnv([counting(), lambda: FaultyEnv(2, error=lambda: OSError("boom"))])  # noqa: E731
+    make = lambda: SyncVectorEnv(  # noqa: E731
+        [counting(), lambda: FaultyEnv(2, error=lambda: OSError("boom"))]
+    )
     with Collector(make, None, frames_per_batch=8) as collector:
-        with pytest.raises(EnvError, match=r"SyncVectorEnv.step raised OSError: boom") as caught:
+        with pytest.raises(
+            EnvError, match=r"SyncVectorEnv.step raised OSError: boom"
+        ) as caught:
             collector.rollout()
         assert isinstance(caught.value.__cause__, OSError)
         batch = collector.rollout()
@@ -509,7 +564,9 @@ def test_final_observations_of_the_wrong_shape():
                 info["final_obs"] = np.zeros((2, 5), np.float32)
             return *values, info
 
-    collector = Collector(lambda: Wrong(AutoresetMode.SAME_STEP), None, frames_per_batch=12)
+    collector = Collector(
+        lambda: Wrong(AutoresetMode.SAME_STEP), None, frames_per_batch=12
+    )
     with collector:
         with pytest.raises(
             BadEnvOutput,
@@ -533,7 +590,9 @@ class Truncating(ThirdParty):
 @pytest.mark.parametrize("rows", [1, 3, 12])
 def test_a_memory_has_no_transition_to_an_unknown_observation(rows):
     memory = ReplayMemory(1000)
-    with Collector(Truncating, None, frames_per_batch=2 * rows, replay_buffer=memory) as collector:
+    with Collector(
+        Truncating, None, frames_per_batch=2 * rows, replay_buffer=memory
+    ) as collector:
         for _ in range(12 // rows):
             collector.next()
     batch = memory[:]

@@ -43,7 +43,9 @@ def test_the_kernel_moves_pendulums_as_gymnasium_does():
             env.state = np.array([np.arctan2(sin, cos), velocity])
             obs, reward, *_ = env.step(batch["action"][b, t].numpy())
             np.testing.assert_allclose(after["observation"][b, t], obs, atol=1e-4)
-            assert after["reward"][b, t].item() == pytest.approx(float(reward), abs=2e-3)
+            assert after["reward"][b, t].item() == pytest.approx(
+                float(reward), abs=2e-3
+            )
     ends = (torch.arange(T) == 99).expand(B, -1)
     assert torch.equal(after["truncated"][..., 0], ends)
     assert not after["terminated"].any()

@@ -30,7 +30,13 @@ import muster
 from muster import Collector, MultiSyncCollector, Watch, load
 from muster.collectors.about import options_of
 from muster.collectors.clusters import DistributedOptions, RPCOptions
-from muster.episodes.curve import MOST_POINTS, WINDOW, EpisodeCurve, EpisodeTotals, running_means
+from muster.episodes.curve import (
+    MOST_POINTS,
+    WINDOW,
+    EpisodeCurve,
+    EpisodeTotals,
+    running_means,
+)
 from muster.episodes.record import Episodes
 from muster.errors import BadOption, CollectorClosed, HookError
 from muster.observing import page_server, watching
@@ -65,7 +71,13 @@ def episodes(returns, lengths=None, infos=None):
     flags = np.zeros(n, bool)
     info = None if infos is None else np.array(infos, object)
     return Episodes(
-        np.arange(n), np.zeros(n, np.int64), np.array(returns, float), lengths, flags, flags, info
+        np.arange(n),
+        np.zeros(n, np.int64),
+        np.array(returns, float),
+        lengths,
+        flags,
+        flags,
+        info,
     )
 
 
@@ -79,7 +91,9 @@ STATS = stats()
 
 
 def line(frames=0, **changes):
-    totals = EpisodeTotals(frames, 0.0, 6.0 * frames, 36.0 * frames, 3.0 * frames, 9.0 * frames)
+    totals = EpisodeTotals(
+        frames, 0.0, 6.0 * frames, 36.0 * frames, 3.0 * frames, 9.0 * frames
+    )
     return {
         "kind": "snapshot",
         "time": 1000.0 + frames,
@@ -102,11 +116,15 @@ RUN = {"kind": "run", "time": 1000.0, "env": "CartPole-v1", "every_s": 1.0}
 
 
 @given(
-    st.lists(st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=5), min_size=1, max_size=12),
+    st.lists(
+        st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=5), min_size=1, max_size=12
+    ),
     st.floats(-1e6, 1e6),
     st.data(),
 )
-def test_differences_of_totals_are_the_statistics_of_the_episodes_between(parts, offset, data):
+def test_differences_of_totals_are_the_statistics_of_the_episodes_between(
+    parts, offset, data
+):
     totals, after = EpisodeTotals(), [EpisodeTotals()]
     for part in parts:
         totals = totals.plus(episodes(np.array(part) + offset))
@@ -124,7 +142,9 @@ def test_differences_of_totals_are_the_statistics_of_the_episodes_between(parts,
 def test_infinite_returns_are_left_out_and_successes_are_counted():
     infos = [{"success": True}, {"is_success": 0.0}, {}]
     totals = (
-        EpisodeTotals().plus(episodes([5.0, math.inf, math.nan], infos=infos)).plus(episodes([7.0]))
+        EpisodeTotals()
+        .plus(episodes([5.0, math.inf, math.nan], infos=infos))
+        .plus(episodes([7.0]))
     )
     assert totals.mean("return", EpisodeTotals())[:2] == (2, 6.0)
     assert totals.mean("length", EpisodeTotals())[:2] == (2, 1.0)
@@ -149,7 +169,9 @@ def test_a_running_mean_has_at_least_100_episodes_where_there_are_as_many():
     for row, b in zip(rows, batches, strict=True):
         starts = [0, *(n for n in counts[:b] if counts[b] - n >= WINDOW)]
         own = np.array(returns[max(starts) : counts[b]])
-        np.testing.assert_allclose(row[1:], [own.mean(), 1.96 * own.std() / math.sqrt(len(own))])
+        np.testing.assert_allclose(
+            row[1:], [own.mean(), 1.96 * own.std() / math.sqrt(len(own))]
+        )
 
 
 def test_a_curve_is_bounded_and_keeps_both_ends():
@@ -193,7 +215,9 @@ def test_a_file_that_is_too_large_loses_every_second_snapshot_only(tmp_path):
         replaced.append(again)
         if again:
             assert entries[0]["kind"] == "run"
-            assert [entry["frames"] for entry in entries if entry["kind"] == "snapshot"][-2:] == [
+            assert [
+                entry["frames"] for entry in entries if entry["kind"] == "snapshot"
+            ][-2:] == [
                 number - 1,
                 number,
             ]
@@ -270,7 +294,8 @@ def test_any_bytes_are_a_checked_entry_or_none(junk, at, length):
 JSON = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=3),
     lambda inner: (
-        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=2)
     ),
     max_leaves=4,
 )
@@ -291,9 +316,16 @@ def test_an_entry_of_another_type_is_no_snapshot_or_can_be_drawn(name, value):
 
 def test_deep_nesting_and_nan_are_no_entries():
     assert parsed(b"[" * 100_000) is None
-    assert parsed(json.dumps(line(1)).replace('"frames": 1', '"frames": NaN').encode()) is None
     assert (
-        parsed(json.dumps(line(1, memory=7)).replace('"memory": 7', '"memory": 1e999').encode())
+        parsed(json.dumps(line(1)).replace('"frames": 1', '"frames": NaN').encode())
+        is None
+    )
+    assert (
+        parsed(
+            json.dumps(line(1, memory=7))
+            .replace('"memory": 7', '"memory": 1e999')
+            .encode()
+        )
         is None
     )
     assert parsed(b'{"kind": "run", "time": true}') is None
@@ -317,9 +349,15 @@ def test_snapshots_have_the_counters_of_the_collector(tmp_path):
         assert collector.watch_url is None
         collector.next()
         between = wait_until(
-            lambda: [s for s in RunHistory.read(tmp_path / "run").snapshots if s["frames"]]
+            lambda: [
+                s for s in RunHistory.read(tmp_path / "run").snapshots if s["frames"]
+            ]
         )
-        assert (between[-1]["frames"], between[-1]["executed"], between[-1]["in_flight"]) == (
+        assert (
+            between[-1]["frames"],
+            between[-1]["executed"],
+            between[-1]["in_flight"],
+        ) == (
             12,
             12,
             0,
@@ -327,14 +365,23 @@ def test_snapshots_have_the_counters_of_the_collector(tmp_path):
         list(collector)
         before = collector.stats()
     history = RunHistory.read(tmp_path / "run")
-    assert (history.about["collector"], history.about["env"]) == ("Collector", "CountingEnv")
-    assert (history.about["total_frames"], history.about["num_envs"], history.about["seed"]) == (
+    assert (history.about["collector"], history.about["env"]) == (
+        "Collector",
+        "CountingEnv",
+    )
+    assert (
+        history.about["total_frames"],
+        history.about["num_envs"],
+        history.about["seed"],
+    ) == (
         36,
         2,
         0,
     )
     for s in history.snapshots:
-        assert s["executed"] == s["frames"] + sum(s["discarded"].values()) + s["in_flight"]
+        assert (
+            s["executed"] == s["frames"] + sum(s["discarded"].values()) + s["in_flight"]
+        )
     newest = history.snapshots[-1]
     assert (newest["frames"], newest["batches"], newest["episodes"]) == (36, 3, 12)
     assert (newest["return_mean"], newest["env_s"]) == (6.0, before.env_s)
@@ -359,7 +406,9 @@ def test_collect_is_watched_and_the_error_that_ends_a_collection_is_told(tmp_pat
 
 
 def test_a_recording_and_its_snapshots_share_a_directory(tmp_path):
-    with Collector(ENV, None, record=tmp_path / "run", watch=True, **OPTIONS) as collector:
+    with Collector(
+        ENV, None, record=tmp_path / "run", watch=True, **OPTIONS
+    ) as collector:
         list(collector)
     assert RunHistory.read(tmp_path / "run").snapshots[-1]["frames"] == 36
     assert len(list(load(tmp_path / "run"))) == 3
@@ -374,7 +423,10 @@ def test_the_default_directory_is_new_and_a_dropped_collector_ends_its_page(
     port = int(url.rpartition(":")[2].strip("/"))
     next(iter(collector))
     [directory] = (tmp_path / "runs").iterdir()
-    assert f"watch     {url}  (afterwards: muster watch {directory})" in capfd.readouterr().err
+    assert (
+        f"watch     {url}  (afterwards: muster watch {directory})"
+        in capfd.readouterr().err
+    )
     assert wait_until(lambda: fetched(port, "/")).status == 200
     del collector
     gc.collect()
@@ -410,7 +462,9 @@ def test_an_error_of_an_environment_is_told_with_its_crash_report(tmp_path):
     assert "ValueError: by me" in error["text"]
     assert error["replay"] == f"muster replay {error['crash_report']} --trust"
     assert "muster replay" not in error["text"], "the command is told once"
-    assert [error["crash_report"]] == [str(path) for path in (tmp_path / "crashes").iterdir()]
+    assert [error["crash_report"]] == [
+        str(path) for path in (tmp_path / "crashes").iterdir()
+    ]
     assert history.snapshots[-1]["discarded"] == discarded != {}
     assert any(
         label.get_text() == "discarded: env_error"
@@ -432,7 +486,11 @@ def test_a_killed_worker_is_red_then_green(tmp_path):
         def told():
             collector.next()
             history = RunHistory.read(tmp_path)
-            states = [s["workers"][1]["state"] for s in history.snapshots if len(s["workers"]) == 2]
+            states = [
+                s["workers"][1]["state"]
+                for s in history.snapshots
+                if len(s["workers"]) == 2
+            ]
             return (
                 history.errors
                 and states[-1] == "working"
@@ -446,9 +504,13 @@ def test_a_killed_worker_is_red_then_green(tmp_path):
     assert error["worker"] == 1
     assert "SIGKILL" in error["text"]
     assert history.snapshots[-1]["restarts"] == 1
-    assert {s["workers"][0]["state"] for s in history.snapshots if s["workers"]} == {"working"}
+    assert {s["workers"][0]["state"] for s in history.snapshots if s["workers"]} == {
+        "working"
+    }
     assert all(
-        set(row["lane"]) <= set(".crspwqx-jDX") for s in history.snapshots for row in s["workers"]
+        set(row["lane"]) <= set(".crspwqx-jDX")
+        for s in history.snapshots
+        for row in s["workers"]
     )
 
 
@@ -474,7 +536,9 @@ def test_the_page_of_a_killed_run_exits_and_the_run_stays_viewable(tmp_path):
         wait_until(lambda: RunHistory.read(tmp_path / "run").snapshots)
         parent.kill()
         zombie = os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)
-        assert wait_until(lambda: fetched(port, "/") is None)  # every kernel tells how, until now
+        assert wait_until(
+            lambda: fetched(port, "/") is None
+        )  # every kernel tells how, until now
         history = wait_until(lambda: (h := RunHistory.read(tmp_path / "run")).end and h)
     assert zombie.si_status == signal.SIGKILL
     assert (history.end["error"], history.end["signal"]) == ("", "SIGKILL")
@@ -483,14 +547,18 @@ def test_the_page_of_a_killed_run_exits_and_the_run_stays_viewable(tmp_path):
 
 
 @pytest.mark.parametrize("stage", ["begins", "serves", "stands still"])
-def test_a_page_that_is_killed_costs_the_collection_nothing(tmp_path, stage, monkeypatch):
+def test_a_page_that_is_killed_costs_the_collection_nothing(
+    tmp_path, stage, monkeypatch
+):
     monkeypatch.setattr(watching, "END_S", 2.0)
     with Collector(ENV, None, watch=Watch(tmp_path), **OPTIONS) as collector:
         process = collector._observers.watched._page
         if stage != "begins":
             port = int(collector.watch_url.rpartition(":")[2].strip("/"))
             assert wait_until(lambda: fetched(port, "/")).status == 200
-        process.send_signal(signal.SIGSTOP if stage == "stands still" else signal.SIGKILL)
+        process.send_signal(
+            signal.SIGSTOP if stage == "stands still" else signal.SIGKILL
+        )
         assert all(collector.next() is not None for _ in range(3))
         begun = time.monotonic()
     assert time.monotonic() - begun < 20
@@ -522,11 +590,15 @@ def test_a_page_that_cannot_be_started_leaves_nothing(tmp_path, lacks, monkeypat
         match="the page cannot be started: Resource|can't start new thread",
     ):
         Collector(ENV, None, watch=Watch(tmp_path), **OPTIONS)
-    assert [process.poll() is not None for process in started] == [True] * (lacks == "threads")
+    assert [process.poll() is not None for process in started] == [True] * (
+        lacks == "threads"
+    )
     assert open_files() <= before
 
 
-@pytest.mark.parametrize("given_option", [1, "localhost", "a:b", ":80", "h:99999", Watch])
+@pytest.mark.parametrize(
+    "given_option", [1, "localhost", "a:b", ":80", "h:99999", Watch]
+)
 def test_a_wrong_option_is_refused(given_option):
     with pytest.raises(BadOption, match="host:port"):
         Collector(ENV, None, watch=given_option)
@@ -590,9 +662,18 @@ def test_a_process_is_alive_then_stopped_then_has_exited(another, how):
 
 def test_a_process_elsewhere_is_unknown_and_another_of_its_number_is_not_it(another):
     _, about = another
-    for unknown in (about | {"machine": "another"}, {}, {"pid": os.getpid()}, about | {"pid": "1"}):
+    for unknown in (
+        about | {"machine": "another"},
+        {},
+        {"pid": os.getpid()},
+        about | {"pid": "1"},
+    ):
         assert RunProcess(unknown).state() == ("unknown", "", None)
-    assert RunProcess(about | {"started": about["started"] - 1}).state() == ("exited", "", None)
+    assert RunProcess(about | {"started": about["started"] - 1}).state() == (
+        "exited",
+        "",
+        None,
+    )
 
 
 def test_a_killed_run_gets_its_last_line_once(tmp_path):
@@ -626,7 +707,9 @@ collector.next()
     ("end", "error"),
     [
         ("raise ValueError('by me')", "ValueError: by me"),
-        pytest.param("raise KeyboardInterrupt", "KeyboardInterrupt", marks=pytest.mark.slow),
+        pytest.param(
+            "raise KeyboardInterrupt", "KeyboardInterrupt", marks=pytest.mark.slow
+        ),
         pytest.param("raise SystemExit(0)", "", marks=pytest.mark.slow),
         pytest.param("", "", marks=pytest.mark.slow),
     ],
@@ -653,14 +736,25 @@ def test_metrics_are_logged_and_shown(tmp_path):
     ) as collector:
         for number, _ in enumerate(collector):
             collector.log(
-                {"loss": torch.tensor(float(number), requires_grad=True), "n": np.int8(7)}
+                {
+                    "loss": torch.tensor(float(number), requires_grad=True),
+                    "n": np.int8(7),
+                }
             )
             collector.log({"bad": math.inf}, step=number)
-    own = [(step, metrics) for step, metrics in logged if "loss" in metrics or "bad" in metrics]
+    own = [
+        (step, metrics)
+        for step, metrics in logged
+        if "loss" in metrics or "bad" in metrics
+    ]
     assert own[::2] == [(12 * n, {"loss": n - 1.0, "n": 7.0}) for n in (1, 2, 3)]
     assert own[1::2] == [(n, {"bad": math.inf}) for n in range(3)]
-    shown = [s["metrics"] for s in RunHistory.read(tmp_path).snapshots if "metrics" in s]
-    whole = functools.reduce(lambda a, b: {n: joined(a.get(n), b.get(n)) for n in a | b}, shown)
+    shown = [
+        s["metrics"] for s in RunHistory.read(tmp_path).snapshots if "metrics" in s
+    ]
+    whole = functools.reduce(
+        lambda a, b: {n: joined(a.get(n), b.get(n)) for n in a | b}, shown
+    )
     assert whole == {"loss": [1.0, 3, 0], "n": [7.0, 3, 0], "bad": [None, 0, 3]}
     with pytest.raises(CollectorClosed, match="log before it"):
         collector.log({"loss": 1.0})
@@ -671,14 +765,21 @@ def test_metrics_are_logged_and_shown(tmp_path):
     [
         ([1.0], r"expected metrics by name, such as \{'loss': 0.5\}, got list"),
         ({1: 1.0}, "the name of a metric is 1"),
-        ({"a": 1.0, "loss": np.zeros(3)}, r"'loss' is of shape \[3\]: expected one number"),
+        (
+            {"a": 1.0, "loss": np.zeros(3)},
+            r"'loss' is of shape \[3\]: expected one number",
+        ),
         ({"a": 1.0, "loss": "0.5"}, "'loss' is str"),
         ({"a": 1.0, "loss": None}, "'loss' is NoneType"),
     ],
 )
-def test_metrics_that_are_no_numbers_are_refused_and_nothing_is_logged(given_metrics, match):
+def test_metrics_that_are_no_numbers_are_refused_and_nothing_is_logged(
+    given_metrics, match
+):
     logged = []
-    with Collector(ENV, None, logger=lambda *of: logged.append(of), **OPTIONS) as collector:
+    with Collector(
+        ENV, None, logger=lambda *of: logged.append(of), **OPTIONS
+    ) as collector:
         with pytest.raises(BadOption, match=match):
             collector.log(given_metrics)
         with pytest.raises(BadOption, match=r"log\(step=-1\)"):
@@ -690,7 +791,9 @@ def test_an_error_of_the_logger_is_raised_and_the_page_has_the_metrics(tmp_path)
     def refuse(metrics, step):
         raise ValueError("by me")
 
-    collector = Collector(ENV, None, logger=refuse, watch=Watch(tmp_path, None), **OPTIONS)
+    collector = Collector(
+        ENV, None, logger=refuse, watch=Watch(tmp_path, None), **OPTIONS
+    )
     with collector, pytest.raises(HookError, match="at step 0: by me"):
         collector.log({"loss": 2.0})
     newest = RunHistory.read(tmp_path).snapshots[-1]
@@ -699,7 +802,9 @@ def test_an_error_of_the_logger_is_raised_and_the_page_has_the_metrics(tmp_path)
 
 def test_a_page_has_the_first_names_only(tmp_path):
     with Collector(ENV, None, watch=Watch(tmp_path, None), **OPTIONS) as collector:
-        collector.log({"a" * 300: 1.0} | {f"m{n}": float(n) for n in range(MOST_METRICS + 5)})
+        collector.log(
+            {"a" * 300: 1.0} | {f"m{n}": float(n) for n in range(MOST_METRICS + 5)}
+        )
         collector.log({"m68": 1.0, "m1": 3.0})
     newest = RunHistory.read(tmp_path).snapshots[-1]
     assert len(newest["metrics"]) == MOST_METRICS
@@ -708,7 +813,9 @@ def test_a_page_has_the_first_names_only(tmp_path):
     assert newest["metrics_left_out"] == 6
 
 
-VALUES = st.lists(st.sampled_from([math.nan, math.inf, -1e300]) | st.floats(-1e9, 1e9), max_size=6)
+VALUES = st.lists(
+    st.sampled_from([math.nan, math.inf, -1e300]) | st.floats(-1e9, 1e9), max_size=6
+)
 
 
 @settings(max_examples=30)
@@ -752,7 +859,9 @@ def test_the_first_line_has_options_and_versions_and_no_secret(tmp_path):
     assert about["versions"]["torch"] == torch.__version__
     assert about["versions"]["muster"] == muster.__version__
     for cls in (DistributedOptions, RPCOptions):
-        given_options = cls([CountingEnv], None, frames_per_batch=12, token=b"a secret" * 4)
+        given_options = cls(
+            [CountingEnv], None, frames_per_batch=12, token=b"a secret" * 4
+        )
         expected = {"frames_per_batch": "12", "create_env_fn": "CountingEnv"}
         assert options_of(given_options) == expected
 
@@ -765,7 +874,9 @@ def fetched(port, path, **headers):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request(
-            "GET", path, headers={name.replace("_", "-"): value for name, value in headers.items()}
+            "GET",
+            path,
+            headers={name.replace("_", "-"): value for name, value in headers.items()},
         )
         answer = connection.getresponse()
         if answer.getheader("Content-Type") != "text/event-stream; charset=utf-8":
@@ -823,12 +934,16 @@ def test_the_page_has_its_files_and_security_headers(tmp_path, serve):
         answer = fetched(port, path)
         assert answer.status == 200
         assert answer.text
-        assert answer.getheader("Content-Security-Policy").startswith("default-src 'self';")
+        assert answer.getheader("Content-Security-Policy").startswith(
+            "default-src 'self';"
+        )
         assert answer.getheader("X-Content-Type-Options") == "nosniff"
         assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", ""), (
             "nothing from elsewhere"
         )
-        assert "https://" not in answer.text.replace("https://github.com/leeoniya/uPlot", "")
+        assert "https://" not in answer.text.replace(
+            "https://github.com/leeoniya/uPlot", ""
+        )
     for path in ("/../snapshots.py", "/watch.jsonl", "/page", "/etc/passwd"):
         assert fetched(port, path).status == 404
 
@@ -844,7 +959,14 @@ def test_a_page_elsewhere_cannot_read_a_loopback_address(tmp_path, serve):
 def test_beyond_loopback_there_is_no_page_without_the_token(tmp_path, serve):
     port, token = serve(written(tmp_path, RUN), "0.0.0.0:0")
     assert len(token) >= 16
-    for path in ("/", "/events", "/page.js", "/?token=", "/?token=wrong", "/?token=%C3%A9"):
+    for path in (
+        "/",
+        "/events",
+        "/page.js",
+        "/?token=",
+        "/?token=wrong",
+        "/?token=%C3%A9",
+    ):
         assert fetched(port, path).status == 403
     assert fetched(port, "/", Cookie=f"muster_watch_{port}=wrong").status == 403
     assert fetched(port, "/", Cookie="\x01;;=").status == 403
@@ -866,8 +988,12 @@ def slow_connections(port, count, said=b"GET / HTTP/1.0\r\nX-Slow: "):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "0.0.0.0:0"])
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.0\r\nX-Slow: "], ids=["silent", "slow"])
-def test_connections_that_ask_for_nothing_keep_no_viewer_out(tmp_path, serve, address, said):
+@pytest.mark.parametrize(
+    "said", [b"", b"GET / HTTP/1.0\r\nX-Slow: "], ids=["silent", "slow"]
+)
+def test_connections_that_ask_for_nothing_keep_no_viewer_out(
+    tmp_path, serve, address, said
+):
     port, token = serve(written(tmp_path, RUN), address)
     with contextlib.ExitStack() as made:
         for connection in slow_connections(port, 2 * MOST, said):
@@ -930,7 +1056,9 @@ def test_viewers_get_the_history_and_what_follows(tmp_path, serve):
         assert [entry["kind"] for entry in next_entries(stream)] == ["run", "snapshot"]
     with open(tmp_path / NAME, "a") as file:
         file.write(json.dumps(line(2)) + "\nrubbish\n" + json.dumps(line(3))[:20])
-    assert [[entry["frames"] for entry in next_entries(stream)] for stream in viewers] == [[2], [2]]
+    assert [
+        [entry["frames"] for entry in next_entries(stream)] for stream in viewers
+    ] == [[2], [2]]
     os.replace(written(tmp_path / "other", RUN, line(9)) / NAME, tmp_path / NAME)
     for stream in viewers:
         others = ("clock", "process")
@@ -975,7 +1103,9 @@ def test_viewers_are_told_that_the_process_of_a_run_has_exited(tmp_path, number)
         port = int(parent.stdout.readline().rpartition(":")[2].strip("/\n"))
         viewer = wait_until(lambda: fetched(port, "/events"))
         parent.send_signal(number)
-        os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)  # not reaped: all kernels tell how
+        os.waitid(
+            os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT
+        )  # not reaped: all kernels tell how
         told = []
         kinds, goodbye = to_the_end(viewer, told)
     assert kinds[0] == "run"
@@ -991,7 +1121,9 @@ def test_viewers_are_told_that_the_process_of_a_run_has_exited(tmp_path, number)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_viewers_whose_connection_is_being_accepted_at_the_end_get_a_goodbye(tmp_path, number):
+def test_viewers_whose_connection_is_being_accepted_at_the_end_get_a_goodbye(
+    tmp_path, number
+):
     page = PageAddress("127.0.0.1:0")
     port, answers = page.socket.getsockname()[1], []
 
@@ -1022,7 +1154,9 @@ def test_what_is_written_just_before_the_end_reaches_viewers(tmp_path, monkeypat
             found = super().read()
             if not server.ending.is_set():
                 with open(tmp_path / NAME, "a") as file:
-                    file.write(json.dumps({"kind": "end", "time": 1.0, "error": ""}) + "\n")
+                    file.write(
+                        json.dumps({"kind": "end", "time": 1.0, "error": ""}) + "\n"
+                    )
                 server.ending.set()
             return found
 
@@ -1038,7 +1172,9 @@ def test_what_is_written_just_before_the_end_reaches_viewers(tmp_path, monkeypat
     assert kinds == ["run", "end"]
 
 
-def test_a_server_that_closes_says_goodbye_and_waits_for_no_viewer_long(tmp_path, monkeypatch):
+def test_a_server_that_closes_says_goodbye_and_waits_for_no_viewer_long(
+    tmp_path, monkeypatch
+):
     page = PageAddress("127.0.0.1:0")
     server = PageServer(written(tmp_path, RUN, line(1)), page.socket, page.token)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
@@ -1139,34 +1275,60 @@ def test_plot_shows_returns_and_where_time_goes():
 
 
 def test_a_picture_of_a_run_is_written(tmp_path, capsys):
-    path = written(tmp_path / "run", RUN | {"env": "$<b>"}, *(line(n) for n in range(0, 50, 10)))
+    path = written(
+        tmp_path / "run", RUN | {"env": "$<b>"}, *(line(n) for n in range(0, 50, 10))
+    )
     code, out, err = run(capsys, "watch", path, "--png", tmp_path / "a.png")
     assert (code, out, err) == (0, f"wrote {tmp_path / 'a.png'}\n", "")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     figure = plot_run(RunHistory.read(path))
-    assert figure.axes[0].lines[0].get_xydata().tolist() == [[n, 1.0] for n in range(10, 50, 10)]
+    assert figure.axes[0].lines[0].get_xydata().tolist() == [
+        [n, 1.0] for n in range(10, 50, 10)
+    ]
     assert figure.axes[1].lines[0].get_ydata().tolist() == [6.0] * 4
     assert len(plot_run(RunHistory()).axes) == 9
-    assert "has no snapshots" in refused(capsys, "watch", tmp_path, "--png", tmp_path / "b.png")
-    assert "cannot be written" in refused(capsys, "watch", path, "--png", tmp_path / "a.rubbish")
+    assert "has no snapshots" in refused(
+        capsys, "watch", tmp_path, "--png", tmp_path / "b.png"
+    )
+    assert "cannot be written" in refused(
+        capsys, "watch", path, "--png", tmp_path / "a.rubbish"
+    )
 
 
 def test_the_command_collect_is_watched(tmp_path, capsys):
-    where = ("--frames", "400", "--frames-per-batch", "200", "--out", tmp_path / "a", "--watch")
-    code, _, err = run(capsys, "collect", "CartPole-v1", *where, "--watch-address", "127.0.0.1:0")
+    where = (
+        "--frames",
+        "400",
+        "--frames-per-batch",
+        "200",
+        "--out",
+        tmp_path / "a",
+        "--watch",
+    )
+    code, _, err = run(
+        capsys, "collect", "CartPole-v1", *where, "--watch-address", "127.0.0.1:0"
+    )
     assert code == 0
     assert "watch     http://127.0.0.1:" in err
     assert RunHistory.read(tmp_path / "a").snapshots[-1]["frames"] == 400
     assert len(load(tmp_path / "a")) == 400
     assert "--watch-address needs --watch" in refused(
-        capsys, "collect", "CartPole-v1", "--frames", "400", "--watch-address", "127.0.0.1:0"
+        capsys,
+        "collect",
+        "CartPole-v1",
+        "--frames",
+        "400",
+        "--watch-address",
+        "127.0.0.1:0",
     )
 
 
 def test_watch_serves_until_ctrl_c(tmp_path):
     command = [sys.executable, "-m", "muster", "watch", str(written(tmp_path, RUN))]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=env
+    ) as process:
         port = int(process.stdout.readline().split("/  (")[0].rpartition(":")[2])
         assert fetched(port, "/").status == 200
         process.send_signal(signal.SIGINT)

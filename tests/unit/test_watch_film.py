@@ -20,7 +20,13 @@ from gymnasium import spaces
 from muster import Collector, MultiSyncCollector, Watch
 from muster.errors import BadCrashReport, ImportRefused, MusterError, UnsupportedEnv
 from muster.observing.page_server import Films, PageAddress, PageServer
-from muster.observing.snapshots import EPISODES, NAME, WHICH, SnapshotFile, SnapshotReader
+from muster.observing.snapshots import (
+    EPISODES,
+    NAME,
+    WHICH,
+    SnapshotFile,
+    SnapshotReader,
+)
 from muster.restore import checkpoint, kept_episodes
 from muster.restore.crash_report import EPISODE, CrashReport, EnvFactory
 from muster.restore.film import film, film_command, film_of_kept, load_own
@@ -36,7 +42,9 @@ class WalkEnv(gym.Env):
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
 
-    def __init__(self, render_mode: str | None = None, secret: float = 0.0, size: int = 16) -> None:
+    def __init__(
+        self, render_mode: str | None = None, secret: float = 0.0, size: int = 16
+    ) -> None:
         self.observation_space = spaces.Box(-np.inf, np.inf, (2,))
         self.action_space = spaces.Discrete(5)
         self.render_mode, self.secret, self.size = render_mode, secret, size
@@ -56,7 +64,13 @@ class WalkEnv(gym.Env):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.t += 1
         reward = float(self.scale * action + self.secret + self.np_random.random())
-        return np.array([self.scale, self.t], np.float32), reward, self.t >= self.length, False, {}
+        return (
+            np.array([self.scale, self.t], np.float32),
+            reward,
+            self.t >= self.length,
+            False,
+            {},
+        )
 
     def render(self) -> Any:
         return np.full((self.size, self.size, 3), 20 * self.t, np.uint8)
@@ -98,7 +112,12 @@ CASES = {
     "short batches": {"num_envs": 3, "frames_per_batch": 3, "total_frames": 600},
     "long batches": {"num_envs": 3, "frames_per_batch": 300, "total_frames": 600},
     "one environment": {"frames_per_batch": 7, "total_frames": 210},
-    "limit": {"num_envs": 2, "frames_per_batch": 10, "total_frames": 200, "max_frames_per_traj": 4},
+    "limit": {
+        "num_envs": 2,
+        "frames_per_batch": 10,
+        "total_frames": 200,
+        "max_frames_per_traj": 4,
+    },
     "waiting": {
         "num_envs": 2,
         "frames_per_batch": 20,
@@ -176,7 +195,9 @@ def test_an_episode_that_a_loaded_state_has_begun_is_not_repeated_from_another_s
             next(batches)
         next(batches)
         state = begun.state_dict()
-    with Collector(WalkEnv, None, **options, watch=Watch(tmp_path, None, films=True)) as collector:
+    with Collector(
+        WalkEnv, None, **options, watch=Watch(tmp_path, None, films=True)
+    ) as collector:
         collector.next()
         collector.load_state_dict(state)
         while not len(collector.episodes):
@@ -206,7 +227,9 @@ def first(directory: Any) -> dict[str, Any]:
     return dict(json.loads((directory / NAME).read_text().splitlines()[0]))
 
 
-def test_what_cannot_be_repeated_is_said(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_repeated_is_said(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options: dict[str, Any] = {"frames_per_batch": 20, "total_frames": 40}
     collected(WalkEnv(), tmp_path / "object", **options)
     assert "environment object" in first(tmp_path / "object")["no_film"]
@@ -221,7 +244,9 @@ def test_what_cannot_be_repeated_is_said(tmp_path: Any, monkeypatch: pytest.Monk
     assert first(tmp_path / "vector")["no_film"] == ""
 
 
-def test_the_film_of_an_episode_has_a_picture_of_the_reset_and_of_every_step(tmp_path: Any) -> None:
+def test_the_film_of_an_episode_has_a_picture_of_the_reset_and_of_every_step(
+    tmp_path: Any,
+) -> None:
     imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg")
     collected(WalkEnv, tmp_path, num_envs=2, frames_per_batch=8, total_frames=200)
     for which in WHICH:
@@ -236,7 +261,9 @@ def test_the_film_of_an_episode_has_a_picture_of_the_reset_and_of_every_step(tmp
 
 def test_a_film_that_differs_says_so(tmp_path: Any) -> None:
     pytest.importorskip("imageio_ffmpeg")
-    collected(partial(WalkEnv, secret=1.0), tmp_path, frames_per_batch=50, total_frames=200)
+    collected(
+        partial(WalkEnv, secret=1.0), tmp_path, frames_per_batch=50, total_frames=200
+    )
     made = film_of_kept(loaded(tmp_path, "best"), tmp_path / "a.mp4")
     assert "is not the recorded episode" in made["note"]
 
@@ -248,20 +275,28 @@ def test_an_environment_without_pictures_is_refused(tmp_path: Any) -> None:
         film(loaded(tmp_path, "best"), tmp_path / "a.mp4")
 
 
-def test_files_that_run_code_need_trust_and_damaged_ones_are_refused(tmp_path: Any) -> None:
+def test_files_that_run_code_need_trust_and_damaged_ones_are_refused(
+    tmp_path: Any,
+) -> None:
     collected(WalkEnv, tmp_path, frames_per_batch=20, total_frames=40)
     path = tmp_path / EPISODES / "best.episode"
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(ImportRefused):
         load_own(path, trust=False)
     whole = path.read_bytes()
-    for content in (whole[:-5], b"", whole.replace(b"episode_return", b"episode_retorn")):
+    for content in (
+        whole[:-5],
+        b"",
+        whole.replace(b"episode_return", b"episode_retorn"),
+    ):
         path.write_bytes(content)
         with pytest.raises(MusterError):
             load_own(path, trust=True)
     with pytest.raises(BadCrashReport):
         load_own(tmp_path / "none", trust=True)
-    CrashReport("x", EnvFactory("CartPole-v1"), [0], True, "step", "EnvError", "").save(path)
+    CrashReport("x", EnvFactory("CartPole-v1"), [0], True, "step", "EnvError", "").save(
+        path
+    )
     with pytest.raises(BadCrashReport, match="No episode: .* is a crash report"):
         load_own(path, trust=True)
     checkpoint.save(path, checkpoint.load(path) | {"episode": {"length": "3"}})
@@ -286,22 +321,30 @@ def served(run: Any, command: list[str] | None) -> Any:
 
 
 def answer(port: int, method: str, path: str, **headers: str) -> tuple[int, Any, bytes]:
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=200)) as connection:
+    with closing(
+        http.client.HTTPConnection("127.0.0.1", port, timeout=200)
+    ) as connection:
         connection.request(
-            method, path, headers={name.replace("_", "-"): value for name, value in headers.items()}
+            method,
+            path,
+            headers={name.replace("_", "-"): value for name, value in headers.items()},
         )
         got = connection.getresponse()
         return got.status, got, got.read()
 
 
-def test_a_viewer_can_ask_for_the_film_of_an_episode_and_for_nothing_else(tmp_path: Any) -> None:
+def test_a_viewer_can_ask_for_the_film_of_an_episode_and_for_nothing_else(
+    tmp_path: Any,
+) -> None:
     pytest.importorskip("imageio_ffmpeg")
     collected(
         "CartPole-v1", tmp_path, frames_per_batch=50, total_frames=100
     )  # an id: no code in the file
     with served(tmp_path, film_command(trust=False)) as port:
         own = {"X_Muster_Watch": "1"}
-        assert answer(port, "POST", "/films/0/best")[0] == 403, "a page elsewhere can send this"
+        assert answer(port, "POST", "/films/0/best")[0] == 403, (
+            "a page elsewhere can send this"
+        )
         for path in (
             "/films/",
             "/films/best",
@@ -311,7 +354,9 @@ def test_a_viewer_can_ask_for_the_film_of_an_episode_and_for_nothing_else(tmp_pa
             "/",
         ):
             assert answer(port, "POST", path, **own)[0] == 404
-        assert answer(port, "POST", "/films/0/best", **own, Host="evil.example")[0] == 403
+        assert (
+            answer(port, "POST", "/films/0/best", **own, Host="evil.example")[0] == 403
+        )
         assert answer(port, "GET", "/films/1.mp4")[0] == 404
         status, _, content = answer(port, "POST", "/films/0/best", **own)
         made = json.loads(content)
@@ -328,7 +373,10 @@ def test_a_viewer_can_ask_for_the_film_of_an_episode_and_for_nothing_else(tmp_pa
         assert answer(port, "GET", "/films/1.mp4", Range="bytes=8-")[2] == whole[8:]
         assert answer(port, "GET", "/films/2.mp4")[0] == 404
         (tmp_path / EPISODES / "worst.episode").write_bytes(b"rubbish")
-        assert "No episode" in json.loads(answer(port, "POST", "/films/0/worst", **own)[2])["error"]
+        assert (
+            "No episode"
+            in json.loads(answer(port, "POST", "/films/0/worst", **own)[2])["error"]
+        )
         assert answer(port, "GET", "/episodes/best.episode")[0] == 404
 
 
@@ -358,10 +406,16 @@ def test_code_of_the_directory_runs_only_if_it_is_trusted_and_only_the_users_own
 
 def test_one_film_at_a_time_and_none_after_the_end(tmp_path: Any) -> None:
     films = Films(
-        [sys.executable, "-c", "import sys; sys.stdin.read(); import signal; signal.pause()"]
+        [
+            sys.executable,
+            "-c",
+            "import sys; sys.stdin.read(); import signal; signal.pause()",
+        ]
     )
     answers: list[Any] = []
-    thread = threading.Thread(target=lambda: answers.append(films.make(tmp_path / "best.episode")))
+    thread = threading.Thread(
+        target=lambda: answers.append(films.make(tmp_path / "best.episode"))
+    )
     thread.start()
     wait_until(lambda: films._process is not None)
     assert "Another film" in films.make(tmp_path / "worst.episode")["error"]
@@ -380,7 +434,8 @@ def test_a_small_file_keeps_the_newest_line_of_each_episode(tmp_path: Any) -> No
         for n in range(60):
             file.append("episode", which=WHICH[n % 3], length=n, **known)
             file.append(
-                "snapshot", **{k: v for k, v in line(n).items() if k not in ("kind", "time")}
+                "snapshot",
+                **{k: v for k, v in line(n).items() if k not in ("kind", "time")},
             )
         file.append("episode", which="other", length=1, **known)
     assert os.stat(tmp_path / NAME).st_size < 25_000

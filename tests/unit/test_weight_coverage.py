@@ -22,7 +22,13 @@ from torch import nn
 from muster import policies
 from muster.errors import BadWeights
 from muster.utils.attributes import resolve
-from muster.weights.names import each_once, named_tensors, place_of, tensors_in, weight_bearer
+from muster.weights.names import (
+    each_once,
+    named_tensors,
+    place_of,
+    tensors_in,
+    weight_bearer,
+)
 from muster.weights.publish import PolicyWeights
 
 
@@ -91,7 +97,8 @@ def case(name: str) -> Case:
         return policy
     bearer = weight_bearer(policy)
     return Case(
-        policy, [part for part in bearer.modules() if part is not bearer and tensors_in(part)]
+        policy,
+        [part for part in bearer.modules() if part is not bearer and tensors_in(part)],
     )
 
 
@@ -109,22 +116,30 @@ CASES: dict[str, Callable[[], Any]] = {
     "gaussian, a parameter of the user's": lambda: policies.gaussian(
         nn.Linear(3, 2), log_std=nn.Parameter(torch.ones(2))
     ),
-    "gaussian, fixed": lambda: policies.gaussian(nn.Linear(3, 2), log_std=torch.zeros(2)),
+    "gaussian, fixed": lambda: policies.gaussian(
+        nn.Linear(3, 2), log_std=torch.zeros(2)
+    ),
     "gaussian by state": lambda: policies.gaussian(nn.Linear(3, 4), log_std=None),
     "tanh_gaussian": lambda: policies.tanh_gaussian(nn.Linear(3, 4)),
     "deterministic": lambda: policies.deterministic(nn.Linear(3, 2)),
     "RunningNorm": lambda: policies.categorical(
         nn.Sequential(policies.RunningNorm(3), nn.Linear(3, 2))
     ),
-    "BatchNorm": lambda: policies.gaussian(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))),
+    "BatchNorm": lambda: policies.gaussian(
+        nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    ),
     "wrapper": Wrapper,
     "tied": Tied,
-    "TensorDictModule": lambda: TensorDictModule(Wrapper(), ["observation"], ["action"]),
+    "TensorDictModule": lambda: TensorDictModule(
+        Wrapper(), ["observation"], ["action"]
+    ),
     "TensorDictSequential": lambda: chain(nn.Linear(3, 4), nn.Linear(4, 2)),
     "per_agent": lambda: policies.per_agent(
         {"red": policies.gaussian(nn.Linear(3, 2)), "blue": Wrapper(), "others": None}
     ),
-    "compiled network": lambda: policies.gaussian(torch.compile(nn.Sequential(nn.Linear(3, 2)))),
+    "compiled network": lambda: policies.gaussian(
+        torch.compile(nn.Sequential(nn.Linear(3, 2)))
+    ),
     "compiled": lambda: torch.compile(Wrapper()),
     "function": of_closure,
     "object": Agent,
@@ -138,7 +153,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "function in a head": lambda: hidden(
         lambda f: policies.gaussian(f, log_std=nn.Parameter(torch.ones(2)))
     ),
-    "object in TensorDictModule": lambda: TensorDictModule(Agent(), ["observation"], ["action"]),
+    "object in TensorDictModule": lambda: TensorDictModule(
+        Agent(), ["observation"], ["action"]
+    ),
 }
 NAMES = list(CASES)
 
@@ -195,7 +212,9 @@ def workers() -> Any:
         each.close()
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
     assert list(found) == list(expected)
     different = [name for name in found if not torch.equal(found[name], expected[name])]
     assert not different
@@ -215,10 +234,14 @@ def test_every_part_of_the_policy_stands_for_all_of_it(name: str, workers: Any) 
     wholes = [
         None,
         given.policy,
-        nn.ModuleDict({"agent": weight_bearer(given.policy), "critic": nn.Linear(9, 9)}),
+        nn.ModuleDict(
+            {"agent": weight_bearer(given.policy), "critic": nn.Linear(9, 9)}
+        ),
     ]
     assert given.parts
-    for seed, source in enumerate([*wholes, *given.parts, *map(nn.Sequential, given.parts)], 1):
+    for seed, source in enumerate(
+        [*wholes, *given.parts, *map(nn.Sequential, given.parts)], 1
+    ):
         train(given.policy, seed)
         assert sent.weights.publish(source) == seed
         assert_equal(sent.take(), tensors(given.policy))
@@ -251,7 +274,9 @@ def test_where_the_policy_itself_acts_all_of_it_is_checked(name: str) -> None:
         before = tensor.clone()
         tensor.fill_(torch.nan)
         for source in (None, given.policy, *given.parts):
-            with pytest.raises(BadWeights, match="is not finite: training has diverged"):
+            with pytest.raises(
+                BadWeights, match="is not finite: training has diverged"
+            ):
                 weights.publish(source)
         tensor.copy_(before)
     assert weights.version == version
@@ -260,7 +285,10 @@ def test_where_the_policy_itself_acts_all_of_it_is_checked(name: str) -> None:
 @pytest.mark.parametrize("acts_here", [True, False])
 def test_two_models_get_each_others_weights(acts_here: bool, workers: Any) -> None:
     policy = policies.per_agent(
-        {"red": policies.gaussian(nn.Linear(3, 2)), "blue": policies.gaussian(nn.Linear(3, 2))}
+        {
+            "red": policies.gaussian(nn.Linear(3, 2)),
+            "blue": policies.gaussian(nn.Linear(3, 2)),
+        }
     )
     train(policy)
     red, blue = snapshot(policy.red), snapshot(policy.blue)
@@ -269,7 +297,9 @@ def test_two_models_get_each_others_weights(acts_here: bool, workers: Any) -> No
     weights.publish_all([(policy.blue, policy.red), (policy.red, policy.blue)])
     found = tensors(policy) if sent is None else sent.take()
     expected = {f"red.{name}": tensor for name, tensor in blue.items()}
-    assert_equal(found, {**expected, **{f"blue.{name}": tensor for name, tensor in red.items()}})
+    assert_equal(
+        found, {**expected, **{f"blue.{name}": tensor for name, tensor in red.items()}}
+    )
 
 
 def test_a_part_of_a_model_stands_for_all_of_the_model_and_other_models_keep_theirs(
@@ -283,7 +313,8 @@ def test_a_part_of_a_model_stands_for_all_of_the_model_and_other_models_keep_the
     sent.weights.publish(red.net, model=red)
     now = tensors(policy)
     assert_equal(
-        sent.take(), {name: (now if name.startswith("red") else before)[name] for name in before}
+        sent.take(),
+        {name: (now if name.startswith("red") else before)[name] for name in before},
     )
     sent.weights.publish(model=blue)
     assert_equal(sent.take(), now)
@@ -292,9 +323,14 @@ def test_a_part_of_a_model_stands_for_all_of_the_model_and_other_models_keep_the
     assert_equal(sent.take(), tensors(policy))
 
 
-def test_weights_that_a_model_got_from_elsewhere_stay_until_all_is_published(workers: Any) -> None:
+def test_weights_that_a_model_got_from_elsewhere_stay_until_all_is_published(
+    workers: Any,
+) -> None:
     """Self-play: the opponent acts with the learner's weights of an earlier time."""
-    learner, opponent = policies.gaussian(nn.Linear(3, 2)), policies.gaussian(nn.Linear(3, 2))
+    learner, opponent = (
+        policies.gaussian(nn.Linear(3, 2)),
+        policies.gaussian(nn.Linear(3, 2)),
+    )
     policy = policies.per_agent({"red": learner, "blue": opponent})
     sent = workers(policy)
     train(policy, 1)
@@ -398,12 +434,17 @@ def test_weights_of_a_part_are_refused_with_the_names_that_are_missing(
         for name, tensor in weight_bearer(policy).state_dict(keep_vars=True).items()
     }
     train(policy)
-    before, there = snapshot(policy), {name: tensor.clone() for name, tensor in sent.take().items()}
+    before, there = (
+        snapshot(policy),
+        {name: tensor.clone() for name, tensor in sent.take().items()},
+    )
     refused = 0
     for part in given.parts:
         source = FROM_ELSEWHERE[form](copy.deepcopy(part))
         inside = {place_of(tensor) for tensor in tensors_in(part)}
-        missing = sorted(name for name, place in everything.items() if place not in inside)
+        missing = sorted(
+            name for name, place in everything.items() if place not in inside
+        )
         if not missing:
             continue
         for weights in (sent.weights, here):
@@ -411,7 +452,8 @@ def test_weights_of_a_part_are_refused_with_the_names_that_are_missing(
                 weights.publish(source)
             text = str(caught.value)
             other = any(
-                why in text for why in ("fit several parts", "named differently", "has shape")
+                why in text
+                for why in ("fit several parts", "named differently", "has shape")
             )
             assert other or f"missing {missing}" in text
             refused += f"missing {missing}" in text
@@ -429,12 +471,15 @@ def test_weights_of_a_part_are_refused_with_the_names_that_are_missing(
 
 
 @pytest.mark.parametrize(
-    "name", ["gaussian", "wrapper", "TensorDictModule", "TensorDictSequential", "BatchNorm"]
+    "name",
+    ["gaussian", "wrapper", "TensorDictModule", "TensorDictSequential", "BatchNorm"],
 )
 def test_the_remedies_of_a_refusal_work(name: str, workers: Any) -> None:
     policy = case(name).policy
     sent = workers(policy)
-    net = next(part for part in reversed(list(policy.modules())) if isinstance(part, nn.Linear))
+    net = next(
+        part for part in reversed(list(policy.modules())) if isinstance(part, nn.Linear)
+    )
     other = nn.Linear(net.in_features, net.out_features)
     with pytest.raises(BadWeights) as caught:
         sent.weights.publish(other)
@@ -447,9 +492,13 @@ def test_the_remedies_of_a_refusal_work(name: str, workers: Any) -> None:
     after = sent.take()
     changed = {id(tensor) for tensor in net.state_dict(keep_vars=True).values()}
     names = {
-        name for name, tensor in policy.state_dict(keep_vars=True).items() if id(tensor) in changed
+        name
+        for name, tensor in policy.state_dict(keep_vars=True).items()
+        if id(tensor) in changed
     }
-    assert all(torch.equal(after[name], before[name]) for name in before if name not in names)
+    assert all(
+        torch.equal(after[name], before[name]) for name in before if name not in names
+    )
     assert any(torch.equal(after[name], other.weight) for name in names)
     assert (
         "Call update_policy_weights_() to publish the policy that the collector was made with"
@@ -460,7 +509,9 @@ def test_the_remedies_of_a_refusal_work(name: str, workers: Any) -> None:
     assert_equal(sent.take(), tensors(policy))
 
 
-def test_a_module_that_shares_some_layers_with_the_policy_is_from_elsewhere(workers: Any) -> None:
+def test_a_module_that_shares_some_layers_with_the_policy_is_from_elsewhere(
+    workers: Any,
+) -> None:
     trunk = nn.Linear(3, 3)
     policy, critic = (
         policies.gaussian(nn.Sequential(trunk, nn.Linear(3, 2))),
@@ -475,7 +526,10 @@ def test_a_module_that_shares_some_layers_with_the_policy_is_from_elsewhere(work
 
 
 def test_the_model_of_the_whole_policy_is_no_part(workers: Any) -> None:
-    policy, other = policies.gaussian(nn.Linear(3, 2)), policies.gaussian(nn.Linear(3, 2))
+    policy, other = (
+        policies.gaussian(nn.Linear(3, 2)),
+        policies.gaussian(nn.Linear(3, 2)),
+    )
     sent = workers(policy)
     train(other)
     sent.weights.publish(other, model=policy)
@@ -490,7 +544,9 @@ def test_a_policy_that_has_other_layers_now_is_refused(workers: Any) -> None:
     sent = workers(policy)
     policy.net.append(nn.Linear(2, 2))
     for source in (None, policy.net[0]):
-        with pytest.raises(BadWeights, match=r"unknown \['net.1.bias', 'net.1.weight'\]"):
+        with pytest.raises(
+            BadWeights, match=r"unknown \['net.1.bias', 'net.1.weight'\]"
+        ):
             sent.weights.publish(source)
     policy.net.pop(1)
     policy.net[0] = nn.LazyLinear(2)
@@ -504,7 +560,8 @@ def test_functions_refuse_a_part_too(workers: Any) -> None:
     net = weight_bearer(act)[0]
     sent = workers(act)
     with pytest.raises(
-        BadWeights, match=r"those of 0, which is only a part of the policy: missing \['1.0'\]"
+        BadWeights,
+        match=r"those of 0, which is only a part of the policy: missing \['1.0'\]",
     ):
         sent.weights.publish(copy.deepcopy(net))
     with pytest.raises(BadWeights, match="cannot take weights from function"):
@@ -527,7 +584,8 @@ def test_tied_weights_may_be_given_once_and_not_with_two_values(workers: Any) ->
     sent.weights.publish(state)
     state["decode.weight"] += 1
     with pytest.raises(
-        BadWeights, match="decode.weight has another name in the policy, too .tied weights."
+        BadWeights,
+        match="decode.weight has another name in the policy, too .tied weights.",
     ):
         sent.weights.publish(state)
     assert sent.weights.version == 2
@@ -559,7 +617,11 @@ def test_views_of_one_memory_are_different_weights() -> None:
             **{n: t for n, t in m.state_dict().items() if "." not in n},
         },
         lambda m: {"net": m.net, "scale": m.scale, "seen": m.seen},
-        lambda m: {"net": TensorDict.from_module(m.net), "scale": m.scale, "seen": m.seen},
+        lambda m: {
+            "net": TensorDict.from_module(m.net),
+            "scale": m.scale,
+            "seen": m.seen,
+        },
         lambda m: dict(TensorDict.from_module(m).data.items(True, True)),
         lambda m: {
             ("net", "weight"): m.net.weight,
@@ -567,7 +629,12 @@ def test_views_of_one_memory_are_different_weights() -> None:
             "scale": m.scale,
             "seen": m.seen,
         },
-        lambda m: {**m.state_dict(), "_extra_state": {"epoch": 3}, "net.nothing": None, "more": {}},
+        lambda m: {
+            **m.state_dict(),
+            "_extra_state": {"epoch": 3},
+            "net.nothing": None,
+            "more": {},
+        },
     ],
     ids=[
         "to_dict",
@@ -601,7 +668,10 @@ def test_weights_whose_name_ends_like_that_of_an_extra_state_are_weights() -> No
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"net": {"weight": 1.0}}, r"cannot take weights from dict: its entry 'weight' is float"),
+        (
+            {"net": {"weight": 1.0}},
+            r"cannot take weights from dict: its entry 'weight' is float",
+        ),
         ({"net": [torch.ones(1)]}, r"its entry 'net' is list"),
         (
             {"net": {"weight": torch.ones(2, 3)}, "net.weight": torch.ones(2, 3)},
@@ -633,7 +703,9 @@ class Attention(nn.Module):
         self.register_buffer("mean", torch.zeros(3))
 
 
-def test_buffers_that_are_infinite_from_the_start_are_no_divergence(workers: Any) -> None:
+def test_buffers_that_are_infinite_from_the_start_are_no_divergence(
+    workers: Any,
+) -> None:
     policy = Attention()
     sent, here = workers(policy), PolicyWeights(policy)
     for weights in (sent.weights, here):
@@ -652,7 +724,9 @@ def test_buffers_that_are_infinite_from_the_start_are_no_divergence(workers: Any
             weights.publish()
 
 
-def test_buffers_that_are_not_in_the_state_dict_stay_where_they_are(workers: Any) -> None:
+def test_buffers_that_are_not_in_the_state_dict_stay_where_they_are(
+    workers: Any,
+) -> None:
     """They are bounds of the environment, caches, recurrent states: the worker has its own."""
     policy = policies.tanh_gaussian(nn.Linear(3, 4))
     sent = workers(policy)
@@ -667,7 +741,10 @@ def test_buffers_that_are_not_in_the_state_dict_stay_where_they_are(workers: Any
 
 
 def test_lazy_layers_have_nothing_to_give_and_nothing_to_take() -> None:
-    policy, other = policies.categorical(nn.LazyLinear(2)), policies.categorical(nn.Linear(3, 2))
+    policy, other = (
+        policies.categorical(nn.LazyLinear(2)),
+        policies.categorical(nn.Linear(3, 2)),
+    )
     here = PolicyWeights(policy)
     assert (here.publish(), here.publish(policy), here.publish(policy.net)) == (1, 2, 3)
     with pytest.raises(
@@ -683,11 +760,15 @@ def test_lazy_layers_have_nothing_to_give_and_nothing_to_take() -> None:
 
 
 @pytest.mark.parametrize(
-    "norm", [nn.utils.weight_norm, nn.utils.spectral_norm], ids=["weight_norm", "spectral_norm"]
+    "norm",
+    [nn.utils.weight_norm, nn.utils.spectral_norm],
+    ids=["weight_norm", "spectral_norm"],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_policies_that_deepcopy_cannot_copy(norm: Any, workers: Any) -> None:
-    policy = policies.gaussian(nn.Sequential(norm(nn.Linear(3, 3)), norm(nn.Linear(3, 2))))
+    policy = policies.gaussian(
+        nn.Sequential(norm(nn.Linear(3, 3)), norm(nn.Linear(3, 2)))
+    )
     policy.net[0].register_buffer("bound", torch.ones(1), persistent=False)
     policy.again, policy.tied = policy.net[1], nn.Linear(3, 2)
     policy.tied.bias = policy.net[1].bias
@@ -706,7 +787,9 @@ def test_policies_that_deepcopy_cannot_copy(norm: Any, workers: Any) -> None:
         train(policy)
         sent.weights.publish(source)
         assert_equal(sent.take(), tensors(policy))
-    sent.weights.publish({name: tensor + 1 for name, tensor in policy.state_dict().items()})
+    sent.weights.publish(
+        {name: tensor + 1 for name, tensor in policy.state_dict().items()}
+    )
     sent.weights.restore(9)
     assert_equal(tensors(policy), sent.take())
 

@@ -47,7 +47,10 @@ def filled(value: float) -> nn.Sequential:
 FORMS = {
     "module": lambda m: m,
     "state_dict": lambda m: m.state_dict(),
-    "named_tensors": lambda m: {**dict(m.named_parameters()), **dict(m.named_buffers())},
+    "named_tensors": lambda m: {
+        **dict(m.named_parameters()),
+        **dict(m.named_buffers()),
+    },
     "tensordict": lambda m: TensorDict.from_module(m),
     "tensordict_params": lambda m: TensorDictParams(TensorDict.from_module(m)),
     "nested_tensordict": lambda m: TensorDict.from_module(m).detach().clone(),
@@ -81,7 +84,10 @@ def test_parameters_and_buffers_are_copied_in_place(form):
     ("change", "message"),
     [
         (lambda s: s.pop("2.bias"), r"missing \['2.bias'\], unknown nothing"),
-        (lambda s: s.update(extra=torch.ones(1)), r"missing nothing, unknown \['extra'\]"),
+        (
+            lambda s: s.update(extra=torch.ones(1)),
+            r"missing nothing, unknown \['extra'\]",
+        ),
         (
             lambda s: s.update({"2.bias": torch.ones(2)}),
             r"2.bias has shape \(2,\).*expected \(1,\)",
@@ -106,7 +112,10 @@ def test_what_does_not_fit_changes_nothing(change, message):
     with pytest.raises(BadWeights, match=message):
         weights.publish(state)
     assert weights.version == 0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
+    assert all(
+        torch.equal(tensor, before[name])
+        for name, tensor in policy.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,7 +203,9 @@ def test_a_model_of_the_original_is_the_same_part_of_the_copy():
     assert bool((acting["actor"].weight == 5).all())
     weights.publish(nn.Linear(2, 2), model=original["actor"])
     assert not bool((acting["actor"].weight == 5).any())
-    with pytest.raises(BadWeights, match="fit several parts of the policy: actor, critic"):
+    with pytest.raises(
+        BadWeights, match="fit several parts of the policy: actor, critic"
+    ):
         weights.publish(nn.Linear(2, 2))
 
 
@@ -209,7 +220,8 @@ def test_a_compiled_module_has_the_names_of_the_module():
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e5m2]
+    "dtype",
+    [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e5m2],
 )
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_infinite_values_are_found_in_every_dtype(dtype, bad):
@@ -218,7 +230,9 @@ def test_infinite_values_are_found_in_every_dtype(dtype, bad):
     weights = PolicyWeights(policy)
     new = torch.ones(300).to(dtype)
     weights.publish({"w": new})
-    values = torch.ones(300, dtype=torch.complex64 if dtype.is_complex else torch.float32)
+    values = torch.ones(
+        300, dtype=torch.complex64 if dtype.is_complex else torch.float32
+    )
     values[77] = bad
     with pytest.raises(BadWeights, match="w is not finite"):
         weights.publish({"w": values.to(dtype)})
@@ -262,14 +276,19 @@ WITH_MODULES: dict[str, Any] = {
     "object": lambda: Agent().act,
     "closure": by_closure,
     "partial": lambda: functools.partial(lambda agent, obs: agent.act(obs), Agent()),
-    "function in function": lambda: (lambda inner: lambda obs: inner(obs))(by_closure()),
+    "function in function": lambda: (lambda inner: lambda obs: inner(obs))(
+        by_closure()
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", WITH_MODULES)
 def test_a_copy_of_a_function_has_the_same_names(kind):
     policy = WITH_MODULES[kind]()
-    here, there = named_tensors(policy), named_tensors(cloudpickle.loads(cloudpickle.dumps(policy)))
+    here, there = (
+        named_tensors(policy),
+        named_tensors(cloudpickle.loads(cloudpickle.dumps(policy))),
+    )
     assert [(name, t.shape) for name, t in here.items()] == [
         (name, t.shape) for name, t in there.items()
     ]
@@ -315,7 +334,9 @@ class Worker:
 
     @property
     def values(self) -> list[float]:
-        return sorted({float(v) for t in named_tensors(self.policy).values() for v in t.unique()})
+        return sorted(
+            {float(v) for t in named_tensors(self.policy).values() for v in t.unique()}
+        )
 
 
 def constant(value: float) -> nn.Sequential:
@@ -379,10 +400,14 @@ def test_models_are_published_one_by_one_and_together(sent):
     assert (worker.take(), worker.values) == (3, [8.0, 9.0])
     with pytest.raises(BadWeights, match="fit several parts"):
         weights.publish(constant(1.0)[0])
-    with pytest.raises(BadWeights, match="is not a part of the policy that workers have"):
+    with pytest.raises(
+        BadWeights, match="is not a part of the policy that workers have"
+    ):
         weights.publish(constant(1.0)[0], model=constant(1.0)[0])
     with pytest.raises(BadWeights, match="not finite"):
-        weights.publish_all([(constant(8.0)[0], policy[0]), (constant(torch.nan)[0], policy[1])])
+        weights.publish_all(
+            [(constant(8.0)[0], policy[0]), (constant(torch.nan)[0], policy[1])]
+        )
     assert weights.version == 3
     assert worker.take() is None
 
@@ -399,7 +424,8 @@ def test_functions_that_hold_networks_are_updated(sent, kind):
     assert (worker.take(), worker.values) == (1, [2.0])
     first = modules_of(policy)[0]
     weights.publish(
-        {name: torch.full_like(t, 3.0) for name, t in first.state_dict().items()}, model=first
+        {name: torch.full_like(t, 3.0) for name, t in first.state_dict().items()},
+        model=first,
     )
     assert (worker.take(), worker.values) == (2, [2.0, 3.0])
 
@@ -493,7 +519,9 @@ def test_what_waits_is_a_copy(sent):
         assert (worker.take(), worker.values) == (1, [2.0])
 
 
-@given(targets=st.lists(st.none() | st.sets(st.integers(0, 2)), min_size=1, max_size=12))
+@given(
+    targets=st.lists(st.none() | st.sets(st.integers(0, 2)), min_size=1, max_size=12)
+)
 def test_updates_that_wait_are_at_most_one_for_each_worker(targets):
     policy, weights = constant(0.0), PolicyWeights.of_workers(constant(0.0), 3)
     expected = [0, 0, 0]
@@ -508,10 +536,12 @@ def test_updates_that_wait_are_at_most_one_for_each_worker(targets):
     with weights.acting():
         workers = [Worker(weights, policy, i) for i in range(3)]
         assert [worker.take() for worker in workers] == expected
-        assert [worker.values for worker in workers] == [[version] for version in expected]
-    assert {float(v) for t in weights.policy.state_dict().values() for v in t.unique()} == {
-        len(targets)
-    }
+        assert [worker.values for worker in workers] == [
+            [version] for version in expected
+        ]
+    assert {
+        float(v) for t in weights.policy.state_dict().values() for v in t.unique()
+    } == {len(targets)}
     for worker in workers:
         worker.subscriber.close()
     weights.close()
@@ -543,7 +573,11 @@ def test_lazy_layers_get_the_weights_that_a_worker_made(sent):
     there = copy.deepcopy(policy)
     weights, *_ = sent(policy)
     assert weights.lazy
-    for refused in (weights.publish, lambda: weights.publish(net()), lambda: weights.ticket(0)):
+    for refused in (
+        weights.publish,
+        lambda: weights.publish(net()),
+        lambda: weights.ticket(0),
+    ):
         with pytest.raises(BadWeights, match="lazy layers"):
             refused()
     weights.publish_all([])
@@ -554,11 +588,18 @@ def test_lazy_layers_get_the_weights_that_a_worker_made(sent):
     weights.materialise(made)
     assert not weights.lazy
     for mine in (policy, weights.policy):
-        assert all(torch.equal(tensor, made[name]) for name, tensor in mine.state_dict().items())
+        assert all(
+            torch.equal(tensor, made[name])
+            for name, tensor in mine.state_dict().items()
+        )
     policy(torch.zeros(1, 4))
     worker = Worker(weights, policy)
     assert worker.take() == 1
-    assert (weights.publish(filled_like(policy, 6.0)), worker.take(), worker.values) == (
+    assert (
+        weights.publish(filled_like(policy, 6.0)),
+        worker.take(),
+        worker.values,
+    ) == (
         2,
         2,
         [6.0],
@@ -567,7 +608,10 @@ def test_lazy_layers_get_the_weights_that_a_worker_made(sent):
 
 
 def filled_like(module: nn.Module, value: float) -> dict[str, torch.Tensor]:
-    return {name: torch.full_like(tensor, value) for name, tensor in module.state_dict().items()}
+    return {
+        name: torch.full_like(tensor, value)
+        for name, tensor in module.state_dict().items()
+    }
 
 
 def test_tied_lazy_layers_stay_tied():
@@ -586,7 +630,8 @@ def test_a_policy_that_cannot_be_copied_is_refused():
     policy = net()
     policy.lock = threading.Lock()
     with pytest.raises(
-        BadWeights, match="cannot be copied for its workers: copy.deepcopy raised TypeError"
+        BadWeights,
+        match="cannot be copied for its workers: copy.deepcopy raised TypeError",
     ):
         PolicyWeights.of_workers(policy, 1)
 
@@ -648,7 +693,9 @@ def test_a_scheme_brings_all_of_the_policy_too(sent, form):
         receivers.receive()
         assert (worker.take(), worker.values) == (1, [2.0, 3.0])
     else:
-        with pytest.raises(BadWeights, match="missing .'critic.weight'.|fit several parts"):
+        with pytest.raises(
+            BadWeights, match="missing .'critic.weight'.|fit several parts"
+        ):
             receivers.receive()
         assert worker.take() is None
     receivers.close()
@@ -666,7 +713,9 @@ def test_a_scheme_writes_into_a_copy_also_of_a_policy_that_deepcopy_cannot_copy(
     class Scheme:
         initialized_on_receiver = False
 
-        def init_on_receiver(self, *, model_id: str, context: Any, worker_idx: int | None) -> None:
+        def init_on_receiver(
+            self, *, model_id: str, context: Any, worker_idx: int | None
+        ) -> None:
             self.context = context
 
         def connect(self, *, worker_idx: int | None) -> None:
@@ -681,7 +730,9 @@ def test_a_scheme_writes_into_a_copy_also_of_a_policy_that_deepcopy_cannot_copy(
     parent = Parent()
     receivers = Receivers(weights, parent, 0)
     receivers.register({"policy": Scheme()})
-    assert {float(v) for t in weights.policy.state_dict().values() for v in t.unique()} == {2.0}
+    assert {
+        float(v) for t in weights.policy.state_dict().values() for v in t.unique()
+    } == {2.0}
     assert not bool((policy[0].weight == 2).any())
     receivers.close()
     weights.close()
@@ -696,7 +747,9 @@ def test_what_a_parent_sends_goes_on_to_the_workers(sent):
     class Scheme:
         initialized_on_receiver = False
 
-        def init_on_receiver(self, *, model_id: str, context: Any, worker_idx: int | None) -> None:
+        def init_on_receiver(
+            self, *, model_id: str, context: Any, worker_idx: int | None
+        ) -> None:
             self.context = context
 
         def connect(self, *, worker_idx: int | None) -> None:
@@ -753,11 +806,14 @@ def test_torchrls_schemes_are_known_by_name(name, expected):
 
 
 @pytest.mark.parametrize(
-    "wrong", ["Shared", "pipe", 3, SharedMemory, object(), {"policy": NoSync()}], ids=stable
+    "wrong",
+    ["Shared", "pipe", 3, SharedMemory, object(), {"policy": NoSync()}],
+    ids=stable,
 )
 def test_other_schemes_are_refused(wrong):
     with pytest.raises(
-        BadOption, match="is not a way to send weights to workers on this machine: expected"
+        BadOption,
+        match="is not a way to send weights to workers on this machine: expected",
     ):
         transport_for(wrong)
 
@@ -767,7 +823,8 @@ def test_other_schemes_are_refused(wrong):
 
 def vanilla(policy: nn.Module, **options: Any) -> VanillaWeightUpdater:
     with pytest.warns(
-        DeprecationWarning, match="VanillaWeightUpdater is a WeightUpdaterBase, which is deprecated"
+        DeprecationWarning,
+        match="VanillaWeightUpdater is a WeightUpdaterBase, which is deprecated",
     ):
         return VanillaWeightUpdater(
             policy_weights=TensorDict.from_module(policy).lock_(), **options
@@ -786,7 +843,11 @@ def test_an_updater_of_a_head_takes_its_state_dict():
     """The bounds of the environment are buffers that are not in it."""
     policy, other = tanh_gaussian(nn.Linear(2, 2)), tanh_gaussian(nn.Linear(2, 2))
     updater = VanillaWeightUpdater.from_policy(policy)
-    for source in (other.state_dict(), other, TensorDict.from_module(other.net).data.to_dict()):
+    for source in (
+        other.state_dict(),
+        other,
+        TensorDict.from_module(other.net).data.to_dict(),
+    ):
         nn.init.uniform_(other.net.weight)
         if isinstance(source, dict) and "weight" in source:
             with pytest.raises(
@@ -885,7 +946,11 @@ def test_an_updater_knows_its_collectors_and_calls_its_hooks():
     with pytest.warns(DeprecationWarning, match="Noting"):
         updater = Noting()
     collectors = [Counting(), Counting()]
-    assert (updater.collector, updater.collectors, Noting.from_policy(net())) == (None, None, None)
+    assert (updater.collector, updater.collectors, Noting.from_policy(net())) == (
+        None,
+        None,
+        None,
+    )
     updater.increment_version()
     updater.register_collector(collectors[0])
     assert updater.collector is collectors[0]
@@ -912,7 +977,14 @@ LARGE = (200, 300)  # enough for threads
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64],
+    [
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.int64,
+        torch.bool,
+        torch.complex64,
+    ],
     ids=str,
 )
 def test_large_tensors_are_copied_as_they_are(dtype):
@@ -938,14 +1010,23 @@ def test_a_graph_does_not_outlive_the_weights_that_it_was_made_with():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 @pytest.mark.parametrize(
     ("values", "fine"),
-    [((), True), ((torch.nan,), False), ((torch.inf,), False), ((torch.inf, -torch.inf), False)],
+    [
+        ((), True),
+        ((torch.nan,), False),
+        ((torch.inf,), False),
+        ((torch.inf, -torch.inf), False),
+    ],
     ids=["finite", "nan", "inf", "both"],
 )
 @pytest.mark.filterwarnings("error")
 def test_large_tensors_are_searched_for_what_is_not_finite(dtype, values, fine):
-    tensor = torch.full(LARGE, torch.finfo(dtype).max, dtype=dtype)  # their sum is not finite
+    tensor = torch.full(
+        LARGE, torch.finfo(dtype).max, dtype=dtype
+    )  # their sum is not finite
     tensor.view(-1)[7 : 7 + len(values)] = torch.tensor(values, dtype=dtype)
-    weights = PolicyWeights(nn.ParameterDict({"w": nn.Parameter(torch.zeros(LARGE, dtype=dtype))}))
+    weights = PolicyWeights(
+        nn.ParameterDict({"w": nn.Parameter(torch.zeros(LARGE, dtype=dtype))})
+    )
     if fine:
         weights.publish({"w": tensor})
     else:

@@ -67,7 +67,8 @@ class Stream:
     ) -> TensorDict:
         """``T`` rows; those of ``holes`` (``env * T + t``) are of an interrupted rollout."""
         columns: dict[str, Any] = {
-            key: np.zeros((self.envs, T), int) for key in ("row", "id", "done", "version")
+            key: np.zeros((self.envs, T), int)
+            for key in ("row", "id", "done", "version")
         }
         for i in range(self.envs):
             for t in range(T):
@@ -76,23 +77,31 @@ class Stream:
                 if i * T + t in holes:
                     columns["id"][i, t] = INVALID
                     continue
-                columns["id"][i, t], columns["row"][i, t], columns["done"][i, t] = self._step(
-                    i, self.time + t, version
+                columns["id"][i, t], columns["row"][i, t], columns["done"][i, t] = (
+                    self._step(i, self.time + t, version)
                 )
         self.time += T
         shape = (*self.lead, T)
-        tensor = {key: torch.from_numpy(value).reshape(shape) for key, value in columns.items()}
+        tensor = {
+            key: torch.from_numpy(value).reshape(shape)
+            for key, value in columns.items()
+        }
         entries = {
             "row": tensor["row"],
             "next": {"done": tensor["done"].bool().unsqueeze(-1)},
-            "collector": {"traj_ids": tensor["id"], "policy_version": tensor["version"]},
+            "collector": {
+                "traj_ids": tensor["id"],
+                "policy_version": tensor["version"],
+            },
         }
         return TensorDict(entries, shape, names=[*[None] * len(self.lead), "time"])
 
     def _step(self, env: int, time: int, version: int) -> tuple[int, int, bool]:
         episode = self.running[env]
         if episode is None:
-            episode = self.running[env] = Episode(env, env + self.envs * self.made[env], time)
+            episode = self.running[env] = Episode(
+                env, env + self.envs * self.made[env], time
+            )
             self.made[env] += 1
             self.episodes.append(episode)
         self.number += 1
@@ -108,7 +117,10 @@ class Stream:
         """All groups that can be delivered by now, from the definitions of the rules."""
         alive = [e for e in self.episodes if e.dropped is None]
         if rule == "per_env":
-            of_env = [[e for e in alive if e.env == i and e.is_complete] for i in range(self.envs)]
+            of_env = [
+                [e for e in alive if e.env == i and e.is_complete]
+                for i in range(self.envs)
+            ]
             share = n // self.envs
             groups = min(len(episodes) // share for episodes in of_env)
             return [
@@ -120,7 +132,9 @@ class Stream:
             complete = [e.is_complete for e in order]
             order = order[: complete.index(False)] if False in complete else order
         else:
-            order = sorted((e for e in alive if e.is_complete), key=lambda e: (e.ended, e.env))
+            order = sorted(
+                (e for e in alive if e.is_complete), key=lambda e: (e.ended, e.env)
+            )
         return [order[i : i + n] for i in range(0, len(order) - n + 1, n)]
 
 
@@ -140,7 +154,9 @@ def rows_of(group: TensorDict) -> list[list[int]]:
     length = mask.sum(1)
     assert group["next", "done"][torch.arange(len(group)), length - 1].all()
     assert group["next", "done"].sum() == len(group)
-    return [row[:n].tolist() for row, n in zip(group["row"], length.tolist(), strict=True)]
+    return [
+        row[:n].tolist() for row, n in zip(group["row"], length.tolist(), strict=True)
+    ]
 
 
 def rows_in(state: dict[str, Any]) -> int:
@@ -155,7 +171,9 @@ def histories(draw):
     """
     lead = draw(st.sampled_from([(), (1,), (3,), (2, 2)]))
     envs = int(np.prod(lead))
-    lengths = [draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)) for _ in range(envs)]
+    lengths = [
+        draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)) for _ in range(envs)
+    ]
     events = []
     for _ in range(draw(st.integers(1, 8))):
         T = draw(st.integers(1, 6))
@@ -164,7 +182,11 @@ def histories(draw):
             if draw(st.booleans())
             else set()
         )
-        reset = draw(st.sets(st.integers(0, envs - 1))) if draw(st.integers(0, 3)) == 0 else set()
+        reset = (
+            draw(st.sets(st.integers(0, envs - 1)))
+            if draw(st.integers(0, 3)) == 0
+            else set()
+        )
         versions = sorted(draw(st.lists(st.integers(0, 2), min_size=T, max_size=T)))
         events.append((T, holes, sorted(reset), versions, draw(st.booleans())))
     return lead, lengths, events
@@ -194,7 +216,9 @@ def test_groups_equal_lists_kept_by_hand(history, rule, layout, share):
             frames += group.frames
         batch.zero_()  # what is held is a copy
         assert delivered == [[e.rows for e in group] for group in stream.due(rule, n)]
-        expected = Counter(e.dropped for e in stream.episodes for _ in e.rows if e.dropped)
+        expected = Counter(
+            e.dropped for e in stream.episodes for _ in e.rows if e.dropped
+        )
         assert episodes.dropped == expected
         assert stream.number == frames + episodes.dropped.total() + episodes.frames_held
         if resume:
@@ -208,10 +232,14 @@ def test_groups_equal_lists_kept_by_hand(history, rule, layout, share):
 def test_on_policy_only_drops_episodes_of_several_policies(history, n):
     lead, lengths, events = history
     stream = Stream(lengths, lead)
-    episodes, delivered = WholeEpisodes(n, num_envs=stream.envs, on_policy_only=True), []
+    episodes, delivered = (
+        WholeEpisodes(n, num_envs=stream.envs, on_policy_only=True),
+        [],
+    )
     for T, holes, _, versions, resume in events:
         delivered += [
-            rows_of(group.batch) for group in push(episodes, stream.batch(T, holes, versions))
+            rows_of(group.batch)
+            for group in push(episodes, stream.batch(T, holes, versions))
         ]
         for e in stream.episodes:
             e.dropped = "mixed_policy" if len(e.versions) > 1 else None
@@ -220,7 +248,9 @@ def test_on_policy_only_drops_episodes_of_several_policies(history, n):
             assert rows_in(state) == episodes.frames_held
             episodes = WholeEpisodes(n, num_envs=stream.envs, on_policy_only=True)
             episodes.load_state_dict(state)
-    assert delivered == [[e.rows for e in group] for group in stream.due("first_begun", n)]
+    assert delivered == [
+        [e.rows for e in group] for group in stream.due("first_begun", n)
+    ]
     mixed = sum(len(e.rows) for e in stream.episodes if e.dropped)
     assert episodes.dropped == Counter(mixed_policy=mixed)
     assert stream.number == mixed + episodes.frames_held + sum(
@@ -245,7 +275,11 @@ def interleavings(draw):
     """
     envs, T = draw(st.integers(1, 5)), draw(st.integers(1, 30))
     stream = Stream(
-        [draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)) for _ in range(envs)], (envs,)
+        [
+            draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
+            for _ in range(envs)
+        ],
+        (envs,),
     )
     holes = draw(st.sets(st.integers(0, envs * T - 1), max_size=4))
     batch = stream.batch(
@@ -264,12 +298,19 @@ def interleavings(draw):
 
 
 @given(
-    interleavings(), st.sampled_from(["first_begun", "per_env"]), st.booleans(), st.integers(1, 3)
+    interleavings(),
+    st.sampled_from(["first_begun", "per_env"]),
+    st.booleans(),
+    st.integers(1, 3),
 )
-def test_groups_do_not_depend_on_the_speed_of_environments(history, rule, on_policy_only, share):
+def test_groups_do_not_depend_on_the_speed_of_environments(
+    history, rule, on_policy_only, share
+):
     stream, batch, events = history
     n = share * stream.envs if rule == "per_env" else share
-    make = lambda: WholeEpisodes(n, num_envs=stream.envs, rule=rule, on_policy_only=on_policy_only)  # noqa: E731
+    make = lambda: WholeEpisodes(  # noqa: E731
+        n, num_envs=stream.envs, rule=rule, on_policy_only=on_policy_only
+    )
     lockstep = [rows_of(group.batch) for group in push(make(), batch)]
     episodes, delivered, pushed = make(), [], 0
     for envs, time, resume in events:
@@ -296,8 +337,12 @@ def test_first_done_is_the_order_of_arrival(history, n):
     )
     for envs, time, resume in events:
         rows = part(batch, envs, time)
-        delivered += [e[-1] for group in push(episodes, rows, envs) for e in rows_of(group.batch)]
-        expected += sorted(set(rows["row"].flatten().tolist()) & ends.keys(), key=ends.__getitem__)
+        delivered += [
+            e[-1] for group in push(episodes, rows, envs) for e in rows_of(group.batch)
+        ]
+        expected += sorted(
+            set(rows["row"].flatten().tolist()) & ends.keys(), key=ends.__getitem__
+        )
         assert delivered == expected[: len(expected) // n * n]
         if resume:
             state, episodes = (
@@ -311,7 +356,8 @@ def lengths_pushed(
     episodes: WholeEpisodes, batch: TensorDict, envs: list[int], time: slice
 ) -> list[list[int]]:
     return [
-        [len(e) for e in rows_of(g.batch)] for g in push(episodes, part(batch, envs, time), envs)
+        [len(e) for e in rows_of(g.batch)]
+        for g in push(episodes, part(batch, envs, time), envs)
     ]
 
 
@@ -326,14 +372,20 @@ def test_the_fair_rule_holds_what_a_slow_environment_may_come_before_and_no_more
         [3],
         [2],
     ]  # the next of 1 begins at 3, that of 0 at 4
-    assert lengths_pushed(episodes, batch, [1], slice(3, 9)) == [[3], [2]]  # began at 3, 4
+    assert lengths_pushed(episodes, batch, [1], slice(3, 9)) == [
+        [3],
+        [2],
+    ]  # began at 3, 4
     assert episodes.frames_held == 3  # began at 6, where 0 is now
     assert lengths_pushed(episodes, batch, [0], slice(6, 7)) == []
     assert lengths_pushed(episodes, batch, [0], slice(7, 8)) == [[2], [3]]
 
 
 def test_environments_that_are_gone_are_not_waited_for():
-    batch, episodes = Stream([[2], [3], [4]], (3,)).batch(12), WholeEpisodes(1, num_envs=3)
+    batch, episodes = (
+        Stream([[2], [3], [4]], (3,)).batch(12),
+        WholeEpisodes(1, num_envs=3),
+    )
     assert (
         lengths_pushed(episodes, batch, [1, 2], slice(0, 6)) == []
     )  # those of environment 0 come before them
@@ -341,10 +393,18 @@ def test_environments_that_are_gone_are_not_waited_for():
     assert episodes.retire([0]) == 1
     state, episodes = episodes.state_dict(), WholeEpisodes(1, num_envs=3)
     episodes.load_state_dict(state)
-    assert lengths_pushed(episodes, batch, [1, 2], slice(6, 9)) == [[3], [4], [3], [4], [3]]
+    assert lengths_pushed(episodes, batch, [1, 2], slice(6, 9)) == [
+        [3],
+        [4],
+        [3],
+        [4],
+        [3],
+    ]
     assert episodes.retire(iter([1, 2])) == 1
     assert episodes.dropped == {"cut": 2}
-    with pytest.raises(BadOption, match=r"retire\(\[2\]\): rule='per_env' needs episodes of every"):
+    with pytest.raises(
+        BadOption, match=r"retire\(\[2\]\): rule='per_env' needs episodes of every"
+    ):
         WholeEpisodes(3, num_envs=3, rule="per_env").retire([2])
 
 
@@ -380,7 +440,9 @@ def test_groups_taken_by_hand_are_the_episodes_that_were_named(history, layout, 
             (e for e in stream.episodes if e.is_complete and e not in gone),
             key=lambda e: (e.ended, e.env),
         )
-        assert [number % stream.envs for number in episodes.held] == [e.env for e in held]
+        assert [number % stream.envs for number in episodes.held] == [
+            e.env for e in held
+        ]
         named = dict(zip(episodes.held, held, strict=True))
         if data.draw(st.booleans(), "ask"):
             new = [e for e in held if e not in told]
@@ -390,7 +452,9 @@ def test_groups_taken_by_hand_are_the_episodes_that_were_named(history, layout, 
             assert episodes.new_ends() == []
             told += new
         if (
-            chosen := data.draw(st.lists(st.sampled_from(episodes.held), unique=True), "take")
+            chosen := data.draw(
+                st.lists(st.sampled_from(episodes.held), unique=True), "take"
+            )
             if held
             else []
         ):
@@ -400,7 +464,11 @@ def test_groups_taken_by_hand_are_the_episodes_that_were_named(history, layout, 
             frames += group.frames
             gone += [named[number] for number in chosen]
         if data.draw(st.integers(0, 4), "clear") == 0:
-            left = sum(len(e.rows) for e in stream.episodes if e.dropped is None and e not in gone)
+            left = sum(
+                len(e.rows)
+                for e in stream.episodes
+                if e.dropped is None and e not in gone
+            )
             assert (episodes.clear("surplus"), episodes.frames_held) == (left, 0)
             gone += [e for e in held if e not in gone]
             for e in filter(None, stream.running):
@@ -426,11 +494,15 @@ def test_ends_of_parts_are_told_in_order_of_arrival(history):
             key=lambda e: e.env,
         )
         expected += [
-            [e.env for e in ended if e.ended == t] for t in sorted({e.ended for e in ended})
+            [e.env for e in ended if e.ended == t]
+            for t in sorted({e.ended for e in ended})
         ]
         if resume:
             told += episodes.new_ends()
-            state, episodes = episodes.state_dict(), WholeEpisodes(num_envs=stream.envs, rule=None)
+            state, episodes = (
+                episodes.state_dict(),
+                WholeEpisodes(num_envs=stream.envs, rule=None),
+            )
             episodes.load_state_dict(state)
     told += episodes.new_ends()
     assert [[number % stream.envs for number in step] for step in told] == expected
@@ -442,7 +514,8 @@ def test_what_is_not_there_cannot_be_taken():
     assert episodes.held == [0, 4]  # number 1 is open
     for numbers in ([], [0, 0], [1], [4, 2]):
         with pytest.raises(
-            BadOption, match=r"take\(\[.*: expected different numbers of complete episodes"
+            BadOption,
+            match=r"take\(\[.*: expected different numbers of complete episodes",
         ):
             episodes.take(numbers)
     assert rows_of(episodes.take([4, 0]).batch) == [[3, 4], [1, 2]]
@@ -471,7 +544,9 @@ def test_the_first_to_end_are_short_and_the_first_to_begin_are_not():
     assert mean_lengths("first_begun", 1) == [
         5.5
     ]  # the ten environments' first episodes: 1, 2, ... 10
-    assert mean_lengths("first_done", 1) == [2.1]  # within five steps: 1 1 1 1 1, 2 2, 3, 4, 5
+    assert mean_lengths("first_done", 1) == [
+        2.1
+    ]  # within five steps: 1 1 1 1 1, 2 2, 3, 4, 5
     assert mean_lengths("per_env", 3) == [5.5] * 3
 
 
@@ -535,7 +610,11 @@ def test_a_batch_costs_the_same_however_many_episodes_and_batches_wait(rule, n, 
 
 
 def test_what_is_taken_of_many_episodes_costs_the_same():
-    stream, episodes, costs = Stream([[2], [10**6]], (2,)), WholeEpisodes(num_envs=2, rule=None), []
+    stream, episodes, costs = (
+        Stream([[2], [10**6]], (2,)),
+        WholeEpisodes(num_envs=2, rule=None),
+        [],
+    )
     for _ in range(50):
         push(episodes, stream.batch(4))
         with counted() as counts:
@@ -606,7 +685,10 @@ def test_rows_of_delivered_episodes_are_freed_at_once():
             "rule='fast'.*'first_begun' .*, 'per_env' .* or 'first_done'",
         ),
         ({"n": 1, "num_envs": 1, "layout": "list"}, "layout='list'.*'cat' or 'pad'"),
-        ({"n": 3, "num_envs": 2, "rule": "per_env"}, "3 is not a multiple of num_envs=2"),
+        (
+            {"n": 3, "num_envs": 2, "rule": "per_env"},
+            "3 is not a multiple of num_envs=2",
+        ),
     ],
 )
 def test_impossible_values_are_refused(arguments, message):
@@ -620,16 +702,25 @@ def test_batches_that_do_not_fit_are_refused():
         push(WholeEpisodes(1, num_envs=3), batch)
     with pytest.raises(BadOption, match="no agents.done.*done_key="):
         push(WholeEpisodes(1, num_envs=2, done_key=("agents", "done")), batch)
-    with pytest.raises(BadOption, match="collector.policy_version.*track_policy_version=True"):
+    with pytest.raises(
+        BadOption, match="collector.policy_version.*track_policy_version=True"
+    ):
         push(
             WholeEpisodes(1, num_envs=2, on_policy_only=True),
             batch.exclude(("collector", "policy_version")),
         )
-    with pytest.raises(BadOption, match=r"\[2, 4\] has 2 environments.*expected 1 .*envs=\[1\]"):
+    with pytest.raises(
+        BadOption, match=r"\[2, 4\] has 2 environments.*expected 1 .*envs=\[1\]"
+    ):
         push(WholeEpisodes(1, num_envs=3), batch, [1])
     for envs in ([0, 0], [0, 3], [-1, 0], [True, False], [[0], [1]], [0.0, 1.0]):
-        for take in (WholeEpisodes(1, num_envs=3).add, WholeEpisodes(1, num_envs=3).skip):
-            with pytest.raises(BadOption, match=r"envs=.*: expected different numbers from 0 to 2"):
+        for take in (
+            WholeEpisodes(1, num_envs=3).add,
+            WholeEpisodes(1, num_envs=3).skip,
+        ):
+            with pytest.raises(
+                BadOption, match=r"envs=.*: expected different numbers from 0 to 2"
+            ):
                 take(batch, envs)
     with pytest.raises(BadOption, match="numbered 0 to 1"):
         WholeEpisodes(1, num_envs=2).flush([2])
@@ -647,7 +738,9 @@ def test_a_state_stays_what_it_was_when_it_was_saved():
 
 def test_the_state_of_other_environments_is_refused():
     with pytest.raises(BadOption, match="2 environments, but num_envs=3"):
-        WholeEpisodes(1, num_envs=3).load_state_dict(WholeEpisodes(1, num_envs=2).state_dict())
+        WholeEpisodes(1, num_envs=3).load_state_dict(
+            WholeEpisodes(1, num_envs=2).state_dict()
+        )
 
 
 def test_rows_of_changing_shapes_are_joined_but_not_saved():

@@ -16,7 +16,12 @@ from typing import Any
 
 import pytest
 
-from muster.utils.whole_files import TEMPORARY, read_json, write_whole, written_elsewhere
+from muster.utils.whole_files import (
+    TEMPORARY,
+    read_json,
+    write_whole,
+    written_elsewhere,
+)
 
 forked = multiprocessing.get_context("fork")
 
@@ -30,7 +35,9 @@ def save_again_and_again(path: Path, content: bytes, times: int, failed: Any) ->
 
 
 @pytest.mark.parametrize("kind", ["processes", "threads"])
-def test_several_writers_of_one_path_never_fail_and_readers_see_one_of_their_files(tmp_path, kind):
+def test_several_writers_of_one_path_never_fail_and_readers_see_one_of_their_files(
+    tmp_path, kind
+):
     path, failed = tmp_path / "state", forked.Value("i", 0)
     contents = [bytes([n]) * 200_000 for n in range(3)]
     start = forked.Process if kind == "processes" else threading.Thread
@@ -69,14 +76,21 @@ def test_what_killed_writers_leave_does_not_pile_up(tmp_path):
     for _ in range(3):
         killed_in_the_middle(path)
         assert path.read_bytes() == b"old"
-        assert len(os.listdir(tmp_path)) == 2  # the next one removes what the one before has left
+        assert (
+            len(os.listdir(tmp_path)) == 2
+        )  # the next one removes what the one before has left
     write_whole(path, [b"new"])
     assert os.listdir(tmp_path) == ["state"]
 
 
 def test_what_others_are_writing_and_other_files_are_left_alone(tmp_path):
     path = tmp_path / "state"
-    others = ["state.tmp", "state.old.tmp", "states.0123456789ab.tmp", "state.0123456789ab.tmp.bak"]
+    others = [
+        "state.tmp",
+        "state.old.tmp",
+        "states.0123456789ab.tmp",
+        "state.0123456789ab.tmp.bak",
+    ]
     for name in others:
         (tmp_path / name).touch()
     reached: list[Any] = []
@@ -127,8 +141,16 @@ def test_permissions_are_kept_and_never_wider_than_asked_for(tmp_path):
         write_whole(tmp_path / "narrowed", [b""], mode=0o600)
     finally:
         os.umask(umask)
-    modes = {name: oct(mode(tmp_path / name)) for name in ("new", "secret", "kept", "narrowed")}
-    assert modes == {"new": "0o640", "secret": "0o600", "kept": "0o664", "narrowed": "0o600"}
+    modes = {
+        name: oct(mode(tmp_path / name))
+        for name in ("new", "secret", "kept", "narrowed")
+    }
+    assert modes == {
+        "new": "0o640",
+        "secret": "0o600",
+        "kept": "0o664",
+        "narrowed": "0o600",
+    }
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path):
@@ -159,7 +181,9 @@ def test_what_another_program_writes_by_name_appears_whole(tmp_path):
 
 
 def test_json_is_read_or_refused_with_a_value_error():
-    assert read_json(json.dumps({"a": [1, 2.5, None]}).encode()) == {"a": [1, 2.5, None]}
+    assert read_json(json.dumps({"a": [1, 2.5, None]}).encode()) == {
+        "a": [1, 2.5, None]
+    }
     deep = b"[" * 100_000 + b"]" * 100_000
     for text in (
         b"",

@@ -149,14 +149,18 @@ class TestWhenTheyAreUsed:
         private_names._is_checked.cache_clear()
         monkeypatch.setitem(CHECKED, "torchrl", ((90, 1), (91,)))
         try:
-            with pytest.raises(BadOption, match=r"torchrl>=90\.1,<91 only.*'muster-rl\[torchrl\]'"):
+            with pytest.raises(
+                BadOption, match=r"torchrl>=90\.1,<91 only.*'muster-rl\[torchrl\]'"
+            ):
                 require("torchrl", extra="torchrl")
         finally:
             private_names._is_checked.cache_clear()
 
 
 class TestPublicWays:
-    def test_a_space_whose_generator_is_not_found_is_saved_by_a_pickle(self, monkeypatch):
+    def test_a_space_whose_generator_is_not_found_is_saved_by_a_pickle(
+        self, monkeypatch
+    ):
         monkeypatch.setattr(plain_state, "SPACE_GENERATOR", None)
         env, other = gymnasium.make("CartPole-v1"), gymnasium.make("CartPole-v1")
         env.reset(seed=1)
@@ -189,17 +193,23 @@ class TestPublicWays:
         assert set(_interpreter_flags()) <= set(usual)
 
     @pytest.mark.parametrize("mode", list(AutoresetMode))
-    def test_a_vector_environment_that_would_reset_once_more_is_refused(self, mode, monkeypatch):
+    def test_a_vector_environment_that_would_reset_once_more_is_refused(
+        self, mode, monkeypatch
+    ):
         from muster.compat.prt_rl.envs import _sync_vector_in
 
-        env = SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2, autoreset_mode=mode)
+        env = SyncVectorEnv(
+            [lambda: gymnasium.make("CartPole-v1")] * 2, autoreset_mode=mode
+        )
         if mode != AutoresetMode.SAME_STEP:
             assert _sync_vector_in(env) is env
         monkeypatch.setenv(VARIABLE, "never")
         if mode == AutoresetMode.DISABLED:
             assert _sync_vector_in(env) is None
             return
-        with pytest.raises(UnsupportedEnv, match=r"autoreset_mode=AutoresetMode\.DISABLED"):
+        with pytest.raises(
+            UnsupportedEnv, match=r"autoreset_mode=AutoresetMode\.DISABLED"
+        ):
             _sync_vector_in(env)
 
 

@@ -85,6 +85,8 @@ def test_rollouts_and_snapshots_without_torch() -> None:
     lengths = [2, 3]
     assert counted["observation"] == [[[n, t % n] for n in lengths] for t in range(8)]
     assert counted["next.reward"] == [[t % n + 1 for n in lengths] for t in range(8)]
-    assert counted["next.terminated"] == [[t % n == n - 1 for n in lengths] for t in range(8)]
+    assert counted["next.terminated"] == [
+        [t % n == n - 1 for n in lengths] for t in range(8)
+    ]
     assert same
     assert restored

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from muster import Collector, DistributedCollector, MultiAsyncCollector, MultiSyncCollector
+from muster import (
+    Collector,
+    DistributedCollector,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+)
 from muster.errors import BadOption, WorkerDied
 from tests.fakes.telling import Telling, made_with, telling
 from tests.tools import assert_accounted
@@ -50,7 +55,9 @@ def test_workers_that_do_not_wait_for_each_other() -> None:
 
 
 def test_a_restarted_worker_makes_its_own_policy_again() -> None:
-    with MultiSyncCollector([made_with] * 2, policy_factory=FACTORIES, **PROCESSES) as c:
+    with MultiSyncCollector(
+        [made_with] * 2, policy_factory=FACTORIES, **PROCESSES
+    ) as c:
         c.next()
         os.kill(c.stats().workers[1].pid, signal.SIGKILL)
         with pytest.raises(WorkerDied, match="Worker 1"):
@@ -60,7 +67,10 @@ def test_a_restarted_worker_makes_its_own_policy_again() -> None:
 
 def test_workers_on_different_devices() -> None:
     with MultiSyncCollector(
-        [made_with] * 2, policy_factory=telling(1), policy_device=["cpu", "meta"], **PROCESSES
+        [made_with] * 2,
+        policy_factory=telling(1),
+        policy_device=["cpu", "meta"],
+        **PROCESSES,
     ) as c:
         assert c.cascade_execute("policy.where") == ["cpu", "meta"]
         c.update_policy_weights_(worker_ids=[torch.device("cpu")])
@@ -72,8 +82,14 @@ def test_workers_on_different_devices() -> None:
     ("options", "message"),
     [
         ({"policy_factory": []}, "policy_factory is an empty list"),
-        ({"policy_factory": [telling(1), 3]}, "expected a function, or a list of functions"),
-        ({"policy_factory": [telling(1)] * 3}, "policy_factory has 3 entries for 2 workers"),
+        (
+            {"policy_factory": [telling(1), 3]},
+            "expected a function, or a list of functions",
+        ),
+        (
+            {"policy_factory": [telling(1)] * 3},
+            "policy_factory has 3 entries for 2 workers",
+        ),
         ({"policy_device": ["cpu"]}, "policy_device has 1 entries for 2 workers"),
         ({"env_device": []}, "env_device is an empty list"),
         ({"device": ["cpu", "nowhere"]}, r"device\[1\]='nowhere': not a torch device"),
@@ -90,10 +106,14 @@ def test_lists_that_do_not_fit(options: dict[str, Any], message: str) -> None:
         MultiSyncCollector([made_with] * 2, **PROCESSES, **options)
 
 
-@pytest.mark.parametrize("name", ["policy_factory", "device", "policy_device", "env_device"])
+@pytest.mark.parametrize(
+    "name", ["policy_factory", "device", "policy_device", "env_device"]
+)
 def test_a_collector_without_workers_takes_one_value(name: str) -> None:
     value: Any = FACTORIES if name == "policy_factory" else ["cpu", "cpu"]
-    with pytest.raises(BadOption, match=f"{name} has an entry for each worker, and a Collector"):
+    with pytest.raises(
+        BadOption, match=f"{name} has an entry for each worker, and a Collector"
+    ):
         Collector(made_with, None, **PROCESSES, **{name: value})
 
 
@@ -171,7 +191,9 @@ def test_frames_of_a_joint_batch_are_shared_in_proportion_to_the_environments() 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_devices_of_nodes_are_looked_for_on_the_nodes() -> None:
-    with pytest.raises(BadOption, match=r"policy_device='cuda:0': the machine of this worker"):
+    with pytest.raises(
+        BadOption, match=r"policy_device='cuda:0': the machine of this worker"
+    ):
         DistributedCollector(
             [made_with] * 2,
             telling(1)(),
@@ -195,13 +217,18 @@ def test_devices_of_nodes_are_looked_for_on_the_nodes() -> None:
             {"collector_kwargs": [{"inference": "server"}, {}]},
             r"collector_kwargs\[1\] differs from collector_kwargs\[0\] in inference: only",
         ),
-        ({"collector_kwargs": [{}, {"num_env": 2}]}, "unknown option 'num_env'; did you mean"),
+        (
+            {"collector_kwargs": [{}, {"num_env": 2}]},
+            "unknown option 'num_env'; did you mean",
+        ),
     ],
     ids=str,
 )
 def test_lists_of_nodes_that_do_not_fit(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadOption, match=message):
-        DistributedCollector([made_with] * 2, launcher="mp", frames_per_batch=8, **options)
+        DistributedCollector(
+            [made_with] * 2, launcher="mp", frames_per_batch=8, **options
+        )
 
 
 # --- frames as given ------------------------------------------------------------------------------
@@ -215,7 +242,9 @@ def test_workers_that_fill_batches_of_different_sizes(options: dict[str, Any]) -
         batches = iter(c)
         while len(shapes) < 3:
             batch = next(batches)
-            shapes[int(batch["collector", "traj_ids"][0, 0]) % 6 // 2] = tuple(batch.shape)
+            shapes[int(batch["collector", "traj_ids"][0, 0]) % 6 // 2] = tuple(
+                batch.shape
+            )
             assert ("collector", "valid") not in batch.keys(True)
             assert_accounted(c)
         assert shapes == {0: (2, 4), 1: (2, 4), 2: (2, 10)}
@@ -246,18 +275,48 @@ def test_nodes_that_fill_batches_of_different_sizes() -> None:
 @pytest.mark.parametrize(
     ("cls", "options", "message"),
     [
-        (MultiSyncCollector, {}, r"frames_per_batch=\[8, 20\]: all workers share a batch"),
+        (
+            MultiSyncCollector,
+            {},
+            r"frames_per_batch=\[8, 20\]: all workers share a batch",
+        ),
         (Collector, {}, "frames_per_batch has an entry for each worker"),
-        (MultiAsyncCollector, {"total_frames": 28}, "leave total_frames and init_random_frames"),
-        (MultiAsyncCollector, {"init_random_frames": 8}, "leave total_frames and init_random"),
-        (MultiAsyncCollector, {"frames_per_batch": [8, 9]}, "worker 1 has 9 frames for 2 env"),
-        (MultiAsyncCollector, {"frames_per_batch": [8]}, "frames_per_batch has 1 entries for 2"),
-        (MultiAsyncCollector, {"frames_per_batch": []}, "frames_per_batch is an empty list"),
-        (MultiAsyncCollector, {"frames_per_batch": [8, 0]}, r"frames_per_batch\[1\]=0: expected"),
+        (
+            MultiAsyncCollector,
+            {"total_frames": 28},
+            "leave total_frames and init_random_frames",
+        ),
+        (
+            MultiAsyncCollector,
+            {"init_random_frames": 8},
+            "leave total_frames and init_random",
+        ),
+        (
+            MultiAsyncCollector,
+            {"frames_per_batch": [8, 9]},
+            "worker 1 has 9 frames for 2 env",
+        ),
+        (
+            MultiAsyncCollector,
+            {"frames_per_batch": [8]},
+            "frames_per_batch has 1 entries for 2",
+        ),
+        (
+            MultiAsyncCollector,
+            {"frames_per_batch": []},
+            "frames_per_batch is an empty list",
+        ),
+        (
+            MultiAsyncCollector,
+            {"frames_per_batch": [8, 0]},
+            r"frames_per_batch\[1\]=0: expected",
+        ),
     ],
     ids=str,
 )
-def test_frames_that_do_not_fit(cls: Any, options: dict[str, Any], message: str) -> None:
+def test_frames_that_do_not_fit(
+    cls: Any, options: dict[str, Any], message: str
+) -> None:
     given: dict[str, Any] = {"num_envs": 2, "frames_per_batch": [8, 20], **options}
     with pytest.raises(BadOption, match=message):
         cls([made_with] * 2, None, **given)

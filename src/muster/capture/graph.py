@@ -24,7 +24,9 @@ class Graph(Protocol):
     def warm_up(self, function: Callable[[], None]) -> None:
         """Call ``function`` as it will be recorded; its operations are executed."""
 
-    def record(self, function: Callable[[], None], generators: Iterable[torch.Generator]) -> None:
+    def record(
+        self, function: Callable[[], None], generators: Iterable[torch.Generator]
+    ) -> None:
         """Call ``function`` and keep its operations, which are not executed.
 
         Args:
@@ -100,7 +102,9 @@ class CudaGraph:
         finally:
             current.wait_stream(self._stream)
 
-    def record(self, function: Callable[[], None], generators: Iterable[torch.Generator]) -> None:
+    def record(
+        self, function: Callable[[], None], generators: Iterable[torch.Generator]
+    ) -> None:
         device = self._stream.device
         for generator in generators:
             self._graph.register_generator_state(generator)
@@ -122,7 +126,9 @@ class CudaGraph:
                     failed = error
                     raise
         except BaseException:
-            if failed is not None:  # the end of the failed recording raises another error
+            if (
+                failed is not None
+            ):  # the end of the failed recording raises another error
                 raise failed  # noqa: B904
             raise
         self._note(torch.cuda.memory_reserved(device) - before)

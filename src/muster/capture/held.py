@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-from muster.capture.state import Survey, compare, distinct, share_memory, storage_of, survey
+from muster.capture.state import (
+    Survey,
+    compare,
+    distinct,
+    share_memory,
+    storage_of,
+    survey,
+)
 
 OF_POLICY = "policy"  # the root whose tensors are the user's to replace: weights
 
@@ -50,7 +57,9 @@ class HeldState:
         for path in sorted(self._replaced):
             if self._needs_own_memory(path, lane):
                 self.found.own(path)
-        self._addresses = {path: tensor.data_ptr() for path, tensor in self.found.tensors.items()}
+        self._addresses = {
+            path: tensor.data_ptr() for path, tensor in self.found.tensors.items()
+        }
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -123,12 +132,16 @@ class HeldState:
         if own is None:
             return False
         is_expanded = distinct(tensor).shape != tensor.shape
-        sharing = [other for other, value in self.tensors.items() if storage_of(value) == own]
+        sharing = [
+            other for other, value in self.tensors.items() if storage_of(value) == own
+        ]
         if share_memory(tensor, lane):
             return True
         together = self._replaced.issuperset(sharing)
         if together and not is_expanded and not tensor.requires_grad:
             return False
         if len(self._replaced.intersection(sharing)) > 1:
-            raise ValueError(f"{' and '.join(sharing[:4])} share memory with other tensors")
+            raise ValueError(
+                f"{' and '.join(sharing[:4])} share memory with other tensors"
+            )
         return True

@@ -114,9 +114,13 @@ class GraphRecorder:
         elif self._replays:
             state = "replaying"
         nbytes = 0 if self._pool is None else self._pool.nbytes
-        return CaptureStats(state, self._refused, len(self._graphs), self._replays, nbytes)
+        return CaptureStats(
+            state, self._refused, len(self._graphs), self._replays, nbytes
+        )
 
-    def run(self, running: Rollout, prepared: Prepared, by_rows: Callable[[], None]) -> None:
+    def run(
+        self, running: Rollout, prepared: Prepared, by_rows: Callable[[], None]
+    ) -> None:
         """Fill the rest of the lane, by a replay or by ``by_rows``.
 
         Raises:
@@ -150,7 +154,9 @@ class GraphRecorder:
         """Return why a graph cannot be replayed now; "" if it can."""
         policy = prepared.policy
         if found.act is not prepared.act or found.step is not prepared.step:
-            return f"{policy.name} or {self._env.spec.name} computes by another function"
+            return (
+                f"{policy.name} or {self._env.spec.name} computes by another function"
+            )
         if found.held is not self._held.get(policy):
             return "the state has other memory"
         stale = found.held.take_in(self._roots(policy))
@@ -218,7 +224,9 @@ class GraphRecorder:
         roots[OF_POLICY] = policy
         return roots
 
-    def _try(self, running: Rollout, prepared: Prepared, by_rows: Callable[[], None]) -> None:
+    def _try(
+        self, running: Rollout, prepared: Prepared, by_rows: Callable[[], None]
+    ) -> None:
         """Run a rollout row by row, and record it if it can be repeated by a graph."""
         lane = running.lane
         trial = Trial(self._roots(prepared.policy), self._device, lane)
@@ -284,12 +292,17 @@ class Trial:
         opaque: types of objects that cannot be looked into, by path.
     """
 
-    def __init__(self, roots: Mapping[str, Any], device: torch.device, lane: Lane) -> None:
+    def __init__(
+        self, roots: Mapping[str, Any], device: torch.device, lane: Lane
+    ) -> None:
         self._roots = roots
         self._device = device
         self._lane = lane
         self._before = survey(roots, device)
-        self._generators = [default_generator(device), *self._before.generators.values()]
+        self._generators = [
+            default_generator(device),
+            *self._before.generators.values(),
+        ]
         self._start = Contents(self._before.tensors, self._generators)
         assert isinstance(lane.block, torch.Tensor)
         self._block: torch.Tensor = lane.block
@@ -313,7 +326,9 @@ class Trial:
         self._replaced = changes.replaced
         return ""
 
-    def record(self, graph: Graph, prepared: Prepared, held: HeldState | None) -> RecordedRollout:
+    def record(
+        self, graph: Graph, prepared: Prepared, held: HeldState | None
+    ) -> RecordedRollout:
         """Record the rollout, and compare two replays with it and the one after it.
 
         Afterwards, the state is that after the rollout, whatever happens.
@@ -413,7 +428,9 @@ class Trial:
         differing = [
             dotted(column.key)
             for column in lane.layout.tensor_columns
-            if not same_bits(_part(lane, column.key, self._block), _part(lane, column.key, block))
+            if not same_bits(
+                _part(lane, column.key, self._block), _part(lane, column.key, block)
+            )
         ]
         differing += contents.differences(held.tensors)
         if differing:
@@ -483,7 +500,9 @@ def recorder_for(
     if not reason:
         return GraphRecorder(env, kinds[device.type](device), device, mode, lose)
     if mode is True:
-        raise BadOption(f"capture=True: {reason}. Pass capture='auto', or leave it out.")
+        raise BadOption(
+            f"capture=True: {reason}. Pass capture='auto', or leave it out."
+        )
     recorder = GraphRecorder(env, None, device, mode, lose)
     recorder.refuse(reason, is_news=False)
     return recorder

@@ -230,7 +230,9 @@ class Survey:
             now = _looked_up(owner, name)
             if now is not value and not _is_same_constant(value, now):
                 return False
-        return all(_digest(array) == self.values[path] for path, array in self.arrays.items())
+        return all(
+            _digest(array) == self.values[path] for path, array in self.arrays.items()
+        )
 
 
 def survey(roots: Mapping[str, Any], device: torch.device) -> Survey:
@@ -249,14 +251,18 @@ class _Walk:
     def __init__(self, device: torch.device) -> None:
         self.found = Survey()
         self._device = with_index(device)
-        self._seen: dict[int, Any] = {}  # the objects, too: an id belongs to a living object
+        self._seen: dict[
+            int, Any
+        ] = {}  # the objects, too: an id belongs to a living object
         self._visited = 0
 
     def visit(self, obj: Any, path: str, depth: int) -> None:
         found = self.found
         self._visited += 1
         if self._visited > MOST_ENTRIES and not found.problem:
-            found.problem = f"more than {MOST_ENTRIES:,} objects are reachable, at {path}"
+            found.problem = (
+                f"more than {MOST_ENTRIES:,} objects are reachable, at {path}"
+            )
         if found.problem:
             return
         if isinstance(obj, CONSTANTS):
@@ -376,7 +382,9 @@ class _Walk:
             self.found.places[path] = (within, key)
         self.visit(part, path, depth)
 
-    def _open_function(self, function: types.FunctionType, path: str, depth: int) -> None:
+    def _open_function(
+        self, function: types.FunctionType, path: str, depth: int
+    ) -> None:
         compiled = function.__dict__.get("_torchdynamo_orig_callable")
         if compiled is not None:
             self.visit(compiled, path, depth)
@@ -395,7 +403,9 @@ class _Walk:
             self._open_attributes(function.__dict__, path, depth)
         for name in function.__code__.co_names:
             used = function.__globals__.get(name)
-            if isinstance(used, (torch.Tensor, torch.Generator, torch.nn.Module, float, int, list)):
+            if isinstance(
+                used, (torch.Tensor, torch.Generator, torch.nn.Module, float, int, list)
+            ):
                 self.found.shared.append((function.__globals__, name, used))
                 self.visit(used, f"{path}: global {name}", depth)
 
@@ -415,11 +425,15 @@ class _Walk:
                 self._visit_entry(entries, name, value, f"{path}.{name}", depth)
         self._open_class(type(obj), path, depth)
 
-    def _open_attributes(self, attributes: dict[str, Any], path: str, depth: int) -> None:
+    def _open_attributes(
+        self, attributes: dict[str, Any], path: str, depth: int
+    ) -> None:
         within = Entries(attributes)
         self.found.entries.append(within)
         for name, value in list(attributes.items()):
-            if name in ("_parameters", "_buffers", "_modules") and isinstance(value, dict):
+            if name in ("_parameters", "_buffers", "_modules") and isinstance(
+                value, dict
+            ):
                 parts = Entries(value)
                 self.found.entries.append(parts)
                 for key, part in list(value.items()):
@@ -430,17 +444,38 @@ class _Walk:
     def _open_class(self, cls: type, path: str, depth: int) -> None:
         """Visit the attributes of the user's classes that objects share, such as counters."""
         for base in cls.__mro__:
-            if id(base) in self._seen or base.__module__.partition(".")[0] in _LIBRARIES:
+            if (
+                id(base) in self._seen
+                or base.__module__.partition(".")[0] in _LIBRARIES
+            ):
                 continue
             self._seen[id(base)] = base
             for name, value in list(vars(base).items()):
-                kinds = (bool, int, float, str, list, dict, torch.Tensor, torch.Generator)
+                kinds = (
+                    bool,
+                    int,
+                    float,
+                    str,
+                    list,
+                    dict,
+                    torch.Tensor,
+                    torch.Generator,
+                )
                 if isinstance(value, kinds) and not name.startswith("__"):
                     self.found.shared.append((base, name, value))
                     self.visit(value, f"type({path}).{name}", depth)
 
 
-_LIBRARIES = ("builtins", "torch", "tensordict", "torchrl", "gymnasium", "abc", "typing", "muster")
+_LIBRARIES = (
+    "builtins",
+    "torch",
+    "tensordict",
+    "torchrl",
+    "gymnasium",
+    "abc",
+    "typing",
+    "muster",
+)
 
 
 def _looked_up(owner: type | dict[str, Any], name: str) -> Any:
@@ -536,9 +571,13 @@ def compare(before: Survey, after: Survey) -> Changes:
         if now is tensor:
             continue
         if now is None:
-            return Changes(problem=f"{path} is not a tensor on the device after a rollout")
+            return Changes(
+                problem=f"{path} is not a tensor on the device after a rollout"
+            )
         if _kind(now) != _kind(tensor):
-            return Changes(problem=f"{path}: {_kind(tensor)} -> {_kind(now)} in a rollout")
+            return Changes(
+                problem=f"{path}: {_kind(tensor)} -> {_kind(now)} in a rollout"
+            )
         replaced.append(path)
     for kind in ("values", "tensors", "generators"):
         for path in getattr(after, kind).keys() - getattr(before, kind).keys():

@@ -106,7 +106,9 @@ def check(command: Collect) -> None:
     if backend == "torchrun":
         _check_ranks(nodes)
     elif nodes is None or nodes < 1:
-        raise BadOption(f"--backend {backend} needs --nodes N: how many there are, at least 1.")
+        raise BadOption(
+            f"--backend {backend} needs --nodes N: how many there are, at least 1."
+        )
     if command.min_nodes is not None and not command.asynchronous:
         raise BadOption(
             "--min-nodes: batches of all nodes need all of them; add --async, or leave it out."
@@ -140,10 +142,16 @@ def _check_ranks(nodes: int | None) -> None:
 
 def nodes_of(command: Collect) -> int | None:
     """The number of nodes; None without any."""
-    return int(os.environ["WORLD_SIZE"]) - 1 if command.backend == "torchrun" else command.nodes
+    return (
+        int(os.environ["WORLD_SIZE"]) - 1
+        if command.backend == "torchrun"
+        else command.nodes
+    )
 
 
-def make_collector(command: Collect, policy: Any, options: dict[str, Any]) -> BaseCollector:
+def make_collector(
+    command: Collect, policy: Any, options: dict[str, Any]
+) -> BaseCollector:
     """Make the collector of ``--backend``; ``options["frames_per_batch"]`` is the size of a whole
     batch.
     """
@@ -155,7 +163,8 @@ def make_collector(command: Collect, policy: Any, options: dict[str, Any]) -> Ba
         "sync": sync,
         "collector_class": "single" if workers == 1 else "sync" if sync else "async",
         "num_workers_per_collector": workers,
-        "frames_per_batch": options["frames_per_batch"] // (nodes if sync else 1),  # per node
+        "frames_per_batch": options["frames_per_batch"]
+        // (nodes if sync else 1),  # per node
         "inference": inference_of(command),
         "on_failure": command.on_failure,
         "timeouts": {"join": command.join_timeout},
@@ -166,7 +175,9 @@ def make_collector(command: Collect, policy: Any, options: dict[str, Any]) -> Ba
         init = {"log_to_driver": False, "logging_level": "warning"}
         init |= {} if command.address is None else {"address": command.address}
         need = {"num_cpus": workers} if workers > 1 else None
-        return RayCollector(envs, policy, ray_init_config=init, remote_configs=need, **options)
+        return RayCollector(
+            envs, policy, ray_init_config=init, remote_configs=need, **options
+        )
     host, port = endpoint(command.bind)
     if command.backend == "manual" and not command.quiet:
         at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -175,7 +186,12 @@ def make_collector(command: Collect, policy: Any, options: dict[str, Any]) -> Ba
             file=sys.stderr,
         )
     return DistributedCollector(
-        envs, policy, launcher=command.backend, bind=host, tcp_port=port or None, **options
+        envs,
+        policy,
+        launcher=command.backend,
+        bind=host,
+        tcp_port=port or None,
+        **options,
     )
 
 
@@ -183,7 +199,9 @@ def inference_of(command: Collect) -> Any:
     """Where the policy acts, as collectors take it."""
     from muster.collectors.multi_options import CentralInference
 
-    return CentralInference(alternating=True) if command.alternating else command.inference
+    return (
+        CentralInference(alternating=True) if command.alternating else command.inference
+    )
 
 
 def endpoint(bind: str | None) -> tuple[str, int]:
@@ -197,11 +215,15 @@ def endpoint(bind: str | None) -> tuple[str, int]:
     if not colon or port.endswith("]") or (":" in host and not host.startswith("[")):
         return bind.strip("[]"), 0
     if not port.isdecimal() or not 0 < int(port) < 1 << 16 or not host:
-        raise BadOption(f"--bind {bind}: expected HOST or HOST:PORT, with a port from 1 to 65535.")
+        raise BadOption(
+            f"--bind {bind}: expected HOST or HOST:PORT, with a port from 1 to 65535."
+        )
     return host.strip("[]"), int(port)
 
 
-def _serve(address: str | None, number: int | None, token: bytes | None, wait: float) -> int:
+def _serve(
+    address: str | None, number: int | None, token: bytes | None, wait: float
+) -> int:
     from muster.cluster.joining import run_node
     from muster.cluster.link import LinkLost
 
@@ -238,15 +260,28 @@ def cluster(_: ClusterCommand) -> int:
     Backends are not imported or started.
     """
     ray, submitit = installed("ray"), installed("submitit")
-    alone = "" if shutil.which("srun") else "; without SLURM, jobs are processes of this machine"
+    alone = (
+        ""
+        if shutil.which("srun")
+        else "; without SLURM, jobs are processes of this machine"
+    )
 
     rows = [
         ("mp", "nodes are processes of this machine; engine: torch_distributed"),
         ("", "muster collect ENV --frames N --backend mp --nodes 2"),
-        ("torchrun", "the first rank collects, the others are nodes; engine: torch_distributed"),
-        ("", "torchrun --nproc-per-node=3 -m muster collect ENV --frames N --backend torchrun"),
+        (
+            "torchrun",
+            "the first rank collects, the others are nodes; engine: torch_distributed",
+        ),
+        (
+            "",
+            "torchrun --nproc-per-node=3 -m muster collect ENV --frames N --backend torchrun",
+        ),
         ("manual", "nodes are started by you, anywhere; engine: torch_distributed"),
-        ("", "muster collect ENV --frames N --backend manual --nodes 2 --bind HOST:PORT"),
+        (
+            "",
+            "muster collect ENV --frames N --backend manual --nodes 2 --bind HOST:PORT",
+        ),
         ("", "muster node HOST:PORT"),
         (
             "ray",
@@ -256,7 +291,12 @@ def cluster(_: ClusterCommand) -> int:
                 else "not installed: pip install 'muster-rl[ray]'"
             ),
         ),
-        ("", "muster collect ENV --frames N --backend ray --address auto --nodes 2" if ray else ""),
+        (
+            "",
+            "muster collect ENV --frames N --backend ray --address auto --nodes 2"
+            if ray
+            else "",
+        ),
         (
             "slurm",
             (
@@ -265,7 +305,12 @@ def cluster(_: ClusterCommand) -> int:
                 else "not installed: pip install 'muster-rl[slurm]'"
             ),
         ),
-        ("", 'DistributedCollector(envs, policy, launcher="submitit", ...)' if submitit else ""),
+        (
+            "",
+            'DistributedCollector(envs, policy, launcher="submitit", ...)'
+            if submitit
+            else "",
+        ),
     ]
     try:
         token = (

@@ -37,7 +37,11 @@ def collect(command: Collect) -> int:
         policy, description = stack.enter_context(prepared(command, command.seed))
         stop = stack.enter_context(StopSignals(quiet=command.quiet))
         collector = stack.enter_context(_make_collector(command, policy, frames))
-        recorder = stack.enter_context(_recorder(command, description)) if command.out else None
+        recorder = (
+            stack.enter_context(_recorder(command, description))
+            if command.out
+            else None
+        )
         return run(command, collector, recorder, stop)
 
 
@@ -53,7 +57,10 @@ def run(
     total = command.frames
     stats = collector.stats
     with progress(
-        "collect", total, quiet=command.quiet, lines=lambda: worker_lines(stats().workers)
+        "collect",
+        total,
+        quiet=command.quiet,
+        lines=lambda: worker_lines(stats().workers),
     ) as show:
         for batch in collector:
             episodes = episodes.plus(collector.episodes)
@@ -67,15 +74,25 @@ def run(
             if stop.received is not None:
                 break
     elapsed_s, now = time.perf_counter() - began_s, stats()
-    lines = [] if stop.received is None else [f"stopped after {now.frames:,} of {total:,} frames"]
-    lines.append(summary(now, episodes, None if recorder is None else recording_s, elapsed_s))
+    lines = (
+        []
+        if stop.received is None
+        else [f"stopped after {now.frames:,} of {total:,} frames"]
+    )
+    lines.append(
+        summary(now, episodes, None if recorder is None else recording_s, elapsed_s)
+    )
     if recorder is not None:
         with _full_disk(recorder):
             recorder.close()
         path = recorder.directory
         size = sum(file.stat().st_size for file in path.iterdir())
-        lines.append(f"wrote     {path}  ({recorder.frames:,} frames, {size / 1e6:,.1f} MB)")
-        lines.append(f'read it   python -c "import muster; print(muster.load({str(path)!r}))"')
+        lines.append(
+            f"wrote     {path}  ({recorder.frames:,} frames, {size / 1e6:,.1f} MB)"
+        )
+        lines.append(
+            f'read it   python -c "import muster; print(muster.load({str(path)!r}))"'
+        )
     if not command.quiet:
         print("\n".join(lines))
     return stop.exit_code
@@ -85,19 +102,31 @@ def _check(command: Collect) -> None:
     """Check options that need others, and numbers."""
     cluster.check(command)
     if command.workers is None and command.backend is None:
-        of_workers = ("asynchronous", "threads", "on_failure", "inference", "alternating")
+        of_workers = (
+            "asynchronous",
+            "threads",
+            "on_failure",
+            "inference",
+            "alternating",
+        )
         refuse_given(command, of_workers, "workers: add --workers N")
     if command.watch_address is not None and not command.watch:
-        raise BadOption("--watch-address needs --watch. Add it, or remove --watch-address.")
+        raise BadOption(
+            "--watch-address needs --watch. Add it, or remove --watch-address."
+        )
     if command.alternating and command.inference != "server":
-        raise BadOption("--alternating needs --inference server. Add it, or remove --alternating.")
+        raise BadOption(
+            "--alternating needs --inference server. Add it, or remove --alternating."
+        )
     check_numbers(command, workers=1, num_envs=1, seed=0)
 
 
 def _sized(command: Collect) -> tuple[Collect, int]:
     """Return the command with the frames that will be collected, and the frames per batch."""
     workers, nodes = (
-        (1, 1) if command.asynchronous else (command.workers or 1, cluster.nodes_of(command) or 1)
+        (1, 1)
+        if command.asynchronous
+        else (command.workers or 1, cluster.nodes_of(command) or 1)
     )
     if command.round_up:
         unit = command.frames_per_batch or command.num_envs * workers * nodes
@@ -171,5 +200,6 @@ def _recorder(command: Collect, policy: str) -> Recorder:
         "nodes": cluster.nodes_of(command),
     }
     return Recorder(
-        command.out, meta=meta | {name: value for name, value in where.items() if value is not None}
+        command.out,
+        meta=meta | {name: value for name, value in where.items() if value is not None},
     )

@@ -17,7 +17,16 @@ from muster.utils.attributes import installed
 from muster.utils.cpus import allowed_cpus, usable_cores
 from muster.utils.private_names import numbers
 
-CORE = ("muster-rl", "torch", "tensordict", "numpy", "gymnasium", "safetensors", "rich", "tyro")
+CORE = (
+    "muster-rl",
+    "torch",
+    "tensordict",
+    "numpy",
+    "gymnasium",
+    "safetensors",
+    "rich",
+    "tyro",
+)
 SIMULATORS = (
     "ale-py",
     "mujoco",
@@ -28,7 +37,16 @@ SIMULATORS = (
     "gymnax",
     "jax",
 )
-ENVIRONMENTS = ("envpool", "pettingzoo", "mpe2", "minigrid", "minatar", "minari", "pillow", "six")
+ENVIRONMENTS = (
+    "envpool",
+    "pettingzoo",
+    "mpe2",
+    "minigrid",
+    "minatar",
+    "minari",
+    "pillow",
+    "six",
+)
 SYSTEMS = ("torchrl", "stable-baselines3", "tianshou", "ray", "submitit")
 SMALL_SHM_BYTES = 512 << 20  # the default of Docker is 64 MiB
 FEW_FILES = 1024
@@ -48,8 +66,12 @@ class Doctor:
 def doctor(_: Doctor) -> int:
     """Print everything. Returns 1 if there is a known-bad combination, else 0."""
     names = (*CORE, *SYSTEMS, *SIMULATORS, *ENVIRONMENTS)
-    versions = {name: version for name in names if (version := installed(name)) is not None}
-    absent = {"muster-rl": "from a source tree"} | dict.fromkeys(CORE[1:], "not installed")
+    versions = {
+        name: version for name in names if (version := installed(name)) is not None
+    }
+    absent = {"muster-rl": "from a source tree"} | dict.fromkeys(
+        CORE[1:], "not installed"
+    )
     print("machine")
     for name, value in machine().items():
         print(f"  {name:<12} {value}")
@@ -62,7 +84,9 @@ def doctor(_: Doctor) -> int:
     for note in notes(versions):
         print(f"note  {note}")
     print(
-        "no known-bad combination" if not problems else f"{len(problems)} known-bad combination(s)"
+        "no known-bad combination"
+        if not problems
+        else f"{len(problems)} known-bad combination(s)"
     )
     return 1 if problems else 0
 
@@ -97,7 +121,9 @@ def known_bad(versions: Versions) -> list[tuple[str, str]]:
             "use the maze and Adroit environments only, or pip uninstall gymnasium-robotics",
         ),
         (
-            "mujoco-mjx" in have and bool(mujoco) and have["mujoco-mjx"][:1] != mujoco[:1],
+            "mujoco-mjx" in have
+            and bool(mujoco)
+            and have["mujoco-mjx"][:1] != mujoco[:1],
             "mujoco-mjx {mujoco-mjx} with mujoco {mujoco}: they must be of one version",
             "pip install 'mujoco=={mujoco-mjx}'",
         ),
@@ -117,21 +143,29 @@ def known_bad(versions: Versions) -> list[tuple[str, str]]:
             "pip install 'gymnasium>=1.1'",
         ),
     ]
-    return [(what.format_map(versions), fix.format_map(versions)) for bad, what, fix in rows if bad]
+    return [
+        (what.format_map(versions), fix.format_map(versions))
+        for bad, what, fix in rows
+        if bad
+    ]
 
 
 def notes(versions: Versions) -> list[str]:
     """Hints that are not problems."""
     found = []
     if "pettingzoo" in versions and "mpe2" not in versions:
-        found.append("pettingzoo.mpe has moved to a package of its own: pip install mpe2")
+        found.append(
+            "pettingzoo.mpe has moved to a package of its own: pip install mpe2"
+        )
     if (shm := _shm_bytes()) is not None and shm < SMALL_SHM_BYTES:
         found.append(
             f"/dev/shm has {_size(shm)}: Muster's workers do not use it, torch's DataLoader and Ray"
             " do; in Docker, run with --shm-size=4g"
         )
     if (files := _open_files()) is not None and files < FEW_FILES:
-        found.append(f"only {files} open files are allowed; raise it with: ulimit -n 4096")
+        found.append(
+            f"only {files} open files are allowed; raise it with: ulimit -n 4096"
+        )
     if usable_cores() <= 1:
         found.append(
             "one core: worker processes take turns on it; they gain where environments wait, not"
@@ -167,7 +201,8 @@ def workers(files: int | None) -> dict[str, str]:
     )
     return {
         "workers": (
-            ("from a fork server, in milliseconds" if linux else "spawned, in seconds") + most
+            ("from a fork server, in milliseconds" if linux else "spawned, in seconds")
+            + most
         ),
         "shared": "anonymous memory (memfd)" if linux else "unlinked temporary files",
     }
@@ -175,7 +210,11 @@ def workers(files: int | None) -> dict[str, str]:
 
 def _cores() -> str:
     allowed, usable = len(allowed_cpus()), usable_cores()
-    limit = f", of which the container's limit allows {usable:g}" if usable < allowed else ""
+    limit = (
+        f", of which the container's limit allows {usable:g}"
+        if usable < allowed
+        else ""
+    )
     return f"{allowed} usable of {os.cpu_count()}{limit}"
 
 

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from muster.cli.options import NUM_ENVS, AllowImport, Count, Env, ObsDtype, Policy, check_numbers
+from muster.cli.options import (
+    NUM_ENVS,
+    AllowImport,
+    Count,
+    Env,
+    ObsDtype,
+    Policy,
+    check_numbers,
+)
 from muster.cli.report import StopSignals, symbols
 from muster.cli.request import obs_dtype_of, prepared
 from muster.episodes.rules import RuleName
@@ -91,7 +99,9 @@ def evaluate(command: Eval) -> int:
         files: list[Path] = []
         try:
             files += (
-                evaluation.video(which, command.out) for which in wanted if evaluation.records
+                evaluation.video(which, command.out)
+                for which in wanted
+                if evaluation.records
             )
         finally:  # also if a video fails
             if command.json:
@@ -125,7 +135,10 @@ def _evaluate(command: Eval, policy: Any, stop: StopSignals) -> Evaluation:
     ):
 
         def go_on(episodes: int, frames: int) -> bool:
-            show(episodes, f"{episodes:,}/{command.episodes:,} episodes  {frames:,} frames")
+            show(
+                episodes,
+                f"{episodes:,}/{command.episodes:,} episodes  {frames:,} frames",
+            )
             return stop.received is None
 
         return evaluator.evaluate(progress=go_on)
@@ -134,7 +147,9 @@ def _evaluate(command: Eval, policy: Any, stop: StopSignals) -> Evaluation:
 def _videos(command: Eval) -> list[str | int]:
     words = [] if command.video is None else command.video.split(",")
     for word in words:
-        if word not in KINDS and not (word.isdecimal() and int(word) < command.episodes):
+        if word not in KINDS and not (
+            word.isdecimal() and int(word) < command.episodes
+        ):
             raise BadOption(
                 f"--video {command.video}: {word!r} is none of {', '.join(KINDS)}, and no number"
                 f" below {command.episodes}, the number of episodes."
@@ -167,15 +182,22 @@ def table(evaluation: Evaluation, policy: str, files: list[Path]) -> str:
         lines.append("episodes  none ended")
     if not done.complete:
         going = ", ".join(
-            f"env {u.env_id}: {u.return_so_far:,.1f} in {u.steps:,}" for u in done.unfinished[:8]
+            f"env {u.env_id}: {u.return_so_far:,.1f} in {u.steps:,}"
+            for u in done.unfinished[:8]
         )
-        more = f", and {len(done.unfinished) - 8} more" if len(done.unfinished) > 8 else ""
+        more = (
+            f", and {len(done.unfinished) - 8} more" if len(done.unfinished) > 8 else ""
+        )
         lines.append(
             f"INCOMPLETE: stopped by {done.stopped_by}; still running: {going or 'none'}{more}."
             " Long episodes are missing, so the mean is biased."
         )
     if done.biased:
-        lines.append(f"BIASED: rule {done.rule} favours short episodes, so the mean is biased.")
-    left_out = "".join(f"  {reason} {steps:,}" for reason, steps in done.discarded.items())
+        lines.append(
+            f"BIASED: rule {done.rule} favours short episodes, so the mean is biased."
+        )
+    left_out = "".join(
+        f"  {reason} {steps:,}" for reason, steps in done.discarded.items()
+    )
     lines.append(f"frames    {done.frames:,} in {done.seconds:,.1f} s{left_out}")
     return "\n".join([*lines, *(f"wrote     {file}" for file in files)])

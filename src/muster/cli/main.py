@@ -105,7 +105,10 @@ def watch(command: WatchCommand) -> int:
     page = PageAddress(command.address)
     try:
         server = PageServer(
-            command.runs, page.socket, page.token, film=film_command(trust=command.trust)
+            command.runs,
+            page.socket,
+            page.token,
+            film=film_command(trust=command.trust),
         )
     except BaseException:
         page.close()
@@ -125,13 +128,20 @@ def _draw(run: Path, file: Path) -> int:
     try:
         figure.savefig(picture, dpi=110, format=file.suffix.removeprefix(".") or "png")
     except ValueError as error:
-        raise BadOption(f"--png {file}: the picture cannot be written: {error}") from error
+        raise BadOption(
+            f"--png {file}: the picture cannot be written: {error}"
+        ) from error
     write_whole(file, [picture.getbuffer()])
     print(f"wrote {file}")
     return 0
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of standard output on a disk
+FULL = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+)  # errors of standard output on a disk
 COMMANDS: dict[type, Callable[[Any], int]] = {
     Collect: collect,
     Serve: serve,
@@ -191,7 +201,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in FULL:
             raise
         _discard_output()
-        print(f"muster: the output cannot be written: {error.strerror}.", file=sys.stderr)
+        print(
+            f"muster: the output cannot be written: {error.strerror}.", file=sys.stderr
+        )
         return 2
 
 
@@ -204,7 +216,9 @@ def _run(arguments: list[str]) -> int:
         return COMMANDS[type(command)](command)
     except MusterError as error:
         if getattr(command, "allow_import", False) and error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)  # perhaps from the user's own code
+            traceback.print_exception(
+                error.__cause__
+            )  # perhaps from the user's own code
         print(f"muster: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -47,7 +47,11 @@ def from_file(path: Path, observation: Any, action: Any) -> tuple[nn.Module, str
     """
     ends = _widths(observation, action)
     tensors = _read(path)
-    layers = {key.removeprefix("net."): value for key, value in tensors.items() if key != "log_std"}
+    layers = {
+        key.removeprefix("net."): value
+        for key, value in tensors.items()
+        if key != "log_std"
+    }
     sizes = _sizes(path, layers)
     if (sizes[0], sizes[-1]) != ends:
         raise BadWeights(
@@ -57,10 +61,19 @@ def from_file(path: Path, observation: Any, action: Any) -> tuple[nn.Module, str
     head = _head(_mlp(observation, sizes), action)
     state = {f"net.{key}": value for key, value in layers.items()}
     spread = {
-        key: tensors.get(key, value) for key, value in head.state_dict().items() if key == "log_std"
+        key: tensors.get(key, value)
+        for key, value in head.state_dict().items()
+        if key == "log_std"
     }
-    if wrong := tensors.keys() - layers.keys() - {f"net.{key}" for key in layers} - spread.keys():
-        raise BadWeights(f"{path} does not fit the MLP {_arrow(sizes)}: look at {sorted(wrong)}.")
+    if (
+        wrong := tensors.keys()
+        - layers.keys()
+        - {f"net.{key}" for key in layers}
+        - spread.keys()
+    ):
+        raise BadWeights(
+            f"{path} does not fit the MLP {_arrow(sizes)}: look at {sorted(wrong)}."
+        )
     try:
         head.load_state_dict(state | spread)
     except RuntimeError as error:
@@ -101,7 +114,9 @@ def source_of_weights(path: Path, head: nn.Module) -> list[str]:
         partly = "" if names == head.state_dict().keys() else ", strict=False"
         return [*lines, f"policy.load_state_dict(weights{partly})"]
     if "log_std" in names:
-        lines.append("policy.load_state_dict({'log_std': weights.pop('log_std')}, strict=False)")
+        lines.append(
+            "policy.load_state_dict({'log_std': weights.pop('log_std')}, strict=False)"
+        )
     return [*lines, "net.load_state_dict(weights)"]
 
 
@@ -160,7 +175,9 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
     try:
         tensors: dict[str, torch.Tensor] = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise BadWeights(f"{path} is not a readable safetensors file: {error}") from error
+        raise BadWeights(
+            f"{path} is not a readable safetensors file: {error}"
+        ) from error
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
             raise BadWeights(
@@ -178,9 +195,15 @@ def _sizes(path: Path, layers: dict[str, torch.Tensor]) -> list[int]:
         "the state_dict() of nn.Sequential(Linear, Tanh, Linear, ...): 0.weight, 0.bias,"
         " 2.weight, ..."
     )
-    numbers = sorted({int(match.group(1)) for match in map(_LAYER.fullmatch, layers) if match})
+    numbers = sorted(
+        {int(match.group(1)) for match in map(_LAYER.fullmatch, layers) if match}
+    )
     names = {f"{n}.{part}" for n in numbers for part in ("weight", "bias")}
-    if not numbers or numbers != list(range(0, 2 * len(numbers), 2)) or names != set(layers):
+    if (
+        not numbers
+        or numbers != list(range(0, 2 * len(numbers), 2))
+        or names != set(layers)
+    ):
         raise BadWeights(f"{path} has the keys {sorted(layers)}; expected {expected}.")
     sizes: list[int] = []
     for n in numbers:

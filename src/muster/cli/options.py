@@ -30,7 +30,9 @@ def parse_count(text: str) -> int:
         raise ValueError(
             f"{text!r} is not a number of frames; write it like 51200, 51_200, 100k or 1e6"
         )
-    number = Decimal(re.sub("[_,]", "", match.group(1))) * _UNITS[match.group(2).lower()]
+    number = (
+        Decimal(re.sub("[_,]", "", match.group(1))) * _UNITS[match.group(2).lower()]
+    )
     if number != int(number) or number < 1:
         raise ValueError(f"{text!r} is not a whole, positive number of frames")
     return int(number)
@@ -131,16 +133,24 @@ def frames_per_batch(
     If ``wanted`` is None, it is the size nearest to ``TARGET_FRAMES``. ``BadOption`` names the
     nearest valid numbers.
     """
-    of = f"--num-envs {envs}" if workers == 1 else f"--workers {workers} x --num-envs {envs}"
+    of = (
+        f"--num-envs {envs}"
+        if workers == 1
+        else f"--workers {workers} x --num-envs {envs}"
+    )
     of = of if nodes == 1 else f"--nodes {nodes} x {of}"
     envs *= workers * nodes
     if wanted is None:
         _check_multiple("--frames", frames, envs, of)
         steps = frames // envs
         fitting = [
-            T for T in range(1, min(steps, max(1, MAX_FRAMES // envs)) + 1) if steps % T == 0
+            T
+            for T in range(1, min(steps, max(1, MAX_FRAMES // envs)) + 1)
+            if steps % T == 0
         ]
-        return envs * min(fitting, key=lambda T: abs(math.log(T * envs / TARGET_FRAMES)))
+        return envs * min(
+            fitting, key=lambda T: abs(math.log(T * envs / TARGET_FRAMES))
+        )
     _check_multiple("--frames-per-batch", wanted, envs, of)
     _check_multiple("--frames", frames, wanted, f"--frames-per-batch {wanted:,}")
     return wanted
@@ -150,4 +160,6 @@ def _check_multiple(name: str, number: int, unit: int, of: str) -> None:
     if number % unit:
         low = number // unit * unit
         near = " or ".join(f"{n:,}" for n in (low, low + unit) if n)
-        raise BadOption(f"{name} {number:,} is not a multiple of {of}; the nearest are {near}.")
+        raise BadOption(
+            f"{name} {number:,} is not a multiple of {of}; the nearest are {near}."
+        )

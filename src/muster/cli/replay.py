@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from muster.restore.player import Player
 
 FAILED = 1
-BY_DEATH = ("WorkerDied", "WorkerHung")  # failures that end or hang the process instead of raising
+BY_DEATH = (
+    "WorkerDied",
+    "WorkerHung",
+)  # failures that end or hang the process instead of raising
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,9 @@ def _play(player: Player, interactive: bool) -> int:
         except BaseException as error:  # noqa: BLE001  (as below)
             what = "action" if move[0] == "step" else "reset"
             return _failed(
-                error, interactive, f"{what} {done + 1} of {len(moves)}, earlier than recorded"
+                error,
+                interactive,
+                f"{what} {done + 1} of {len(moves)}, earlier than recorded",
             )
     _say(player.verdict())
     if last is None:
@@ -83,7 +88,11 @@ def _play(player: Player, interactive: bool) -> int:
             f" {crash_report.phase!r}."
         )
         return 0
-    doing = f"env.{last[0]}()" if last[0] == "reset" else f"env.step({player.action(last[1])!r})"
+    doing = (
+        f"env.{last[0]}()"
+        if last[0] == "reset"
+        else f"env.step({player.action(last[1])!r})"
+    )
     if crash_report.kind in BY_DEATH:
         _say(
             f"Now {doing}, in which the worker"
@@ -119,7 +128,9 @@ def _stop_before(step: Callable[[], None], env: Any, action: Any) -> None:
 def _failed(error: BaseException, interactive: bool, doing: str) -> int:
     """Print an error, and if ``interactive`` start pdb at its innermost frame, the environment's."""
     original = (
-        error.__cause__ if isinstance(error, MusterError) and error.__cause__ is not None else error
+        error.__cause__
+        if isinstance(error, MusterError) and error.__cause__ is not None
+        else error
     )
     traceback.print_exception(type(original), original, original.__traceback__)
     if original is not error:

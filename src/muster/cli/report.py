@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def summary(
-    stats: CollectorStats, totals: EpisodeTotals, recording_s: float | None, elapsed_s: float = 0.0
+    stats: CollectorStats,
+    totals: EpisodeTotals,
+    recording_s: float | None,
+    elapsed_s: float = 0.0,
 ) -> str:
     """The last lines: episodes, speed, and shares of the time.
 
@@ -42,7 +45,9 @@ def summary(
         )
     else:
         lines.append("episodes  none ended")
-    lines.append(f"speed     {short(stats.frames_per_s)} frames/s  (policy: {stats.policy_path})")
+    lines.append(
+        f"speed     {short(stats.frames_per_s)} frames/s  (policy: {stats.policy_path})"
+    )
     parts = {
         "env": stats.env_s,
         "policy": stats.policy_s,
@@ -59,7 +64,8 @@ def summary(
             lines.append(f"engine    {stats.engine}")
         lines.append("in them   " + _shares({**parts, "idle": max(0.0, idle_s)}))
         lines.append(
-            "here      " + _shares({**here, "rest": max(0.0, elapsed_s - sum(here.values()))})
+            "here      "
+            + _shares({**here, "rest": max(0.0, elapsed_s - sum(here.values()))})
         )
     else:
         lines.append("time      " + _shares({**parts, **here}))
@@ -86,7 +92,9 @@ def _nodes(stats: CollectorStats) -> str:
     more = [f"and {len(shares) - len(told)} more"] if len(shares) > len(told) else []
     missing = len(shares) - stats.nodes
     there = f" ({missing} not there)" if missing else ""
-    return f" on {len(shares)} node{'s' * (len(shares) > 1)}{there}: " + ", ".join(told + more)
+    return f" on {len(shares)} node{'s' * (len(shares) > 1)}{there}: " + ", ".join(
+        told + more
+    )
 
 
 def symbols() -> tuple[str, str]:
@@ -107,7 +115,10 @@ class StopSignals:
     """
 
     def __init__(
-        self, say: str = "stopping after this batch; again to stop at once.", *, quiet: bool = False
+        self,
+        say: str = "stopping after this batch; again to stop at once.",
+        *,
+        quiet: bool = False,
     ) -> None:
         self.received: int | None = None
         self._say = say
@@ -129,7 +140,10 @@ class StopSignals:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _: TracebackType | None,
     ) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)

@@ -98,18 +98,26 @@ def obs_dtype_of(name: str) -> Any:
     return {"policy": None, "env": "env"}.get(name, getattr(torch, name, None))
 
 
-def _make_policy(policy: str, spaces: Callable[[], tuple[Any, Any]], seed: int) -> tuple[Any, str]:
+def _make_policy(
+    policy: str, spaces: Callable[[], tuple[Any, Any]], seed: int
+) -> tuple[Any, str]:
     if policy == "random":
         return None, "uniform random actions"
     if reference := _REFERENCE.fullmatch(policy):
         path, name = reference.groups()
-        defined = runpy.run_path(path)  # an error in the user's file keeps its traceback
+        defined = runpy.run_path(
+            path
+        )  # an error in the user's file keeps its traceback
         if name not in defined:
             raise BadOption(f"--policy {policy}: {path} defines no {name!r}.")
         return defined[name], policy
     from muster.cli import mlp
 
-    return mlp.fresh(*spaces(), seed) if policy == "mlp" else mlp.from_file(Path(policy), *spaces())
+    return (
+        mlp.fresh(*spaces(), seed)
+        if policy == "mlp"
+        else mlp.from_file(Path(policy), *spaces())
+    )
 
 
 def _first_part(error: object) -> str:
@@ -158,11 +166,15 @@ def _find_env(env: str) -> None:
             _import(module)
         gymnasium.spec(name)
     except gymnasium.error.Error as error:
-        near = difflib.get_close_matches(name, list(gymnasium.registry), n=4, cutoff=0.6)
+        near = difflib.get_close_matches(
+            name, list(gymnasium.registry), n=4, cutoff=0.6
+        )
         hint = f" Similar: {', '.join(near)}." if near else ""
         if module:
             hint += f" Importing {module!r} does not register it."
-        elif isinstance(error, (gymnasium.error.NamespaceNotFound, gymnasium.error.NameNotFound)):
+        elif isinstance(
+            error, (gymnasium.error.NamespaceNotFound, gymnasium.error.NameNotFound)
+        ):
             hint += (
                 " If a package or a module in this directory registers it, name that, too:"
                 f" PACKAGE:{name} --allow-import (ale_py for ALE)."
@@ -188,7 +200,9 @@ def spaces_of(env: str) -> tuple[Any, Any]:
     make: Callable[..., Any] = gymnasium.make
     try:
         one = make(env)
-    except Exception as error:  # a foreign constructor can raise anything; it is the cause
+    except (
+        Exception
+    ) as error:  # a foreign constructor can raise anything; it is the cause
         raise EnvError(f"Making {env} raised {described(error)}") from error
     try:
         return one.observation_space, one.action_space

@@ -40,8 +40,12 @@ class Serve:
     """
 
     policy: Positional[Policy]
-    obs: Annotated[str, arg(metavar="SPACE", help=f"Space of observations: {SPACE_FORMS}.")]
-    act: Annotated[str, arg(metavar="SPACE", help="Space of actions, in the same form.")]
+    obs: Annotated[
+        str, arg(metavar="SPACE", help=f"Space of observations: {SPACE_FORMS}.")
+    ]
+    act: Annotated[
+        str, arg(metavar="SPACE", help="Space of actions, in the same form.")
+    ]
     frames: Count
     """Number of steps to collect from all clients: 51200, 51_200, 100k, 1e6."""
 
@@ -78,7 +82,9 @@ def serve(command: Serve) -> int:
     spaces = parse_space("--obs", command.obs), parse_space("--act", command.act)
     frames = frames_per_batch(command.frames, 1, command.frames_per_batch)
     with ExitStack() as stack:
-        policy, description = stack.enter_context(prepared(command, command.seed, spaces))
+        policy, description = stack.enter_context(
+            prepared(command, command.seed, spaces)
+        )
         stop = stack.enter_context(StopSignals(quiet=command.quiet))
         from muster.serving.server import serve as collector_of
 
@@ -124,7 +130,9 @@ def parse_space(option: str, text: str) -> Any:
 
     kind, *parts = text.split(":")
     try:
-        sizes = [int(size) for size in parts[0].split(",")] if parts and parts[0] else []
+        sizes = (
+            [int(size) for size in parts[0].split(",")] if parts and parts[0] else []
+        )
         if kind == "discrete" and len(parts) == 1:
             (n,) = sizes
             return spaces.Discrete(n)

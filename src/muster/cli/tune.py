@@ -113,7 +113,9 @@ def network(command: Tune) -> list[str]:
     spaces = spaces_of(command.env)
     fresh = command.policy == "mlp"
     policy, _ = (
-        mlp.fresh(*spaces, seed=0) if fresh else mlp.from_file(Path(command.policy), *spaces)
+        mlp.fresh(*spaces, seed=0)
+        if fresh
+        else mlp.from_file(Path(command.policy), *spaces)
     )
     layers = mlp.source(cast("nn.Module", policy.net))
     head = "categorical" if not hasattr(policy, "log_std") else "gaussian"
@@ -151,11 +153,14 @@ def _print_table(found: Tuning) -> None:
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("where it runs", "envs", "frames/s", ""):
         table.add_column(
-            name, no_wrap=True, justify="right" if name in ("envs", "frames/s") else "left"
+            name,
+            no_wrap=True,
+            justify="right" if name in ("envs", "frames/s") else "left",
         )
     for candidate in found.candidates[:MOST_ROWS]:
         table.add_row(
-            *_row(candidate, found.best), style="bold" if candidate == found.best else None
+            *_row(candidate, found.best),
+            style="bold" if candidate == found.best else None,
         )
     console = Console(file=sys.stdout)
     console.print(table)

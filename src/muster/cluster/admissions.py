@@ -54,7 +54,9 @@ class Admissions:
 
     def __init__(self) -> None:
         self._admitted: dict[int, Admission] = {}  # by node, until it has joined
-        self._offered: set[int] = set()  # identities of those that a connection was offered
+        self._offered: set[int] = (
+            set()
+        )  # identities of those that a connection was offered
         self._joined: dict[tuple[int, int], SocketLink] = {}  # by node and epoch
         self._changed = threading.Condition()
         self._closed = False
@@ -123,7 +125,9 @@ class Admissions:
             None: the node has not joined in this time.
         """
         with self._changed:
-            self._changed.wait_for(lambda: (node, epoch) in self._joined or self._closed, within_s)
+            self._changed.wait_for(
+                lambda: (node, epoch) in self._joined or self._closed, within_s
+            )
             return self._joined.pop((node, epoch), None)
 
     def close(self) -> None:

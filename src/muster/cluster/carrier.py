@@ -32,7 +32,9 @@ class Carrier(ABC):
         """Where nodes join, for messages to the user."""
 
     @abstractmethod
-    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
+    def connect(
+        self, node: int, epoch: int, within_s: float, given_up: threading.Event
+    ) -> Link:
         """Start a node, and wait until it has joined.
 
         Each node is connected by a thread of its own.

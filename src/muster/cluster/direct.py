@@ -47,7 +47,9 @@ class DirectCarrier(Carrier):
         """What nodes are told of their sessions."""
         return Terms(self.engine, self._deadline_s)
 
-    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
+    def connect(
+        self, node: int, epoch: int, within_s: float, given_up: threading.Event
+    ) -> Link:
         return self._joined(node, epoch, within_s, given_up)
 
     def _joined(
@@ -77,7 +79,12 @@ class DirectCarrier(Carrier):
         self._started.end(node)
 
     def _wait(
-        self, node: int, epoch: int, deadline: float, within_s: float, given_up: threading.Event
+        self,
+        node: int,
+        epoch: int,
+        deadline: float,
+        within_s: float,
+        given_up: threading.Event,
     ) -> SocketLink:
         started = self._started.get(node)
         while (link := self.rendezvous.joined(node, epoch, JOIN_POLL_S)) is None:

@@ -43,7 +43,9 @@ class TorchCarrier(DirectCarrier):
     def terms(self) -> Terms:
         return Terms(self.engine, self._deadline_s, asdict(self._groups))
 
-    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
+    def connect(
+        self, node: int, epoch: int, within_s: float, given_up: threading.Event
+    ) -> Link:
         channel = self._joined(node, epoch, within_s, given_up)
         try:
             return DistributedLink(channel, self._groups, main=True)

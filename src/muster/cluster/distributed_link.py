@@ -51,7 +51,9 @@ from muster.cluster.process_groups import SET_UP_S, Way, two_ways
 from muster.cluster.socket_link import SocketLink
 from muster.memory.specs import Array
 
-LARGE = 4 << 20  # bytes; smaller blocks take longer through a group than on the connection
+LARGE = (
+    4 << 20
+)  # bytes; smaller blocks take longer through a group than on the connection
 END_S = 1.0  # at the end of the program, for threads that are in torch
 # tag and bytes of the block that follows in the group; zeros: there is none
 _ANNOUNCED = struct.Struct("<QQ")
@@ -87,7 +89,9 @@ class DistributedLink(Link):
         self._channel = channel
         self._large = groups.large
         self._ending = threading.Lock()
-        self._ways: tuple[Way, Way] | None = None  # to the other end, and from it; None: closed
+        self._ways: tuple[Way, Way] | None = (
+            None  # to the other end, and from it; None: closed
+        )
         try:
             with channel.set_up(SET_UP_S):
                 self._ways = two_ways(channel, groups.backend, main=main)

@@ -21,7 +21,9 @@ from muster.cluster.link import SLOWEST, Link, LinkLost, Received
 from muster.memory.specs import Array
 
 WAITING = 16  # messages that the other end has not read, before the sender waits
-WAITING_BYTES = 64 << 20  # of blocks that the other end has not read, before the sender waits
+WAITING_BYTES = (
+    64 << 20
+)  # of blocks that the other end has not read, before the sender waits
 
 
 def has_room(unread: Collection[int], size: int) -> bool:
@@ -69,10 +71,14 @@ class End(Link):
         self._changed = threading.Condition()  # held for a short time only
         self._heard = time.monotonic()
         self._inbox: deque[Frame] = deque()
-        self._early: dict[int, Frame] = {}  # by number, until all earlier messages have arrived
+        self._early: dict[
+            int, Frame
+        ] = {}  # by number, until all earlier messages have arrived
         self._number = 0  # of the message that arrives next
         self._read = 0  # messages
-        self._last: int | None = None  # number of messages after which the other end has closed
+        self._last: int | None = (
+            None  # number of messages after which the other end has closed
+        )
         self._cause = ""  # why the link is closed
         self._over = ""  # why nothing more arrives, after what has arrived
         self._expected: dict[int, Array] = {}
@@ -151,7 +157,9 @@ class End(Link):
         ``_changed`` is held.
         """
         if time.monotonic() - self._heard > self._deadline_s:
-            self._shut(f"The other end has not said anything for {self._deadline_s:g} s.")
+            self._shut(
+                f"The other end has not said anything for {self._deadline_s:g} s."
+            )
 
     def _placed(self, frame: Frame) -> Received:
         """The message, with its block where it was expected."""

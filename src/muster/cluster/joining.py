@@ -173,7 +173,9 @@ class Member:
         while True:
             try:
                 connection = socket.create_connection(self._endpoint, timeout=1.0)
-                channel = SocketLink(connection, self._token, main=False, deadline_s=ANSWER_S)
+                channel = SocketLink(
+                    connection, self._token, main=False, deadline_s=ANSWER_S
+                )
                 with contextlib.ExitStack() as failed:
                     failed.callback(channel.close)
                     self._met, reached = True, time.monotonic()
@@ -212,5 +214,10 @@ class Member:
         say(channel, accepted=True)
         channel.begin_session(told["deadline_s"])
         return Membership(
-            told["node"], told["epoch"], told["deadline_s"], channel, told["engine"], told["groups"]
+            told["node"],
+            told["epoch"],
+            told["deadline_s"],
+            channel,
+            told["engine"],
+            told["groups"],
         )

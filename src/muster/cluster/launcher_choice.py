@@ -16,7 +16,12 @@ NAMES = ("mp", "submitit", "submitit_delayed", "torchrun", "manual")
 
 
 def launcher_for(
-    given: Any, *, slurm_kwargs: Mapping[str, Any] | None, bind: str, token: Any, workers: int
+    given: Any,
+    *,
+    slurm_kwargs: Mapping[str, Any] | None,
+    bind: str,
+    token: Any,
+    workers: int,
 ) -> Launcher:
     """The launcher for a name, or the given one, for nodes with so many workers each.
 
@@ -26,7 +31,9 @@ def launcher_for(
         BadOption: an option is wrong or missing.
     """
     if slurm_kwargs is not None and given != "submitit":
-        raise BadOption(f"slurm_kwargs are for launcher='submitit', not {given!r}: leave them out")
+        raise BadOption(
+            f"slurm_kwargs are for launcher='submitit', not {given!r}: leave them out"
+        )
     if given == "mp":
         return MpLauncher()
     if given == "torchrun":
@@ -41,7 +48,11 @@ def launcher_for(
     if given in ("submitit", "submitit_delayed"):
         # SLURM's own default is one
         wanted = {"slurm_cpus_per_task": workers, **(slurm_kwargs or {})}
-        jobs = DelayedLauncher() if given == "submitit_delayed" else SubmititLauncher(wanted)
+        jobs = (
+            DelayedLauncher()
+            if given == "submitit_delayed"
+            else SubmititLauncher(wanted)
+        )
         jobs.check(bind)
         return jobs
     if not isinstance(given, str) and hasattr(given, "start"):

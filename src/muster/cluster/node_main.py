@@ -103,7 +103,9 @@ class NodeMain:
         self._slots = NodeSlots()
         self._jobs: dict[int, _RunAtWork] = {}  # by request
         self._attention = Attention(f"{node} ({self._host})")
-        self._end = Session("muster-node-main", lambda _: link, self._beat, self._wake_up.ring)
+        self._end = Session(
+            "muster-node-main", lambda _: link, self._beat, self._wake_up.ring
+        )
 
     def run(self) -> bool:
         """Run until the end of the session."""
@@ -132,7 +134,9 @@ class NodeMain:
         error = self._attention.failure()
         return self._said() if error is None else self._said(failure=send_error(error))
 
-    def _said(self, block: Block | None = None, tag: int = 0, **report: Any) -> Outgoing:
+    def _said(
+        self, block: Block | None = None, tag: int = 0, **report: Any
+    ) -> Outgoing:
         return Outgoing(self._told(**report), block, tag)
 
     def answer(self, number: int, function: Callable[[], Any]) -> None:
@@ -210,7 +214,9 @@ class NodeMain:
         policy = block.tobytes()
         digest = hashlib.sha256(policy).digest()
         if not hmac.compare_digest(digest, setup.policy_digest):
-            raise MusterError("the policy's checksum does not match: it was modified in transit")
+            raise MusterError(
+                "the policy's checksum does not match: it was modified in transit"
+            )
         config = replace(setup.config, policy=policy, node=self._attention.node)
         self._setup = replace(setup, config=config)
         missing = [entry for entry in setup.path if entry not in sys.path]
@@ -262,7 +268,9 @@ class NodeMain:
         answers = self._pool.call(request)
         if isinstance(request, LayOut):
             layouts = {
-                number: layout for of_worker in answers for number, layout in of_worker.items()
+                number: layout
+                for of_worker in answers
+                for number, layout in of_worker.items()
             }
             self._slots.lay_out(layouts)
         return answers
@@ -283,7 +291,9 @@ class NodeMain:
                         nbytes=job.slot.layout.nbytes,
                     )
                     if pool.counters[request.group].dropped:
-                        pool.add_result(RolloutResult(own.number, own.group, dropped=True))
+                        pool.add_result(
+                            RolloutResult(own.number, own.group, dropped=True)
+                        )
                     elif self._gaps.follows_one(own):
                         pool.add_result(RolloutResult(own.number, own.group, lost=True))
                     else:
@@ -307,7 +317,9 @@ class NodeMain:
 
     def _tell_results(self) -> None:
         """Send the results of each ``LaneRun`` that is complete."""
-        while self._pool is not None and (result := self._pool.ready_result()) is not None:
+        while (
+            self._pool is not None and (result := self._pool.ready_result()) is not None
+        ):
             if result.lost:
                 self._gaps.begin_with(result.number)
             if result.error is not None:
@@ -339,9 +351,13 @@ class NodeMain:
         server = workers.server
         return Told(
             self._host,
-            {number: counters[number].counts() for number in groups} if counters else {},
+            {number: counters[number].counts() for number in groups}
+            if counters
+            else {},
             [status_of(handle) for handle in workers.handles],
-            [number for number in groups if counters[number].dropped] if counters else [],
+            [number for number in groups if counters[number].dropped]
+            if counters
+            else [],
             None if server is None else server.stats(),
             **report,
         )

@@ -43,7 +43,9 @@ class NodePool(SupervisedPool):
         wake_up: that of ``nodes``.
     """
 
-    def __init__(self, nodes: Nodes, config: PoolConfig, layout: DimOrder, *, apart: bool) -> None:
+    def __init__(
+        self, nodes: Nodes, config: PoolConfig, layout: DimOrder, *, apart: bool
+    ) -> None:
         super().__init__(config)
         self.elastic = nodes.enough is not None
         self.nodes = nodes
@@ -172,9 +174,13 @@ class NodePool(SupervisedPool):
                 return
             self._revive_due()
         with allowed():
-            self.wake_up.wait(0.0 if self.wake_up.unattended else self._until_due(LOOK_S, timeout))
+            self.wake_up.wait(
+                0.0 if self.wake_up.unattended else self._until_due(LOOK_S, timeout)
+            )
         with self.wake_up.senders() as nodes:
-            for proxy in [self._of_node[node] for node in nodes if node in self._of_node]:
+            for proxy in [
+                self._of_node[node] for node in nodes if node in self._of_node
+            ]:
                 if not proxy.alive:
                     continue
                 proxy.pump()
@@ -183,7 +189,8 @@ class NodePool(SupervisedPool):
                 elif not proxy.session.inbox:
                     self._lose(proxy)
                 if any(
-                    result.error is None and not result.lost for result in proxy.under_way.results
+                    result.error is None and not result.lost
+                    for result in proxy.under_way.results
                 ):
                     proxy.life.has_completed()
         self._begin_stranded()
@@ -199,7 +206,10 @@ class NodePool(SupervisedPool):
             return
         for number, info in zip(proxy.groups, proxy.infos, strict=True):
             counts = self.counters[number]
-            if (info.num_envs, info.batch_shape) != (counts.info.num_envs, counts.info.batch_shape):
+            if (info.num_envs, info.batch_shape) != (
+                counts.info.num_envs,
+                counts.info.batch_shape,
+            ):
                 proxy.refuse(unlike(proxy.where(), counts.info, info))
                 self._lose(proxy)
                 return
@@ -266,5 +276,7 @@ def _part(config: PoolConfig, of_leaf: Sequence[int], node: int) -> PoolConfig |
         workers=workers,
         policy=b"",
         origins=[origins[number] for number in groups],
-        supervision=replace(config.supervision, crash_dir=None),  # reports are written here
+        supervision=replace(
+            config.supervision, crash_dir=None
+        ),  # reports are written here
     )

@@ -85,7 +85,9 @@ class NodeProxy(Proxy):
         self.session: Session
         self._is_there = False  # it has joined, in this session
         self._held: list[RolloutRequest] | None = None  # to be sent together
-        self._server_knows: dict[str, Sequence[Any]] = {}  # by method; sent again in later sessions
+        self._server_knows: dict[
+            str, Sequence[Any]
+        ] = {}  # by method; sent again in later sessions
 
     # --- its state --------------------------------------------------------------------------------
 
@@ -119,7 +121,9 @@ class NodeProxy(Proxy):
             if counters[worker.groups[0]].dropped:
                 phase = status.phase if self.alive or self.absent else "dropped"
                 status = replace(status, state="dropped", phase=phase)
-            found.append(stats_of(worker.index, worker.groups, counters, status, self.name))
+            found.append(
+                stats_of(worker.index, worker.groups, counters, status, self.name)
+            )
         return found
 
     # --- its sessions -----------------------------------------------------------------------------
@@ -140,7 +144,9 @@ class NodeProxy(Proxy):
         self.life.has_started(WorkerState.JOINING)
         try:
             self.session.post(
-                Tell(NodeMain.set_up, (self.setup,)), self._policy, next(self._lane_runs.tags)
+                Tell(NodeMain.set_up, (self.setup,)),
+                self._policy,
+                next(self._lane_runs.tags),
             )
             self._nodes.post_weights(self.index)
             self.session.post(Tell(NodeMain.start))
@@ -194,7 +200,9 @@ class NodeProxy(Proxy):
         """
         self.session.lose(why)
         error = self.error or node_lost(
-            self.where(), phase=self.phase, why=f"node {self.index}: {self.session.lost}"
+            self.where(),
+            phase=self.phase,
+            why=f"node {self.index}: {self.session.lost}",
         )
         self.life.is_lost(error)
         is_closing = self.life.state is WorkerState.CLOSING
@@ -233,7 +241,10 @@ class NodeProxy(Proxy):
         worker = self.setup.config.workers[place]
         restarts = worker.generation if told is None else told.restarts
         return Where(
-            worker.index, None if told is None else told.pid or None, restarts, node=self.name
+            worker.index,
+            None if told is None else told.pid or None,
+            restarts,
+            node=self.name,
         )
 
     def _prepare_successor(self) -> None:
@@ -327,7 +338,9 @@ class NodeProxy(Proxy):
         seconds = config.timeout("close")
         deadline = None if seconds is None else self._closing_since + seconds + CLOSE_S
         while is_closing and self.question.answer is None and not self.session.lost:
-            left = BEAT_S if deadline is None else min(BEAT_S, deadline - time.monotonic())
+            left = (
+                BEAT_S if deadline is None else min(BEAT_S, deadline - time.monotonic())
+            )
             if left < 0:
                 break
             self._nodes.wake_up.wait(left)

@@ -90,7 +90,9 @@ class Nodes:
 
     def session(self, node: int) -> Session:
         """Start a session with a node."""
-        connect = partial(self.carrier.connect, node, next(self._epochs[node]), self._join_s)
+        connect = partial(
+            self.carrier.connect, node, next(self._epochs[node]), self._join_s
+        )
         ring = partial(self.wake_up.ring, node)
         session = Session(
             f"muster-node-{node}", connect, lambda: Outgoing(Tell(NodeMain.beat)), ring
@@ -99,7 +101,9 @@ class Nodes:
         self._sent[node] = SentWeights(lambda: self.newest.get(node))
         return session
 
-    def publisher(self, weights: Weights, workers: int, version: int | str = 0) -> Publisher:
+    def publisher(
+        self, weights: Weights, workers: int, version: int | str = 0
+    ) -> Publisher:
         """See ``Transport``."""
         publisher = NodesPublisher(self, weights)
         publisher.publish(weights, version)
@@ -178,7 +182,9 @@ class FirstWeights:
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
 
-    def publisher(self, weights: Weights, workers: int, version: int | str = 0) -> Publisher:
+    def publisher(
+        self, weights: Weights, workers: int, version: int | str = 0
+    ) -> Publisher:
         """See ``Transport``."""
         self._nodes.publisher(weights, workers, version)
         return NoPublisher(workers)
@@ -195,7 +201,10 @@ class NodesPublisher:
         self._free: deque[Buffer] = deque(maxlen=KEPT)
 
     def publish(
-        self, weights: Weights, version: int | str, workers: Collection[int] | None = None
+        self,
+        weights: Weights,
+        version: int | str,
+        workers: Collection[int] | None = None,
     ) -> None:
         receiving = chosen(workers, self._nodes.count)
         try:

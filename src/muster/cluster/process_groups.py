@@ -109,7 +109,9 @@ class LinkStore(_Store):  # type: ignore[misc]
     def get(self, key: str) -> bytes:
         while key not in self._known:
             if self._channel is None:
-                raise LinkLost(f"The process group asks for {key!r}, which neither end has set.")
+                raise LinkLost(
+                    f"The process group asks for {key!r}, which neither end has set."
+                )
             self._take(hear(self._channel))
         return self._known[key]
 

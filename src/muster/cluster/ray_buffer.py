@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from muster.cluster.ray_runtime import Lease, RayConnection
 
 STEP_S = 1.0
-Packed = tuple[bytes, list[Array]]  # a pickle, and the memory of the tensors and arrays in it
+Packed = tuple[
+    bytes, list[Array]
+]  # a pickle, and the memory of the tensors and arrays in it
 
 
 class RayBuffer:
@@ -71,7 +73,12 @@ class RayBuffer:
         remote_config: Mapping[str, Any] | None = None,
     ) -> None:
         with optional("RayBuffer", "ray", "ray"):
-            from muster.cluster.ray_runtime import Lease, actor_class, first_line, search_path
+            from muster.cluster.ray_runtime import (
+                Lease,
+                actor_class,
+                first_line,
+                search_path,
+            )
         if not callable(buffer) and not _is_buffer(buffer):
             raise BadOption(
                 f"RayBuffer got a {type(buffer).__name__}: expected a function that makes a buffer,"
@@ -81,7 +88,9 @@ class RayBuffer:
         self._timeout_s = timeout_s
         self._closed = False
         self._lease: Lease | None = Lease(ray_init_config)
-        self._connection: RayConnection | None = None  # of this process, with the first call
+        self._connection: RayConnection | None = (
+            None  # of this process, with the first call
+        )
         try:
             cls = actor_class("muster.cluster.ray_buffer:BufferActor")
             try:
@@ -168,7 +177,10 @@ class RayBuffer:
             return _unpack(*ray.get(answer))
         except exceptions.RayTaskError as error:
             raise error.cause from error
-        except (exceptions.RayError, RuntimeError) as error:  # the latter: Ray was shut down
+        except (
+            exceptions.RayError,
+            RuntimeError,
+        ) as error:  # the latter: Ray was shut down
             raise WorkerDied(
                 f"the replay buffer (a Ray actor) cannot be reached: {first_line(error)}"
             ) from error
@@ -179,7 +191,9 @@ class BufferActor:
 
     def __init__(self, made: bytes) -> None:
         # views of Ray's store
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        warnings.filterwarnings(
+            "ignore", message="The given NumPy array is not writable"
+        )
         buffer = loads(made, "buffer")
         self._buffer = buffer if _is_buffer(buffer) else buffer()
         if not _is_buffer(self._buffer):

@@ -53,7 +53,9 @@ THREADS = OPEN + 4  # of the actor: one serves, others receive
 
 POLL_S = 0.25  # seconds after which a thread that waits for Ray looks whether the link is closed
 
-PUSH, EXCHANGE, PULL, END = range(4)  # what a call of the actor is for, see ``NodeEnd.handle``
+PUSH, EXCHANGE, PULL, END = range(
+    4
+)  # what a call of the actor is for, see ``NodeEnd.handle``
 # what it is for; its number, if it returns messages; number of its message
 _CALL = struct.Struct("<BQQ")
 _UP = struct.Struct("<Q?")  # messages read; whether the node has closed
@@ -180,7 +182,9 @@ class MainEnd(End):
         # bytes of the blocks of messages that the node has not read
         self._unread: deque[int] = deque()
         self._calls = 0  # that return with messages of the node
-        self._open: deque[Future[Any]] = deque()  # the results of those that have not returned
+        self._open: deque[Future[Any]] = (
+            deque()
+        )  # the results of those that have not returned
         self._begin(PULL)
 
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
@@ -207,7 +211,9 @@ class MainEnd(End):
             if ref is None:
                 self._tell.remote(packed)
             else:
-                self._tell.remote(packed, ref)  # the block is freed when the call has ended
+                self._tell.remote(
+                    packed, ref
+                )  # the block is freed when the call has ended
 
     def receive(self) -> Received:
         while not self._inbox:
@@ -233,7 +239,10 @@ class MainEnd(End):
         try:
             self._connection.check()
             yield
-        except (Exception, SystemExit) as error:  # Ray raises even these when it is shut down
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # Ray raises even these when it is shut down
             self._close(self._reason(error))
             raise LinkLost(self._cause) from error
 
@@ -254,7 +263,9 @@ class MainEnd(End):
         deadline = self._heard + self._deadline_s
         with self._changed:
             self._look_at_ray()
-            self._wait(0.0, deadline, "said anything")  # raises LinkLost if no call is open
+            self._wait(
+                0.0, deadline, "said anything"
+            )  # raises LinkLost if no call is open
         oldest = self._open[0]
         try:
             left = max(0.0, deadline - time.monotonic())
@@ -293,7 +304,9 @@ class MainEnd(End):
             self._over = self._over or first_line(error)
 
     def _tell_closed(self) -> None:
-        with contextlib.suppress(Exception):  # the actor ends with its connection to Ray
+        with contextlib.suppress(
+            Exception
+        ):  # the actor ends with its connection to Ray
             self._connection.check()
             end = _CALL.pack(END, 0, self._sent)
             self._tell.remote(end)

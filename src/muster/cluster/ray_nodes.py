@@ -109,14 +109,20 @@ class RayCarrier(Carrier):
     def address(self) -> str:
         return f"the Ray cluster {ray.get_runtime_context().gcs_address}"
 
-    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
+    def connect(
+        self, node: int, epoch: int, within_s: float, given_up: threading.Event
+    ) -> Link:
         deadline = time.monotonic() + within_s
         self._started.end(node)
-        actor = NodeActor(self._places, node, (node, self._target, self._deadline_s), ())
+        actor = NodeActor(
+            self._places, node, (node, self._target, self._deadline_s), ()
+        )
         self._started.add(node, actor)
         try:
             self._wait(actor, node, deadline, within_s, given_up)
-            end = MainEnd(actor.actor.handle, self._blocks, self._deadline_s, actor.ended)
+            end = MainEnd(
+                actor.actor.handle, self._blocks, self._deadline_s, actor.ended
+            )
             return ExplainedLink(end, actor.lost)
         except BaseException:
             self._started.end(node)
@@ -162,14 +168,18 @@ class RayDirectCarrier(DirectCarrier):
         try:
             address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
             rendezvous = Rendezvous(
-                actors.count, bind=address, token=secrets.token_hex(TOKEN_BYTES).encode()
+                actors.count,
+                bind=address,
+                token=secrets.token_hex(TOKEN_BYTES).encode(),
             )
             super().__init__(launcher, rendezvous, deadline_s)
         except BaseException:
             launcher.close()
             raise
 
-    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
+    def connect(
+        self, node: int, epoch: int, within_s: float, given_up: threading.Event
+    ) -> Link:
         link = self._joined(node, epoch, within_s, given_up)
         actor = self._started.get(node)
         if not isinstance(actor, NodeActor):  # it was ended meanwhile
@@ -190,7 +200,10 @@ class RayLauncher(Launcher):
 
     def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> NodeActor:
         return NodeActor(
-            self._places, node, (self._target,), (rendezvous.address, node, rendezvous.token)
+            self._places,
+            node,
+            (self._target,),
+            (rendezvous.address, node, rendezvous.token),
         )
 
     def close(self) -> None:
@@ -242,12 +255,19 @@ class ActorPlaces:
         """
         alive = [one for one in ray.nodes() if one["Alive"]]  # type: ignore[no-untyped-call]
         endpoints = {
-            one["NodeID"]: (one["NodeManagerAddress"], one["NodeManagerPort"]) for one in alive
+            one["NodeID"]: (one["NodeManagerAddress"], one["NodeManagerPort"])
+            for one in alive
         }
-        dead = [name for name in self.used & endpoints.keys() if not listens(*endpoints[name])]
+        dead = [
+            name
+            for name in self.used & endpoints.keys()
+            if not listens(*endpoints[name])
+        ]
         config = self.configs[node]
         if dead:
-            selector = {NODE_LABEL: f"!in({','.join(dead)})"} | config.get("label_selector", {})
+            selector = {NODE_LABEL: f"!in({','.join(dead)})"} | config.get(
+                "label_selector", {}
+            )
             config = config | {"label_selector": selector}
         cls = self._class.options(max_concurrency=self._threads, **config)
         return cls.remote(search_path(), *args), [endpoints[name] for name in dead]
@@ -269,7 +289,11 @@ class NodeActor:
     """
 
     def __init__(
-        self, places: ActorPlaces, node: int, args: Sequence[Any], serving: Sequence[Any]
+        self,
+        places: ActorPlaces,
+        node: int,
+        args: Sequence[Any],
+        serving: Sequence[Any],
     ) -> None:
         self._places = places
         self._node = node
@@ -295,7 +319,11 @@ class NodeActor:
 
     @property
     def state(self) -> str:
-        return f"on {self._where}" if self._where else _lack(self._places.configs[self._node])
+        return (
+            f"on {self._where}"
+            if self._where
+            else _lack(self._places.configs[self._node])
+        )
 
     @property
     def is_running(self) -> bool:
@@ -359,7 +387,9 @@ class JoiningActor:
 
 def _lack(config: Mapping[str, Any]) -> str:
     """The resources that a node requests, and those of the cluster."""
-    wanted = {name: value for name, value in config.items() if name != "scheduling_strategy"}
+    wanted = {
+        name: value for name, value in config.items() if name != "scheduling_strategy"
+    }
     machines = [
         f"{one['NodeManagerAddress']} has "
         + ", ".join(f"{n} {v:g}" for n, v in _plain(one["Resources"]).items())
@@ -376,7 +406,9 @@ def _lack(config: Mapping[str, Any]) -> str:
 def _plain(resources: Mapping[str, float]) -> dict[str, float]:
     """Without the resources that only name machines."""
     return {
-        name: round(value, 3) for name, value in resources.items() if not name.startswith("node:")
+        name: round(value, 3)
+        for name, value in resources.items()
+        if not name.startswith("node:")
     }
 
 

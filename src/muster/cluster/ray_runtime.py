@@ -27,7 +27,16 @@ LOOPBACK = "127.0.0.1"
 # the latter two: of a Ray that was shut down
 LOST = (exceptions.RayError, ValueError, RuntimeError)
 # in Ray's messages
-DETAILS = ("class_name", "actor_id", "namespace", "name", "repr", "pid", "ip", "node_id")
+DETAILS = (
+    "class_name",
+    "actor_id",
+    "namespace",
+    "name",
+    "repr",
+    "pid",
+    "ip",
+    "node_id",
+)
 
 
 class _RunningRay:
@@ -130,7 +139,10 @@ def _init(config: dict[str, Any]) -> None:
         if not _can_stay_on_loopback():
             _join(config)
             return
-        existing = services.canonicalize_bootstrap_address(address, config.get("_temp_dir"))  # type: ignore[arg-type]
+        existing = services.canonicalize_bootstrap_address(
+            address,  # type: ignore[arg-type]
+            config.get("_temp_dir"),
+        )
         at = None if existing is None else _where(existing)
         if existing is not None and at is None:
             said, existing = existing, None
@@ -147,7 +159,13 @@ def _init(config: dict[str, Any]) -> None:
             on_loopback = at == LOOPBACK
         with _on_loopback() if on_loopback else contextlib.nullcontext():
             ray.init(**config)
-    except (ValueError, RuntimeError, TypeError, ConnectionError, exceptions.RayError) as error:
+    except (
+        ValueError,
+        RuntimeError,
+        TypeError,
+        ConnectionError,
+        exceptions.RayError,
+    ) as error:
         what = f"ray.init(**{config!r})" if config else "ray.init()"
         raise BadOption(
             f"{what} failed: {first_line(error)} {_advice(error, existing)}".rstrip()
@@ -273,8 +291,13 @@ def first_line(error: BaseException) -> str:
     advice.
     """
     if isinstance(error, exceptions.RayTaskError):
-        return f"{type(error.cause).__name__}: {error.cause}".split("\n")[0].rstrip(".") + "."
-    lines = [line.strip() for line in re.sub(r"\x1b\[\d*m", "", str(error)).splitlines()]
+        return (
+            f"{type(error.cause).__name__}: {error.cause}".split("\n")[0].rstrip(".")
+            + "."
+        )
+    lines = [
+        line.strip() for line in re.sub(r"\x1b\[\d*m", "", str(error)).splitlines()
+    ]
     lines = [line for line in lines if line and line.split(":")[0] not in DETAILS]
     # the last line of a traceback has the error
     if any(line.startswith('File "') for line in lines):
@@ -307,14 +330,20 @@ def actor_class(target: str) -> Any:
 
             sys.path.extend(entry for entry in path if entry not in sys.path)
             module, _, name = target.partition(":")
-            self._object = getattr(importlib.import_module(module), name)(*args, **kwargs)
+            self._object = getattr(importlib.import_module(module), name)(
+                *args, **kwargs
+            )
 
         def where(self) -> tuple[str, str, int]:
             """Host, id of the Ray node, and process."""
             import os
             import socket
 
-            return socket.gethostname(), ray.get_runtime_context().get_node_id(), os.getpid()
+            return (
+                socket.gethostname(),
+                ray.get_runtime_context().get_node_id(),
+                os.getpid(),
+            )
 
         def call(self, name: str, *args: Any) -> Any:
             return getattr(self._object, name)(*args)

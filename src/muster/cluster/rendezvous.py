@@ -46,7 +46,9 @@ STUCK_S = 5.0  # after which a node that cannot be accepted counts as lost
 ACCEPT_MS = 1000
 BACKLOG = 512
 HIGHEST_PORT = 65535
-STRANGERS = 128  # connections at a time that have not yet proved that they know the token
+STRANGERS = (
+    128  # connections at a time that have not yet proved that they know the token
+)
 KEEPS_S = 0.5  # for which each of them keeps its place; nodes try again
 
 
@@ -104,9 +106,13 @@ class Rendezvous:
         self._lock = threading.Lock()
         self._listener = _listen(self.host, tcp_port)
         port = self._listener.getsockname()[1]
-        self.address = f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+        self.address = (
+            f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+        )
         try:
-            threading.Thread(target=self._accept, name="muster-rendezvous", daemon=True).start()
+            threading.Thread(
+                target=self._accept, name="muster-rendezvous", daemon=True
+            ).start()
         except RuntimeError:  # the system allows no more threads
             self._listener.close()
             raise
@@ -153,7 +159,9 @@ class Rendezvous:
             connections = list(self._connections)
         self._admissions.close()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread on Linux
+            self._listener.shutdown(
+                socket.SHUT_RDWR
+            )  # wakes the accepting thread on Linux
         self._listener.close()
         for connection in connections:
             with contextlib.suppress(OSError):  # wakes its thread, which closes it
@@ -186,9 +194,14 @@ class Rendezvous:
             arguments = (connection, f"from {who[0]}:{who[1]}")
             try:
                 threading.Thread(
-                    target=self._attend, args=arguments, name="muster-joining", daemon=True
+                    target=self._attend,
+                    args=arguments,
+                    name="muster-joining",
+                    daemon=True,
                 ).start()
-            except RuntimeError as error:  # the system allows no more threads: the peer tries again
+            except (
+                RuntimeError
+            ) as error:  # the system allows no more threads: the peer tries again
                 self._failing = self._failing or (
                     time.monotonic(),
                     OSError(errno.EAGAIN, str(error)),
@@ -236,7 +249,13 @@ class Rendezvous:
             node = admission.node
             terms = admission.terms
             try:
-                say(channel, count=self.count, node=node, epoch=admission.epoch, **asdict(terms))
+                say(
+                    channel,
+                    count=self.count,
+                    node=node,
+                    epoch=admission.epoch,
+                    **asdict(terms),
+                )
                 hear(channel)["accepted"]
                 channel.begin_session(terms.deadline_s)
                 return self._admissions.accept(admission, channel)

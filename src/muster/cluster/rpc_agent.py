@@ -107,7 +107,9 @@ class OwnAgent:
         store = HashStore()
         self._addresses = PrefixStore("addrs", store)
         self._maps = {there: _devices(own) for there, own in settings.maps.items()}
-        self._devices = sorted({own for map_ in self._maps.values() for own in map_}, key=str)
+        self._devices = sorted(
+            {own for map_ in self._maps.values() for own in map_}, key=str
+        )
         try:
             options = rpc.TensorPipeRpcBackendOptions(
                 **{**DEFAULTS, **settings.options},
@@ -116,12 +118,16 @@ class OwnAgent:
             if self._devices:
                 torch.cuda.init()  # type: ignore[no-untyped-call]
             with _listening_at(settings.host):
-                self._agent = TensorPipeAgent(store, name, number, None, options, {}, self._devices)
+                self._agent = TensorPipeAgent(
+                    store, name, number, None, options, {}, self._devices
+                )
                 core._set_and_start_rpc_agent(self._agent)
         except (RuntimeError, ValueError, TypeError) as error:
             if core._is_current_rpc_agent_set():  # it was made, but cannot listen
                 core._reset_current_rpc_agent()
-            raise BadOption(f"torch RPC refuses {settings}: {first_line(error)}") from error
+            raise BadOption(
+                f"torch RPC refuses {settings}: {first_line(error)}"
+            ) from error
         self.info = self._agent.get_worker_info()
         self.address = bytes(self._addresses.get(name)).decode()
         try:
@@ -129,7 +135,9 @@ class OwnAgent:
         except BaseException:
             self.close()
             raise
-        with contextlib.suppress(RuntimeError):  # it can be initialized once in a process, and was
+        with contextlib.suppress(
+            RuntimeError
+        ):  # it can be initialized once in a process, and was
             autograd._init(number)  # type: ignore[attr-defined]
 
     def _check_address(self) -> None:
@@ -166,7 +174,9 @@ class OwnAgent:
                     self._change(known, joins=False)
             self._addresses.set(name, address)
             if name in self._maps:
-                self._reverse[name] = self._maps[name]  # the other one has the inverse map
+                self._reverse[name] = self._maps[
+                    name
+                ]  # the other one has the inverse map
             self._change(member, joins=True)
         return member
 
@@ -180,7 +190,9 @@ class OwnAgent:
                 self._change(member, joins=False)
 
     def _change(self, member: WorkerInfo, *, joins: bool) -> None:
-        self._agent._update_group_membership(member, self._devices, self._reverse, joins)
+        self._agent._update_group_membership(
+            member, self._devices, self._reverse, joins
+        )
 
     def next_number(self) -> int:
         """Raises LinkLost if all are used."""
@@ -234,7 +246,9 @@ class AgentLease:
         BadOption: the agent of this process is the user's, or has other settings.
     """
 
-    def __init__(self, name: str, number: int, settings: Settings, *, joins: bool = False) -> None:
+    def __init__(
+        self, name: str, number: int, settings: Settings, *, joins: bool = False
+    ) -> None:
         global _shared, _users
         with _lock:
             if _shared is None:
@@ -329,7 +343,9 @@ def _shut_down(agent: Any) -> bool:
         done.set()
 
     try:
-        threading.Thread(target=shut_down, name="muster-rpc-shutdown", daemon=True).start()
+        threading.Thread(
+            target=shut_down, name="muster-rpc-shutdown", daemon=True
+        ).start()
     except RuntimeError:  # the system allows no more threads, or the interpreter ends
         shut_down()
     return done.wait(SHUTDOWN_S)

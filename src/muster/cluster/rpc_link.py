@@ -93,7 +93,9 @@ class RpcEnd(End):
         deadline_s: seconds without a message after which the link is lost.
     """
 
-    def __init__(self, peer: WorkerInfo, session: str, *, main: bool, deadline_s: float) -> None:
+    def __init__(
+        self, peer: WorkerInfo, session: str, *, main: bool, deadline_s: float
+    ) -> None:
         super().__init__(deadline_s)
         self._peer = peer
         self._there: Key = session, not main
@@ -112,7 +114,9 @@ class RpcEnd(End):
         deadline = time.monotonic() + allowed_s
         with self._changed:
             self._check_not_stopped()
-            while self._cause or self._over or not has_room(self._unread.values(), size):
+            while (
+                self._cause or self._over or not has_room(self._unread.values(), size)
+            ):
                 self._wait(deadline, deadline, "read")
             number, self._sent = self._sent, self._sent + 1
             self._unread[number] = size
@@ -142,7 +146,9 @@ class RpcEnd(End):
         lost.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._over or not (self._unread or self._open), within_s)
+            self._changed.wait_for(
+                lambda: self._over or not (self._unread or self._open), within_s
+            )
 
     def _wait_until_read(self, number: int, deadline: float) -> None:
         """Wait until the memory of the block is not used any more."""
@@ -246,7 +252,12 @@ class RpcEnd(End):
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def deliver(
-    key: Key, number: int, message: bytes, tag: int, small: bytes | None, *large: torch.Tensor
+    key: Key,
+    number: int,
+    message: bytes,
+    tag: int,
+    small: bytes | None,
+    *large: torch.Tensor,
 ) -> Future[Any]:
     """Take a message of the other end.
 

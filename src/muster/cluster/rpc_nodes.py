@@ -90,7 +90,9 @@ class RpcCarrier(DirectCarrier):
             raise
         self._agent = self._lease.agent
 
-    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> RpcEnd:
+    def connect(
+        self, node: int, epoch: int, within_s: float, given_up: threading.Event
+    ) -> RpcEnd:
         channel = self._joined(node, epoch, within_s, given_up)
         with contextlib.closing(channel):
             try:
@@ -148,7 +150,11 @@ class RpcCarrier(DirectCarrier):
         if not torch.cuda.is_available():
             return {}
         here = f"cuda:{torch.cuda.current_device()}"
-        return {self._name_of(node): {here: name} for node, name in enumerate(devices) if name}
+        return {
+            self._name_of(node): {here: name}
+            for node, name in enumerate(devices)
+            if name
+        }
 
 
 class UsersCarrier(Carrier):
@@ -184,7 +190,9 @@ class UsersCarrier(Carrier):
     def address(self) -> str:
         return f"the RPC group of {self._agent.get_worker_info().name!r}"
 
-    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> RpcEnd:
+    def connect(
+        self, node: int, epoch: int, within_s: float, given_up: threading.Event
+    ) -> RpcEnd:
         deadline = time.monotonic() + within_s
         failures = []
         for place in range(len(self._others)):
@@ -239,9 +247,14 @@ def start(main: str, session: str, node: int, deadline_s: float, target: str) ->
         Why it was not started, or "".
     """
     try:
-        link = RpcEnd(rpc.get_worker_info(main), session, main=False, deadline_s=deadline_s)
+        link = RpcEnd(
+            rpc.get_worker_info(main), session, main=False, deadline_s=deadline_s
+        )
         threading.Thread(
-            target=_serve, args=(named(target), link, node), name=f"muster-node-{node}", daemon=True
+            target=_serve,
+            args=(named(target), link, node),
+            name=f"muster-node-{node}",
+            daemon=True,
         ).start()
     except Exception as error:  # noqa: BLE001 (RPC would print it)
         return f"{type(error).__name__}: {error}"
@@ -285,7 +298,8 @@ def joined(channel: SocketLink, deadline_s: float) -> Iterator[Link]:
         hear(channel)
         try:
             link.check(
-                CALL_S, f"the agent of the main process at {told['main'][2]} does not answer"
+                CALL_S,
+                f"the agent of the main process at {told['main'][2]} does not answer",
             )
         except LinkLost as lost:
             say(channel, refused=str(lost))

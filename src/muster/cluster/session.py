@@ -74,10 +74,14 @@ class Session:
         self.late = False
         self._link: Link | None = None
         self._given_up = threading.Event()
-        self._outbox: queue.SimpleQueue[Callable[[], Outgoing | None] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Callable[[], Outgoing | None] | None] = (
+            queue.SimpleQueue()
+        )
         self._putting = threading.Lock()
         self._losing = threading.Lock()
-        self._sender = threading.Thread(target=self._send, name=f"{name}-sends", daemon=True)
+        self._sender = threading.Thread(
+            target=self._send, name=f"{name}-sends", daemon=True
+        )
         self._receiver = threading.Thread(
             target=self._receive, name=f"{name}-receives", daemon=True
         )
@@ -119,7 +123,9 @@ class Session:
         with self._losing:
             if self._link is not None:
                 self._link.close()
-            self.lost = self.lost or why  # only now, since a reader of this uses that memory again
+            self.lost = (
+                self.lost or why
+            )  # only now, since a reader of this uses that memory again
         self._outbox.put(None)
         self._ring()
 

@@ -141,7 +141,9 @@ class SocketLink(Link):
         with self._lock:
             memory = self._expected.pop(tag, None)
         if memory is not None and memory.size != size:
-            raise LinkLost(f"Block {tag} has {size} bytes where {memory.size} were expected.")
+            raise LinkLost(
+                f"Block {tag} has {size} bytes where {memory.size} were expected."
+            )
         return memory
 
     def derived(self, purpose: bytes) -> bytes:
@@ -183,7 +185,9 @@ class SocketLink(Link):
                 f" {theirs[: len(MAGIC)]!r}."
             )
         nonces = nonce, theirs[len(MAGIC) :]
-        key = _hmac(token, b"session", *(nonces if self._own == _MAIN else reversed(nonces)))
+        key = _hmac(
+            token, b"session", *(nonces if self._own == _MAIN else reversed(nonces))
+        )
         self._write(_hmac(key, b"proof", self._own))
         if not hmac.compare_digest(
             self._read_exactly(MAC_BYTES), _hmac(key, b"proof", self._other)
@@ -204,14 +208,21 @@ class SocketLink(Link):
             )
         return got.message
 
-    def _mac(self, who: bytes, number: int, tag: int, size: int, message: bytes) -> bytes:
-        return _hmac(self._key, b"message", who, _PLACE.pack(number, tag, size), message)
+    def _mac(
+        self, who: bytes, number: int, tag: int, size: int, message: bytes
+    ) -> bytes:
+        return _hmac(
+            self._key, b"message", who, _PLACE.pack(number, tag, size), message
+        )
 
     # --- the connection ---------------------------------------------------------------------------
 
     def _write(self, message: bytes, array: Array | None = None, tag: int = 0) -> None:
         array = np.empty(0, np.uint8) if array is None else array
-        parts = [memoryview(_HEADER.pack(len(message), tag, array.size) + message), array.data]
+        parts = [
+            memoryview(_HEADER.pack(len(message), tag, array.size) + message),
+            array.data,
+        ]
         deadline = time.monotonic() + self.allowed_s(len(message) + array.size)
         with self.used("read"):
             while parts := [part for part in parts if part.nbytes]:
@@ -268,7 +279,9 @@ class SocketLink(Link):
             if count == 0:
                 raise LinkLost("The other end has closed the link, or is gone.")
             if count < 0:
-                self._wait(select.POLLIN, min(deadline, time.monotonic() + self.deadline_s))
+                self._wait(
+                    select.POLLIN, min(deadline, time.monotonic() + self.deadline_s)
+                )
             else:
                 rest = rest[count:]
 

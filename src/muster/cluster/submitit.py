@@ -118,7 +118,9 @@ class SubmititLauncher(Launcher):
         write_token(token, rendezvous.token)
         try:
             arguments = (rendezvous.address, node, str(token), self._target)
-            return self._jobs.submit(f"muster-node-{node}", node_job, *arguments, secret=token)
+            return self._jobs.submit(
+                f"muster-node-{node}", node_job, *arguments, secret=token
+            )
         except BaseException:
             token.unlink(missing_ok=True)
             raise
@@ -161,13 +163,20 @@ class Jobs:
             return LocalJob(self.folder, name, (function, args), secret)
         with self._lock:  # submitit's executors are not made for several threads
             self._executor.update_parameters(
-                **{"slurm_dependency": None, **self.parameters, **(more or {}), "name": name}
+                **{
+                    "slurm_dependency": None,
+                    **self.parameters,
+                    **(more or {}),
+                    "name": name,
+                }
             )
             try:
                 job = self._executor.submit(function, *args)
             except (RuntimeError, OSError) as error:
                 why = (str(error).strip().splitlines() or ["no reason was given"])[-1]
-                raise LinkLost(f"The job {name} could not be submitted: {why}") from error
+                raise LinkLost(
+                    f"The job {name} could not be submitted: {why}"
+                ) from error
         self._queue.add(job.job_id)
         return Job(job, self._queue, secret)
 
@@ -191,7 +200,9 @@ class Jobs:
         )
         named = bool(self.parameters.get("slurm_partition"))
         # *: the default one
-        return sorted({host for host, partition in rows if named or partition.endswith("*")})
+        return sorted(
+            {host for host, partition in rows if named or partition.endswith("*")}
+        )
 
 
 class Job:
@@ -238,7 +249,9 @@ class Job:
             RuntimeError: with the traceback of the job.
         """
         if not self.has_result():
-            raise RuntimeError(self.ended())  # it was killed; submitit would wait for a result
+            raise RuntimeError(
+                self.ended()
+            )  # it was killed; submitit would wait for a result
         return self._job.result()
 
 
@@ -246,13 +259,19 @@ class LocalJob(Process):
     """A job as a process of this machine, where there is no SLURM; as ``Job`` otherwise."""
 
     def __init__(
-        self, folder: Path, name: str, call: tuple[Callable[..., Any], Any], secret: Path | None
+        self,
+        folder: Path,
+        name: str,
+        call: tuple[Callable[..., Any], Any],
+        secret: Path | None,
     ) -> None:
         self._secret = secret
         self._outcome = b""
         log = folder / f"{name}-{secrets.token_hex(4)}_log"
         self._errors = log.with_suffix(".err")
-        super().__init__("muster.cluster.submitit:local_job", name, (dumps(call, name), log))
+        super().__init__(
+            "muster.cluster.submitit:local_job", name, (dumps(call, name), log)
+        )
         self.job_id = str(self._child.pid)
 
     def ended(self) -> str | None:
@@ -323,7 +342,9 @@ class Queue:
             pause = min(SLOWEST_POLL_S, POLL_S + 0.1 * (now - self._added))
             is_due = not _is_final(self._states[job]) and now >= self._asked + pause
             if is_due and not self._asking.is_alive():
-                jobs = [job for job, state in self._states.items() if not _is_final(state)]
+                jobs = [
+                    job for job, state in self._states.items() if not _is_final(state)
+                ]
                 self._asking = threading.Thread(
                     target=self._ask, args=(jobs,), name="muster-squeue", daemon=True
                 )
@@ -344,11 +365,17 @@ class Queue:
     def _ask(self, jobs: list[str]) -> None:
         """Call ``squeue``; ``sacct`` needs a database that small clusters lack."""
         done = _command(
-            "squeue", "--noheader", "--states=all", "--format=%i|%T|%r", f"--jobs={','.join(jobs)}"
+            "squeue",
+            "--noheader",
+            "--states=all",
+            "--format=%i|%T|%r",
+            f"--jobs={','.join(jobs)}",
         )
         with self._lock:
             self._asked = time.monotonic()
-            if done is None or (done.returncode and "Invalid job id" not in done.stderr):
+            if done is None or (
+                done.returncode and "Invalid job id" not in done.stderr
+            ):
                 return  # SLURM's controller does not answer: keep the known states
             rows = [line.strip().split("|", 2) for line in done.stdout.splitlines()]
             states = {
@@ -424,7 +451,9 @@ def _complete(parameters: dict[str, Any] | None) -> dict[str, Any]:
 
 def _executor(parameters: dict[str, Any], folder: Path, cluster: str | None) -> Any:
     if cluster not in (None, "slurm", "local"):
-        raise BadOption(f"cluster={cluster!r} is unknown; there are 'slurm' and 'local'.")
+        raise BadOption(
+            f"cluster={cluster!r} is unknown; there are 'slurm' and 'local'."
+        )
     try:
         import submitit
     except ModuleNotFoundError as error:
@@ -464,7 +493,11 @@ def _command(*command: str) -> subprocess.CompletedProcess[str] | None:
     """Run a command; None if it failed to start or did not end in time."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         return subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_S
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
         )
     return None
 

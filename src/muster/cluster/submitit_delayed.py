@@ -48,7 +48,9 @@ HOSTS = "hosts"
 
 _R = TypeVar("_R")
 _Decorator = Callable[[Callable[..., _R]], Callable[..., _R]]
-_Call = tuple[Callable[..., Any], Any, Any]  # a function, its arguments and keyword arguments
+_Call = tuple[
+    Callable[..., Any], Any, Any
+]  # a function, its arguments and keyword arguments
 
 
 class DelayedLauncher(Launcher):
@@ -200,7 +202,9 @@ class NodeJobs:
         return self._jobs.submit(name, delayed_node_job, folder, node, more=more)
 
 
-def _run(folder: Path, mains: Jobs, nodes: Jobs, node_jobs: NodeJobs, call: _Call) -> Any:
+def _run(
+    folder: Path, mains: Jobs, nodes: Jobs, node_jobs: NodeJobs, call: _Call
+) -> Any:
     """Call a decorated program, on the login node."""
     token = folder / "token"
     job: Job | LocalJob | None = None
@@ -216,7 +220,9 @@ def _run(folder: Path, mains: Jobs, nodes: Jobs, node_jobs: NodeJobs, call: _Cal
             pause.wait(POLL_S)
         return job.result()
     except (RuntimeError, LinkLost) as error:  # LinkLost: it could not be submitted
-        raise MusterError(f"The main program failed in {job or 'no job'}: {error}") from error
+        raise MusterError(
+            f"The main program failed in {job or 'no job'}: {error}"
+        ) from error
     finally:
         if job is not None and not job.has_result():
             job.end()

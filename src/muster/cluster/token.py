@@ -47,7 +47,9 @@ def read_token(given: bytes | str | os.PathLike[str] | None) -> bytes | None:
 
 def write_token(path: Path, token: bytes) -> None:
     """Write a token into a new file that only this user can read."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    with os.fdopen(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+    ) as file:
         file.write(token)
 
 

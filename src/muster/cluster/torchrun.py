@@ -76,7 +76,9 @@ class TorchrunLauncher(Launcher):
                     self._token = _token_path(self._key)
                     write_whole(self._token, [rendezvous.token], mode=0o600)
                 self._store = _store()
-                self._store.set(self._key, _signed(rendezvous.token, self._key, rendezvous.address))
+                self._store.set(
+                    self._key, _signed(rendezvous.token, self._key, rendezvous.address)
+                )
 
     def close(self) -> None:
         with self._lock:
@@ -132,7 +134,8 @@ def find_rendezvous(token: bytes | None, within_s: float) -> tuple[str, int, byt
 def torchrun_rank() -> int | None:
     """The rank of this process; None: torchrun has not started it."""
     has_all = all(
-        name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        name in os.environ
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     )
     return int(os.environ["RANK"]) if has_all else None
 
@@ -142,7 +145,8 @@ def _next_key() -> str:
     order. Ranks that torchrun has restarted use other keys.
     """
     run = [
-        os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+        os.environ.get(name, "")
+        for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     ]
     return "/".join(["muster", "rendezvous", *run, str(next(_collectors))])
 
@@ -157,7 +161,9 @@ def _verified(token: bytes, key: str, record: bytes) -> str | None:
         return None
     with contextlib.suppress(ValueError, TypeError):
         address, signed = read_json(record)
-        if hmac.compare_digest(str(signed), signature(token, json.dumps([key, address]).encode())):
+        if hmac.compare_digest(
+            str(signed), signature(token, json.dumps([key, address]).encode())
+        ):
             return str(address)
     return None
 
@@ -187,7 +193,11 @@ def _own_folder() -> Path:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if (
+        not stat.S_ISDIR(found.st_mode)
+        or found.st_uid != os.getuid()
+        or found.st_mode & 0o077
+    ):
         raise BadOption(
             f"{folder} should be a folder that only this user can read: remove it, or set TMPDIR to"
             " another place for all ranks, or give the token (MUSTER_TOKEN_FILE)."

@@ -46,7 +46,9 @@ class Load:
         return self.cpu_share < WAITING
 
 
-def auto_workers(create_env_fn: Any, policy: Any, options: PoolOptions, *, alone: bool) -> int:
+def auto_workers(
+    create_env_fn: Any, policy: Any, options: PoolOptions, *, alone: bool
+) -> int:
     """Return the number of workers that keeps the cores of this machine busy, from a measurement of
     the first group.
     """
@@ -73,7 +75,9 @@ def busy_workers(load: Load, cores: float) -> int:
     return min(MOST_WORKERS, max(1, math.floor(cores / load.cpu_share + 0.1)))
 
 
-def measure(create_env_fn: Any, policy: Any, options: CollectorOptions, seconds: float) -> Load:
+def measure(
+    create_env_fn: Any, policy: Any, options: CollectorOptions, seconds: float
+) -> Load:
     """Measure rollouts of the first group, or of one environment of it, for about ``seconds``.
 
     The environments are made for it and closed. It acts with a copy of the policy, and changes no
@@ -83,7 +87,11 @@ def measure(create_env_fn: Any, policy: Any, options: CollectorOptions, seconds:
     end = 0.0
     over = SimpleNamespace(collection_stopped=lambda: time.perf_counter() >= end)
     factory = next(iter(options.factories), None)
-    copied = loads(dumps(policy, "policy", MAKE_POLICY), "policy") if factory is None else factory()
+    copied = (
+        loads(dumps(policy, "policy", MAKE_POLICY), "policy")
+        if factory is None
+        else factory()
+    )
     with (
         GroupRng(0).as_global(),
         # the options that change how long a step takes
@@ -93,7 +101,9 @@ def measure(create_env_fn: Any, policy: Any, options: CollectorOptions, seconds:
             interruptor=over,
             create_env_kwargs=keywords_of(options.create_env_kwargs, len(factories))[0],
             num_envs=None if options.num_envs is None else 1,
-            num_threads=options.num_sub_threads if isinstance(options, PoolOptions) else None,
+            num_threads=options.num_sub_threads
+            if isinstance(options, PoolOptions)
+            else None,
             device=options.device,
             policy_device=options.policy_device,
             env_device=options.env_device,

@@ -29,7 +29,13 @@ from muster.collectors.resume import Autosaver, CollectorParts
 from muster.collectors.signatures import takes
 from muster.episodes.record import Episodes
 from muster.episodes.summary import CollectStats
-from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTimeout, described
+from muster.errors import (
+    BadOption,
+    CollectorBusy,
+    CollectorClosed,
+    CollectorTimeout,
+    described,
+)
 from muster.observing.own_metrics import numbers_of
 from muster.observing.plot import plot_stats
 from muster.observing.profiling import ProfileConfig
@@ -61,7 +67,9 @@ class NoReplayBuffer(BadOption, RuntimeError):
 
 def made_updater(given: Any) -> Any:
     """Return a weight updater: ``given``, or what ``given`` makes, a class or a function."""
-    if given is None or (hasattr(given, "push_weights") and not isinstance(given, type)):
+    if given is None or (
+        hasattr(given, "push_weights") and not isinstance(given, type)
+    ):
         return given
     return given()
 
@@ -84,7 +92,9 @@ class BaseCollector(ABC):
 
     def __init__(self, options: CollectorOptions) -> None:
         if options.policy is not None and options.policy_factory is not None:
-            raise BadOption("policy_factory cannot be used with policy: give one of them")
+            raise BadOption(
+                "policy_factory cannot be used with policy: give one of them"
+            )
         self.options = options
         self._closed = False
         self._background: Background | None = None
@@ -355,7 +365,9 @@ class BaseCollector(ABC):
         """
         return self._exclusively()
 
-    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+    def async_shutdown(
+        self, timeout: float | None = None, close_env: bool = True
+    ) -> None:
         """End the background thread after its current batch, and shut down.
 
         Raises the error of the thread.
@@ -408,13 +420,19 @@ class BaseCollector(ABC):
         """
         given = only_source(policy_or_weights, weights, policy)
         self._check_open()
-        if worker_ids is not None and self._updater is None and self._weights.workers is None:
+        if (
+            worker_ids is not None
+            and self._updater is None
+            and self._weights.workers is None
+        ):
             raise TypeError(
                 "worker_ids were given, but this collector has no workers and no weight_updater:"
                 " leave them out"
             )
         if weights_dict is not None and (given is not None or model_id is not None):
-            raise BadOption("weights_dict has the weights of all models: give nothing else with it")
+            raise BadOption(
+                "weights_dict has the weights of all models: give nothing else with it"
+            )
         if self._updater is not None:
             if weights_dict is not None or model_id not in (None, "policy"):
                 raise BadOption(
@@ -453,7 +471,10 @@ class BaseCollector(ABC):
         self._receivers.receive_or_publish(given)
 
     def register_scheme_receiver(
-        self, weight_recv_schemes: Mapping[str, Any], *, synchronize_weights: bool = True
+        self,
+        weight_recv_schemes: Mapping[str, Any],
+        *,
+        synchronize_weights: bool = True,
     ) -> None:
         """Receive weights from a parent collector.
 
@@ -536,11 +557,17 @@ class BaseCollector(ABC):
         """
         if model_id == "policy":
             return self.policy
-        root = self if model_id.split(".")[0].split("[")[0] in ("policy", "env") else self.policy
+        root = (
+            self
+            if model_id.split(".")[0].split("[")[0] in ("policy", "env")
+            else self.policy
+        )
         try:
             return resolve(root, model_id)
         except BadOption as error:
-            raise BadOption(f"model_id={model_id!r} is not known here: {error}") from error
+            raise BadOption(
+                f"model_id={model_id!r} is not known here: {error}"
+            ) from error
 
     def getattr_env(self, attr: str) -> Any:
         """Return an attribute of the environment, or a list of them if there are several
@@ -548,9 +575,15 @@ class BaseCollector(ABC):
         """
         self._raise_from_background()
         env = self.env
-        return [getattr(one, attr) for one in env] if isinstance(env, list) else getattr(env, attr)
+        return (
+            [getattr(one, attr) for one in env]
+            if isinstance(env, list)
+            else getattr(env, attr)
+        )
 
-    def map_envs(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def map_envs(
+        self, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> list[Any]:
         """Call ``function(env, *args, **kwargs)`` for every environment, where it is: in this
         process, in every worker, on every node.
 
@@ -569,9 +602,13 @@ class BaseCollector(ABC):
             BadOption: ``function`` is no function, or it or an argument cannot be pickled.
         """
         if not callable(function):
-            raise BadOption(f"map_envs({function!r}): expected a function of an environment")
+            raise BadOption(
+                f"map_envs({function!r}): expected a function of an environment"
+            )
         with self._exclusively():
-            call = Call(on_environments, (self._sendable((function, args, kwargs), "map_envs"),))
+            call = Call(
+                on_environments, (self._sendable((function, args, kwargs), "map_envs"),)
+            )
             found = self._engine.source.pool.call(call)
         return [result for of_worker in found for result in of_worker]
 
@@ -584,7 +621,9 @@ class BaseCollector(ABC):
         """Return an attribute of the replay buffer."""
         self._raise_from_background()
         if self.options.replay_buffer is None:
-            raise BadOption(f"getattr_rb({attr!r}): this collector has no replay buffer")
+            raise BadOption(
+                f"getattr_rb({attr!r}): this collector has no replay buffer"
+            )
         return getattr(self.options.replay_buffer, attr)
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
@@ -689,13 +728,20 @@ class BaseCollector(ABC):
             if self._engine.pipeline.recorder is not None:
                 self._engine.pipeline.recorder.resume()
             return resume.load(
-                self._parts(), state_dict, trust=trust, strict=strict, close=self._close_quietly
+                self._parts(),
+                state_dict,
+                trust=trust,
+                strict=strict,
+                close=self._close_quietly,
             )
 
     # --- the end ----------------------------------------------------------------------------------
 
     def shutdown(
-        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+        self,
+        timeout: float | None = None,
+        close_env: bool = True,
+        raise_on_error: bool = True,
     ) -> None:
         """Close the environments. Batches and ``stats()`` stay valid. May be called again.
 
@@ -796,20 +842,27 @@ class BaseCollector(ABC):
         found = [
             number
             for number, acts_on in enumerate(acting_on)
-            if device.type == acts_on.type and device.index in (None, acts_on.index or 0)
+            if device.type == acts_on.type
+            and device.index in (None, acts_on.index or 0)
         ]
         if not found:
             known = ", ".join(sorted({str(acts_on) for acts_on in acting_on}))
-            raise BadOption(f"worker_ids={device!r}: the policies of all workers are on {known}")
+            raise BadOption(
+                f"worker_ids={device!r}: the policies of all workers are on {known}"
+            )
         return found
 
     def _acting_on(self) -> list[torch.device]:
         """Return the device of the policy of each worker that takes weights."""
-        return [self.options.devices.policy or self._policys_own()] * (self._weights.workers or 0)
+        return [self.options.devices.policy or self._policys_own()] * (
+            self._weights.workers or 0
+        )
 
     def _policys_own(self) -> torch.device:
         """Return the device on which the user's policy is."""
-        tensors = tensors_in(self.policy) if isinstance(self.policy, torch.nn.Module) else ()
+        tensors = (
+            tensors_in(self.policy) if isinstance(self.policy, torch.nn.Module) else ()
+        )
         first = next(iter(tensors), None)
         return torch.device("cpu") if first is None else first.device
 
@@ -838,7 +891,11 @@ class BaseCollector(ABC):
     def _parts(self) -> CollectorParts:
         """Return the parts that have state."""
         return CollectorParts(
-            type(self).__name__, self.policy, self._engine, self._weights, self._on_demand
+            type(self).__name__,
+            self.policy,
+            self._engine,
+            self._weights,
+            self._on_demand,
         )
 
     def _close_quietly(self) -> None:
@@ -858,7 +915,11 @@ class BaseCollector(ABC):
         Raises if the collector is closed.
         """
         self._check_open()
-        return trimmed if self._background is None else self._while_paused(self._background)
+        return (
+            trimmed
+            if self._background is None
+            else self._while_paused(self._background)
+        )
 
     @contextmanager
     def _while_paused(self, background: Background) -> Iterator[None]:
@@ -912,11 +973,18 @@ class BaseCollector(ABC):
 
     def _owners(self) -> list[Owner]:
         """Return the owners of the workers and of the background thread, which no fork has."""
-        owners = self._engine.source.pool.owner, self._background and self._background.owner
+        owners = (
+            self._engine.source.pool.owner,
+            self._background and self._background.owner,
+        )
         return [owner for owner in owners if owner]
 
     def _check_open(self) -> None:
-        if not self._closed and self._background is None and self._engine.source.pool.owner is None:
+        if (
+            not self._closed
+            and self._background is None
+            and self._engine.source.pool.owner is None
+        ):
             return
         for owner in self._owners():
             owner.check()

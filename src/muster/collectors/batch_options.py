@@ -111,10 +111,18 @@ class BatchOptions(Checked):
         """The option that joins episodes over batches; empty: none does."""
         if self.trajs_per_batch is not None:
             return "trajs_per_batch"
-        return "replay_write_mode='trajectory'" if self.replay_write_mode == "trajectory" else ""
+        return (
+            "replay_write_mode='trajectory'"
+            if self.replay_write_mode == "trajectory"
+            else ""
+        )
 
 
-def joins_time(o: BatchOptions, cat_dim: int | None, batch_shape: Sequence[int]) -> bool:
+def joins_time(
+    o: BatchOptions, cat_dim: int | None, batch_shape: Sequence[int]
+) -> bool:
     """Return whether the rollouts of groups (``[*batch_shape, T]``) are concatenated along time."""
     ndim = len(batch_shape) + 1
-    return cat_dim is not None and cat_dim % ndim == (0 if o.layout == "time_major" else ndim - 1)
+    return cat_dim is not None and cat_dim % ndim == (
+        0 if o.layout == "time_major" else ndim - 1
+    )

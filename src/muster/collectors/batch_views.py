@@ -60,7 +60,10 @@ class BatchViews:
 
     def place(self, rows: torch.device | None) -> Place:
         """Return where batches are, if the rows are on the device ``rows`` (None: the host)."""
-        return Place(self._storing or rows or torch.device("cpu"), shown=self._storing is not None)
+        return Place(
+            self._storing or rows or torch.device("cpu"),
+            shown=self._storing is not None,
+        )
 
     @property
     def reuses(self) -> bool:
@@ -98,11 +101,16 @@ class BatchViews:
     def prepare(self, ring: SlotRing, slot: Slot) -> None:
         """Make the batch of a slot while the slot is being filled, if that is possible."""
         late = (
-            ring.layout.object_columns or self._storing is not None or self._options.return_same_td
+            ring.layout.object_columns
+            or self._storing is not None
+            or self._options.return_same_td
         )
         if not late and self.cat_dim is None and id(slot) not in self._prepared:
             memory = ring.lend_ahead(slot)
-            self._prepared[id(slot)] = memory, self._view_of(ring.layout).tensordict(memory, slot)
+            self._prepared[id(slot)] = (
+                memory,
+                self._view_of(ring.layout).tensordict(memory, slot),
+            )
 
     def drop(self, slot: Slot) -> bool:
         """Forget a slot that will never be full.
@@ -176,7 +184,9 @@ class BatchViews:
 
     def hidden_keys(self, layout: Layout) -> list[Key]:
         return (
-            [column.key for column in layout.columns if column.hidden] if self.shows_hidden else []
+            [column.key for column in layout.columns if column.hidden]
+            if self.shows_hidden
+            else []
         )
 
     def _view_of(self, layout: Layout) -> BatchView:

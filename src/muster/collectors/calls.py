@@ -127,7 +127,12 @@ class CollectCall(UserCall):
 
     def _living(self) -> list[int]:
         """Return the numbers of all environments that were not dropped."""
-        return [int(i) for a in self._source.pool.counters if not a.dropped for i in a.env_ids]
+        return [
+            int(i)
+            for a in self._source.pool.counters
+            if not a.dropped
+            for i in a.env_ids
+        ]
 
 
 class StepsCall(CollectCall):
@@ -149,7 +154,11 @@ class StepsCall(CollectCall):
     def run(self) -> CallResult:
         n = self.arguments.n_step or 0
         parts = self._parts
-        while self._rollout is not None or not parts or (self._source.overlaps and self.frames < n):
+        while (
+            self._rollout is not None
+            or not parts
+            or (self._source.overlaps and self.frames < n)
+        ):
             if self._rollout is None:
                 self._rollout = self._roll_out(n - self.frames)
             self._finish_part(self._rollout)
@@ -167,7 +176,9 @@ class StepsCall(CollectCall):
         for part in self._parts:
             self._engine.ledger.discard("interrupted", part.frames)
         if self._rollout is not None:
-            self._engine.lose(self._rollout.batch, self._rollout.env_ids, self._rollout.frames)
+            self._engine.lose(
+                self._rollout.batch, self._rollout.env_ids, self._rollout.frames
+            )
         self._parts = []
         self._rollout = None
 
@@ -194,7 +205,9 @@ class StepsCall(CollectCall):
         for saved in state["parts"]:
             batch = engine.place.take(saved["batch"])
             episodes = Episodes.from_state(saved["episodes"])
-            call._parts.append(Part(batch, saved["frames"], episodes, saved["last"], []))
+            call._parts.append(
+                Part(batch, saved["frames"], episodes, saved["last"], [])
+            )
         return call
 
     def _roll_out(self, missing: int) -> CollectedRollout:
@@ -205,7 +218,9 @@ class StepsCall(CollectCall):
             rows = self._rows(-(-n // self._engine.num_envs))
             batches = self._source.rollouts_for(missing, rows)
             return self._collect(None, rows=rows, batches=batches, bootstrap=bootstrap)
-        return self._collect(n, rows=-(-n // max(len(self._living()), 1)), bootstrap=bootstrap)
+        return self._collect(
+            n, rows=-(-n // max(len(self._living()), 1)), bootstrap=bootstrap
+        )
 
     def _finish_part(self, rollout: CollectedRollout) -> None:
         """Make a part of the rollout.
@@ -216,13 +231,20 @@ class StepsCall(CollectCall):
         batch = rollout.batch
         hidden = rollout.hidden
         n = self.arguments.n_step or 0
-        if not self._source.overlaps and n < batch.numel() and VALID not in batch.keys(True):
+        if (
+            not self._source.overlaps
+            and n < batch.numel()
+            and VALID not in batch.keys(True)
+        ):
             batch.set(VALID, self._valid(batch, n))
         last = None
         try:
             if self.arguments.bootstrap:
                 last = add_next_values(batch, rollout.results, engine.source.pool)
-        except (WorkerDied, CollectorTimeout):  # the lost server had the recurrent states
+        except (
+            WorkerDied,
+            CollectorTimeout,
+        ):  # the lost server had the recurrent states
             engine.lose(batch, rollout.env_ids, rollout.frames, "worker_died")
             self._rollout = None
             raise
@@ -235,10 +257,14 @@ class StepsCall(CollectCall):
     def _valid(self, batch: TensorDict, n: int) -> torch.Tensor:
         """Return a mask of the first ``n`` cells, in order of time."""
         counters = self._engine.source.pool.counters
-        living = np.concatenate([np.full(a.info.num_envs, not a.dropped) for a in counters])
+        living = np.concatenate(
+            [np.full(a.info.num_envs, not a.dropped) for a in counters]
+        )
         time_dim = batch.names.index("time")
         T = batch.numel() // len(living)
-        place = np.arange(T) * living.sum() + (np.cumsum(living) - 1)[:, None]  # [environments, T]
+        place = (
+            np.arange(T) * living.sum() + (np.cumsum(living) - 1)[:, None]
+        )  # [environments, T]
         valid = torch.from_numpy((place < n) & living[:, None])
         if self._engine.joins_time:  # groups follow each other
             valid = torch.cat(valid.chunk(len(counters)), dim=1)
@@ -261,7 +287,9 @@ class Choice:
         self.numbers: list[int] = []
         self._num_envs = num_envs
         self._place = {env: place for place, env in enumerate(envs)}
-        self._shown: list[list[int]] = []  # all that the rule was shown; a rule is a function of it
+        self._shown: list[
+            list[int]
+        ] = []  # all that the rule was shown; a rule is a function of it
 
     def take(self, steps: Sequence[Sequence[int]]) -> None:
         """Show ended episodes to the rule, time step by time step."""
@@ -273,7 +301,9 @@ class Choice:
                 if n % self._num_envs in self._place
             }
             if not self.rule.complete:
-                self.numbers += [numbers[place] for place in self.rule.ended(sorted(numbers))]
+                self.numbers += [
+                    numbers[place] for place in self.rule.ended(sorted(numbers))
+                ]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the choice so far as plain data."""
@@ -351,7 +381,9 @@ class EpisodesCall(CollectCall):
 
     def give_up(self) -> None:
         if self._unkept is not None:
-            self._engine.lose(self._unkept.batch, self._unkept.env_ids, self._unkept.frames)
+            self._engine.lose(
+                self._unkept.batch, self._unkept.env_ids, self._unkept.frames
+            )
         if self._group is not None:
             self._engine.ledger.discard("interrupted", self._group.frames)
         self._unkept = self._group = None
@@ -360,7 +392,9 @@ class EpisodesCall(CollectCall):
     @property
     def can_be_saved(self) -> bool:
         return (
-            self._group is None and self._unkept is None and self.arguments.state_dict() is not None
+            self._group is None
+            and self._unkept is None
+            and self.arguments.state_dict() is not None
         )
 
     def settle(self) -> None:
@@ -369,7 +403,10 @@ class EpisodesCall(CollectCall):
             self._store_rollout(self._unkept)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"arguments": self.arguments.state_dict(), "choice": self._choice.state_dict()}
+        return {
+            "arguments": self.arguments.state_dict(),
+            "choice": self._choice.state_dict(),
+        }
 
     def load_choice(self, state: Mapping[str, Any]) -> None:
         """Restore ``Choice.state_dict()``; the store is restored already."""
@@ -380,7 +417,10 @@ class EpisodesCall(CollectCall):
     def _new_choice(self) -> Choice:
         arguments = self.arguments
         return Choice(
-            arguments.rule or RULE, arguments.n_episode or 0, self._living(), self._store.num_envs
+            arguments.rule or RULE,
+            arguments.n_episode or 0,
+            self._living(),
+            self._store.num_envs,
         )
 
     def _store_rollout(self, rollout: CollectedRollout) -> None:

@@ -129,9 +129,12 @@ def over_nodes(options: ClusterOptions) -> OverNodes:
     """
     factories = _factories(options.create_env_fn, options.num_nodes)
     kinds = [
-        _kind(given) for given in spread("collector_class", options.collector_class, len(factories))
+        _kind(given)
+        for given in spread("collector_class", options.collector_class, len(factories))
     ]
-    workers = spread("num_workers_per_collector", options.num_workers_per_collector, len(factories))
+    workers = spread(
+        "num_workers_per_collector", options.num_workers_per_collector, len(factories)
+    )
     workers = [integer("num_workers_per_collector", count) for count in workers]
     for count, kind in zip(workers, kinds, strict=True):
         if kind == "single" and count > 1:
@@ -155,7 +158,9 @@ def over_nodes(options: ClusterOptions) -> OverNodes:
     for name in PER_WORKER:
         given = getattr(options, name)
         values = spread(name, given, len(factories))
-        values = [own.pop(name, value) for own, value in zip(of_node, values, strict=True)]
+        values = [
+            own.pop(name, value) for own, value in zip(of_node, values, strict=True)
+        ]
         if is_several(given) or any(value is not given for value in values):
             lists[name] = [values[node] for node in of_leaf]
     if None in lists.get("policy_factory", ()):
@@ -197,10 +202,17 @@ def _node_keywords(
     """Return the options in ``collector_kwargs`` for all workers, and those of ``OF_NODE`` that
     differ, for each node. If it is a list, so is ``create_env_kwargs``.
     """
-    every = [dict(given or {}) for given in spread("collector_kwargs", collector_kwargs, count)]
+    every = [
+        dict(given or {})
+        for given in spread("collector_kwargs", collector_kwargs, count)
+    ]
     shared = dict(every[0])
-    if is_several(collector_kwargs) and any("create_env_kwargs" in given for given in every):
-        shared["create_env_kwargs"] = [given.pop("create_env_kwargs", None) for given in every]
+    if is_several(collector_kwargs) and any(
+        "create_env_kwargs" in given for given in every
+    ):
+        shared["create_env_kwargs"] = [
+            given.pop("create_env_kwargs", None) for given in every
+        ]
     for given in every:
         check_names(signature(PoolOptions), given)
     own: list[dict[str, Any]] = [{} for _ in every]
@@ -212,7 +224,9 @@ def _node_keywords(
                     own[node][name] = given.pop(name)
     for number, other in enumerate(every):
         if differing := sorted(
-            key for key in {*every[0], *other} if not _equal(every[0].get(key), other.get(key))
+            key
+            for key in {*every[0], *other}
+            if not _equal(every[0].get(key), other.get(key))
         ):
             raise BadOption(
                 f"collector_kwargs[{number}] differs from collector_kwargs[0] in"

@@ -47,7 +47,9 @@ class ClusterCollector(MultiCollector):
         self._of_leaf = placed.of_leaf
         # batches since ``_before_batch`` last published, by node
         self._since = [0] * (self._of_leaf[-1] + 1)
-        self._longest = 0 if options.update_after_each_batch else options.max_weight_update_interval
+        self._longest = (
+            0 if options.update_after_each_batch else options.max_weight_update_interval
+        )
         BaseCollector.__init__(self, placed.options)
 
     def _acting_on(self) -> list[torch.device]:
@@ -177,7 +179,9 @@ class DistributedOptions(JoiningOptions):
             check_backend(self.backend)
             return DirectCarrier(*self.joining(nodes, workers), deadline_s)
         check_groups(self.backend)
-        return TorchCarrier(*self.joining(nodes, workers), deadline_s, backend=self.backend)
+        return TorchCarrier(
+            *self.joining(nodes, workers), deadline_s, backend=self.backend
+        )
 
 
 class DistributedCollector(ClusterCollector):
@@ -317,10 +321,14 @@ def _check_tensorpipe(options: dict[str, Any]) -> None:
         "devices": "visible_devices names them; batches go through the hosts' memory",
     }
     for name in options.keys() & instead.keys():
-        raise BadOption(f"tensorpipe_options has {name!r}: leave it out, {instead[name]}")
+        raise BadOption(
+            f"tensorpipe_options has {name!r}: leave it out, {instead[name]}"
+        )
     if not (torch.distributed.is_available() and rpc.is_available()):
         return  # the class does not exist in this PyTorch
-    known = signature(rpc.TensorPipeRpcBackendOptions).parameters.keys() - instead.keys()
+    known = (
+        signature(rpc.TensorPipeRpcBackendOptions).parameters.keys() - instead.keys()
+    )
     if unknown := sorted(options.keys() - known):
         raise BadOption(
             f"tensorpipe_options has {', '.join(unknown)}: expected {', '.join(sorted(known))}"
@@ -328,9 +336,13 @@ def _check_tensorpipe(options: dict[str, Any]) -> None:
     try:
         rpc.TensorPipeRpcBackendOptions(**options)
     except TypeError as error:  # its message is a page long
-        raise BadOption(f"tensorpipe_options={options!r}: a value has a wrong type") from error
+        raise BadOption(
+            f"tensorpipe_options={options!r}: a value has a wrong type"
+        ) from error
     except RuntimeError as error:
-        raise BadOption(f"tensorpipe_options={options!r}: {first_line(error)}") from error
+        raise BadOption(
+            f"tensorpipe_options={options!r}: {first_line(error)}"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,7 +414,11 @@ class RayCollector(ClusterCollector):
                 options.on_batch,
                 options.record,
             ),
-            *(options.on_episode_done, options.post_collect_hook, not options.extend_buffer),
+            *(
+                options.on_episode_done,
+                options.post_collect_hook,
+                not options.extend_buffer,
+            ),
         )
         if names.isdisjoint(("RayBuffer", "RayReplayBuffer")) or any(looks):
             return None

@@ -67,11 +67,15 @@ class CollectArguments:
             )
         for name in ("random", "no_grad", "reset_before_collect"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
-                raise BadOption(f"collect({name}={getattr(self, name)!r}): expected True or False")
+                raise BadOption(
+                    f"collect({name}={getattr(self, name)!r}): expected True or False"
+                )
         if self.rule is not None:
             check_rule(self.rule)
         if self.surplus not in (None, "discard", "keep"):
-            raise BadOption(f"collect(surplus={self.surplus!r}): expected 'discard' or 'keep'")
+            raise BadOption(
+                f"collect(surplus={self.surplus!r}): expected 'discard' or 'keep'"
+            )
         if self.render is not None:
             check_pause(self.render)
         if self.bootstrap not in (True, False, "truncations"):
@@ -114,7 +118,11 @@ class CollectArguments:
     def values(self) -> Bootstrap | None:
         """Return which next observations need values."""
         return (
-            "truncations" if self.bootstrap == "truncations" else "last" if self.bootstrap else None
+            "truncations"
+            if self.bootstrap == "truncations"
+            else "last"
+            if self.bootstrap
+            else None
         )
 
     def is_like(self, other: CollectArguments) -> bool:
@@ -127,7 +135,9 @@ class CollectArguments:
     def state_dict(self) -> dict[str, Any] | None:
         """Return the arguments as plain data; None: ``reset_kwargs`` are none."""
         state = asdict(self) | {
-            "reset_kwargs": None if self.reset_kwargs is None else dict(self.reset_kwargs)
+            "reset_kwargs": None
+            if self.reset_kwargs is None
+            else dict(self.reset_kwargs)
         }
         try:
             json.dumps(state)

@@ -25,7 +25,9 @@ class CollectingTime:
         self.elapsed = 0
         self._ended_at = 0  # when the last batch was collected; 0: there was none
 
-    def end(self, began: int, results: Iterable[RolloutResult], *, overlaps: bool) -> None:
+    def end(
+        self, began: int, results: Iterable[RolloutResult], *, overlaps: bool
+    ) -> None:
         """Add the time since ``began``, when collecting these rollouts has begun.
 
         ``overlaps``: the workers continued since the last batch.

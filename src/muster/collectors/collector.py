@@ -10,7 +10,12 @@ import torch
 from muster.collectors.base import BaseCollector
 from muster.collectors.engine import Engine
 from muster.collectors.options import CollectorOptions
-from muster.collectors.setup import in_this_thread, log_rollouts, make_groups, worker_setting
+from muster.collectors.setup import (
+    in_this_thread,
+    log_rollouts,
+    make_groups,
+    worker_setting,
+)
 from muster.collectors.signatures import takes
 from muster.policies.adapt import place
 from muster.policies.modes import ActingMode, warn_of_noise
@@ -67,9 +72,15 @@ class Collector(BaseCollector):
         acts_in = None
         if acting:
             acts_in = ActingMode(acting, mode)
-        self._weights = PolicyWeights(self.policy, original, options.version_counter, acts_in)
-        groups = make_groups(options.create_env_fn, options, self.policy, self._policy_device, made)
-        source, worker = in_this_thread(options, groups, self.policy, self._policy_device)
+        self._weights = PolicyWeights(
+            self.policy, original, options.version_counter, acts_in
+        )
+        groups = make_groups(
+            options.create_env_fn, options, self.policy, self._policy_device, made
+        )
+        source, worker = in_this_thread(
+            options, groups, self.policy, self._policy_device
+        )
         if options.watching is not None and options.watching.films:
             log_rollouts(source.pool, worker, options.create_env_fn, options)
         stacked = is_several(options.create_env_fn)
@@ -86,7 +97,9 @@ class Collector(BaseCollector):
             self.policy = own
             setting = worker_setting(self.options, own)
             group = self._engine.groups[0]
-            self._engine.act_with(build_policy(own, setting, group.env, self._policy_device))
+            self._engine.act_with(
+                build_policy(own, setting, group.env, self._policy_device)
+            )
 
     def _copied(self) -> torch.nn.Module:
         """A copy of the policy: as Python copies it, as ``policy_factory`` makes it, or as workers

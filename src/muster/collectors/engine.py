@@ -76,7 +76,9 @@ class NextBatch:
     Where rollouts go to a ``ReplayMemory``, they are written before the batch is made.
     """
 
-    def __init__(self, source: Schedule, weights: PolicyWeights, views: BatchViews) -> None:
+    def __init__(
+        self, source: Schedule, weights: PolicyWeights, views: BatchViews
+    ) -> None:
         self._source = source
         self._weights = weights
         self._views = views
@@ -187,7 +189,10 @@ class Engine:
         with_infos = options.info is not False
         first = pool.counters[0].info
         recount = Recount(
-            pool.num_envs, first.reward_key, with_infos=with_infos, agents=first.agent_rewards
+            pool.num_envs,
+            first.reward_key,
+            with_infos=with_infos,
+            agents=first.agent_rewards,
         )
         self.pipeline = Pipeline(options, pool.num_envs, recount)
         self.views = BatchViews(
@@ -195,12 +200,25 @@ class Engine:
         )
         self.memory: MemoryWriter | None = None
         if isinstance(options.replay_buffer, ReplayMemory):
-            self.memory = MemoryWriter(options.replay_buffer, pool, options.devices.storing)
+            self.memory = MemoryWriter(
+                options.replay_buffer, pool, options.devices.storing
+            )
         self._shows = self.memory is None or not self.pipeline.is_direct
         self._row_by_row: RowByRow | None = None
-        one_row = local is not None and options.frames == pool.num_envs and len(pool.counters) == 1
-        if self.memory is not None and local is not None and one_row and not self._shows:
-            self._row_by_row = RowByRow(local, self.memory, pool.counters[0], source.layout)
+        one_row = (
+            local is not None
+            and options.frames == pool.num_envs
+            and len(pool.counters) == 1
+        )
+        if (
+            self.memory is not None
+            and local is not None
+            and one_row
+            and not self._shows
+        ):
+            self._row_by_row = RowByRow(
+                local, self.memory, pool.counters[0], source.layout
+            )
         if local is None and self._shows:
             source.prepare_ahead(self.views)
         self.next_batch = NextBatch(source, weights, self.views)
@@ -297,7 +315,9 @@ class Engine:
         """Collect a batch, and put it through the hooks into the pipeline."""
         limit = self.options.frames
         if self.options.total_frames > 0:
-            limit = min(limit, self.options.total_frames - self.counted + self.stepped.frames)
+            limit = min(
+                limit, self.options.total_frames - self.counted + self.stepped.frames
+            )
         if self.options.pre_collect_hook is not None:
             self.options.pre_collect_hook()
         if not self.options.extend_buffer:
@@ -312,7 +332,9 @@ class Engine:
                 limit, shown=self._shows or self.options.post_collect_hook is not None
             )
             self.counted += frames
-            is_direct = self.pipeline.is_direct and self.options.post_collect_hook is None
+            is_direct = (
+                self.pipeline.is_direct and self.options.post_collect_hook is None
+            )
             if is_direct and not hidden:
                 self.pipeline.ready.append(PipelineItem(batch, (), frames, episodes))
                 return
@@ -382,7 +404,12 @@ class Engine:
         if self.local is None or self.time.timeline.running:
             self.time.end(began, filled.results, overlaps=self.source.overlaps)
         return CollectedRollout(
-            batch, hidden, frames, self.ended.collected, self.last.env_ids, filled.results
+            batch,
+            hidden,
+            frames,
+            self.ended.collected,
+            self.last.env_ids,
+            filled.results,
         )
 
     def _open(self, memory: MemoryWriter, acting: str) -> None:
@@ -393,7 +420,11 @@ class Engine:
 
     def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
         """See ``Collector.set_post_collect_hook``."""
-        if hook is not None and self.pipeline.sink is not None and not self.pipeline.writes:
+        if (
+            hook is not None
+            and self.pipeline.sink is not None
+            and not self.pipeline.writes
+        ):
             raise BadOption(
                 "post_collect_hook: nodes write batches into the replay buffer, so that none passes"
                 " through this process. Pass the hook to the constructor"
@@ -455,7 +486,9 @@ class Engine:
             counters.deliver(result.frames)
             frames = self._note([result], [], closes=True)
             self.counted += frames
-            self.pipeline.ready.append(PipelineItem(None, (), frames, self.ended.collected))
+            self.pipeline.ready.append(
+                PipelineItem(None, (), frames, self.ended.collected)
+            )
             if result.warnings:
                 pool.warn_later(result)
         if error is not None:
@@ -505,7 +538,11 @@ class Engine:
     @postponed()
     def reset(self, index: Sequence[int] | int | None, kwargs: dict[str, Any]) -> None:
         """See ``Collector.reset``."""
-        given = np.arange(self.num_envs) if index is None else np.atleast_1d(np.asarray(index))
+        given = (
+            np.arange(self.num_envs)
+            if index is None
+            else np.atleast_1d(np.asarray(index))
+        )
         if given.dtype == bool and given.shape == (self.num_envs,):
             given = np.flatnonzero(given)
         chosen = given.tolist()
@@ -517,7 +554,9 @@ class Engine:
         which: dict[int, list[int]] = {}
         for number, counts in enumerate(self.source.pool.counters):
             first = int(counts.env_ids[0])
-            if inside := [i - first for i in chosen if first <= i < first + len(counts.env_ids)]:
+            if inside := [
+                i - first for i in chosen if first <= i < first + len(counts.env_ids)
+            ]:
                 which[number] = inside
         self.source.pool.call(Reset(which, check=True))
         self.source.pool.call(Reset(which, kwargs or None))
@@ -535,7 +574,11 @@ class Engine:
         return seeds_of(seed, [last], 0)[0]
 
     def lose(
-        self, batch: TensorDict, env_ids: Array, frames: int, reason: str = "interrupted"
+        self,
+        batch: TensorDict,
+        env_ids: Array,
+        frames: int,
+        reason: str = "interrupted",
     ) -> None:
         """Discard a collected batch that the pipeline does not have: its episodes will not be
         complete.
@@ -585,7 +628,9 @@ class Engine:
             unseen=sum(counts.unseen for counts in counters),
             cut_short=self.ledger.cut_short,
             workers=workers,
-            inference=server.stats() if (server := self.source.pool.server) is not None else None,
+            inference=server.stats()
+            if (server := self.source.pool.server) is not None
+            else None,
             engine=self.source.pool.engine,
             completed=window.frames,
             written=0 if self.options.replay_buffer is None else terms.delivered,
@@ -650,7 +695,11 @@ class Engine:
         None: no limit.
         """
         left = self.options.total_frames - self.counted
-        return None if self.options.total_frames < 0 else max(1, left // self.options.frames)
+        return (
+            None
+            if self.options.total_frames < 0
+            else max(1, left // self.options.frames)
+        )
 
     @postponed()
     def _put_stepped(self, limit: int) -> None:

@@ -41,7 +41,10 @@ class EpisodeHook:
     """
 
     def __init__(
-        self, function: Callable[[TensorDict], Any], num_envs: int, done_key: Key = ENDED
+        self,
+        function: Callable[[TensorDict], Any],
+        num_envs: int,
+        done_key: Key = ENDED,
     ) -> None:
         self._function = function
         self._num_envs = num_envs
@@ -49,9 +52,15 @@ class EpisodeHook:
         # shape and dtype of each column of the first episode
         self._known: dict[Key, tuple[Any, ...]] | None = None
         self._episodes = self._nothing_yet()
-        self._taken: TensorDict | None = None  # the batch whose ``watch`` an error interrupted
-        self._under_way: TensorDict | None = None  # the batch whose ``whole`` an error interrupted
-        self._left: deque[TensorDict] = deque()  # its episodes that ``function`` has not had yet
+        self._taken: TensorDict | None = (
+            None  # the batch whose ``watch`` an error interrupted
+        )
+        self._under_way: TensorDict | None = (
+            None  # the batch whose ``whole`` an error interrupted
+        )
+        self._left: deque[TensorDict] = (
+            deque()
+        )  # its episodes that ``function`` has not had yet
         self._made: list[Columns] = []  # the columns of its other episodes
 
     def begin_anew(self) -> None:
@@ -97,11 +106,15 @@ class EpisodeHook:
             episodes = split(take(batch, pieces.rows), pieces.length.tolist())
             self._left, self._made, self._under_way = deque(episodes), [], batch
         while self._left:
-            self._made.append(self._checked(self._call(self._left[0]), len(self._left[0])))
+            self._made.append(
+                self._checked(self._call(self._left[0]), len(self._left[0]))
+            )
             self._left.popleft()
         rows = torch.from_numpy(pieces.rows)
         for key in self._made[0] if self._made else ():
-            joined = torch.cat([columns[key] for columns in self._made]).to(batch[TRAJ_IDS].device)
+            joined = torch.cat([columns[key] for columns in self._made]).to(
+                batch[TRAJ_IDS].device
+            )
             column = joined.new_zeros((batch.numel(), *joined.shape[1:]))
             column[rows] = joined
             batch.set(key, column.reshape(*batch.shape, *joined.shape[1:]))
@@ -117,7 +130,10 @@ class EpisodeHook:
 
     def _nothing_yet(self, *, from_resets: bool = True) -> WholeEpisodes:
         return WholeEpisodes(
-            num_envs=self._num_envs, rule=None, done_key=self._done_key, from_resets=from_resets
+            num_envs=self._num_envs,
+            rule=None,
+            done_key=self._done_key,
+            from_resets=from_resets,
         )
 
     def _call(self, episode: TensorDict) -> Any:
@@ -137,7 +153,9 @@ class EpisodeHook:
             key = (name,) if isinstance(name, str) else tuple(name)
             try:
                 tensor = (
-                    value.detach() if torch.is_tensor(value) else torch.from_numpy(np.array(value))
+                    value.detach()
+                    if torch.is_tensor(value)
+                    else torch.from_numpy(np.array(value))
                 )
             except (TypeError, ValueError) as error:
                 why = text_of(error)
@@ -151,7 +169,9 @@ class EpisodeHook:
                     f" 'collector'. {KEPT}"
                 )
             columns[key] = tensor
-        kinds = {key: (*tensor.shape[1:], tensor.dtype) for key, tensor in columns.items()}
+        kinds = {
+            key: (*tensor.shape[1:], tensor.dtype) for key, tensor in columns.items()
+        }
         self._known = kinds if self._known is None else self._known
         if kinds != self._known:
             here, first = _text(kinds), _text(self._known)
@@ -175,6 +195,8 @@ def _with_all_steps(batch: TensorDict) -> TensorDict:
 def _text(kinds: Mapping[Key, tuple[Any, ...]]) -> str:
     """Describe columns in messages."""
     return (
-        ", ".join(f"{dotted(key)} {list(kind[:-1])} {kind[-1]}" for key, kind in kinds.items())
+        ", ".join(
+            f"{dotted(key)} {list(kind[:-1])} {kind[-1]}" for key, kind in kinds.items()
+        )
         or "no columns"
     )

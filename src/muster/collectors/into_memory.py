@@ -108,7 +108,9 @@ class MemoryWriter:
             self._under_way = filled
             self._written = 0
         lanes = [lane for _, slot in filled.slots for lane in slot.lanes]
-        for lane, result in list(zip(lanes, filled.results, strict=True))[self._written :]:
+        for lane, result in list(zip(lanes, filled.results, strict=True))[
+            self._written :
+        ]:
             if not result.dropped and result.rows:
                 self.write_lane(lane, 0, result)
             self._written += 1
@@ -166,7 +168,11 @@ class MemoryWriter:
         others = np.flatnonzero(known.ids != ids[first])
         if len(others):
             ring.break_off(others)
-        source = lane.tensors if lane.mirrored or ring.stored.device is not None else lane.data
+        source = (
+            lane.tensors
+            if lane.mirrored or ring.stored.device is not None
+            else lane.data
+        )
         done = lane.arrays[DONE][first:rows]
         ends = done if valid is None else done & valid
         has_ends = done.any()
@@ -184,7 +190,10 @@ class MemoryWriter:
                 last |= self._after_stop(lane, source, end, result.finals)
             self._memory.write(
                 result.group,
-                {c.key: _at(ring, source[c.key][begin:end]) for c in ring.stored.columns},
+                {
+                    c.key: _at(ring, source[c.key][begin:end])
+                    for c in ring.stored.columns
+                },
                 {key: _at(ring, row) for key, row in last.items()},
                 done=part,
                 finals=finals,
@@ -193,7 +202,9 @@ class MemoryWriter:
             begin = end
         known.wrote(ids[rows - 1])
 
-    def _write_row(self, lane: Lane, t: int, result: RolloutResult, known: _Known) -> None:
+    def _write_row(
+        self, lane: Lane, t: int, result: RolloutResult, known: _Known
+    ) -> None:
         """Write row ``t`` of a lane in host memory: the usual case off-policy."""
         ring = known.ring
         copies: _Copies | None = lane.cache.get(self)
@@ -233,7 +244,9 @@ class MemoryWriter:
             row = as_tensor(source[key][end]).clone()
             for final in kept:
                 if final.t == end - 1:
-                    row[final.envs] = torch.as_tensor(final.leaves[key], device=row.device)
+                    row[final.envs] = torch.as_tensor(
+                        final.leaves[key], device=row.device
+                    )
             after[key] = row if isinstance(source[key], torch.Tensor) else row.numpy()
         return after
 
@@ -250,9 +263,13 @@ class MemoryWriter:
             leaves = {key: lane.data[next_of(key)][t, env] for key in self._observed}
         else:
             places = {
-                (final.t, i): (final, place) for final in kept for place, i in enumerate(final.envs)
+                (final.t, i): (final, place)
+                for final in kept
+                for place, i in enumerate(final.envs)
             }
-            found = [places[cell] for cell in zip(t.tolist(), env.tolist(), strict=True)]
+            found = [
+                places[cell] for cell in zip(t.tolist(), env.tolist(), strict=True)
+            ]
             for key in self._observed:
                 rows = [final.leaves[key][place] for final, place in found]
                 leaves[key] = np.stack(rows) if rows else lane.arrays[key][0, :0]
@@ -305,7 +322,9 @@ class _Copies:
         self.carried = [(there, lane.data[key]) for key, there in carried]
         # a policy may write its state in the row in which an episode begins
         states = [
-            (there, lane.data[key]) for key, there in carried if key not in ring.stored.observed
+            (there, lane.data[key])
+            for key, there in carried
+            if key not in ring.stored.observed
         ]
         self.simple += states
         self.done = lane.arrays[DONE]
@@ -322,7 +341,9 @@ def _valid(lane: Lane, first: int, result: RolloutResult) -> Array | None:
         valid = lane.arrays[TRAJ_IDS][rows] >= 0  # the others are blank
         if VALID in lane.arrays:
             valid &= lane.arrays[VALID][rows]
-        elif valid.sum() > result.frames:  # those beyond the limit of the batch come last
+        elif (
+            valid.sum() > result.frames
+        ):  # those beyond the limit of the batch come last
             valid &= np.cumsum(valid).reshape(valid.shape) <= result.frames
     if NEXT_OBS_VALID in lane.data:
         known = as_tensor(lane.data[NEXT_OBS_VALID][rows]).cpu().numpy()

@@ -61,13 +61,18 @@ class LastRollouts:
     @property
     def capture(self) -> CaptureStats | None:
         """Statistics of the groups' graphs; None: rollouts are not recorded."""
-        parts = [result.capture for result in self.results if result.capture is not None]
+        parts = [
+            result.capture for result in self.results if result.capture is not None
+        ]
         return CaptureStats.of_all(parts)
 
     @property
     def finals(self) -> list[tuple[Array, Sequence[Final]]]:
         """``RolloutResult.finals``, with the global numbers of the environments."""
-        return [(self._counters[result.group].env_ids, result.finals) for result in self.results]
+        return [
+            (self._counters[result.group].env_ids, result.finals)
+            for result in self.results
+        ]
 
     def replace(
         self, results: list[RolloutResult], hidden: list[Key], weights: PolicyWeights
@@ -94,7 +99,9 @@ class LastRollouts:
             most = max(most, lag)
         if groups != self.contributors:
             self.contributors = groups
-            self.env_ids = np.concatenate([self._counters[number].env_ids for number in groups])
+            self.env_ids = np.concatenate(
+                [self._counters[number].env_ids for number in groups]
+            )
         self.results = results
         self.hidden = hidden
         self.lag[most] += 1

@@ -80,7 +80,9 @@ class MultiCollector(BaseCollector):
         check_pool(options)
         envs = options.create_env_fn
         wanted = options.num_workers
-        self._factories, count = count_workers(envs, None if wanted == "auto" else wanted)
+        self._factories, count = count_workers(
+            envs, None if wanted == "auto" else wanted
+        )
         policy = self.policy = options.policy
         if options.policy_factory is not None:
             policy = self.policy = options.factories[0]()
@@ -95,7 +97,9 @@ class MultiCollector(BaseCollector):
         if nodes is not None:
             transport, acting = nodes_transport(nodes, transport), nodes.count
         warn_of_noise(acting_modules(policy), options.execution.policy_mode)
-        self._sent = self._pickled_policy()  # first: its errors say which part cannot be sent
+        self._sent = (
+            self._pickled_policy()
+        )  # first: its errors say which part cannot be sent
         self._weights = PolicyWeights.of_workers(
             policy, acting, transport, options.version_counter, only_weights=True
         )
@@ -114,8 +118,13 @@ class MultiCollector(BaseCollector):
         if self._weights.lazy:
             self._materialise(count)
             self._sent = self._pickled_policy()
-        parts = [part.tolist() for part in np.array_split(np.arange(len(self._factories)), count)]
-        pool, infos = self._start(self._config(parts, count), self._weights.ticket, made)
+        parts = [
+            part.tolist()
+            for part in np.array_split(np.arange(len(self._factories)), count)
+        ]
+        pool, infos = self._start(
+            self._config(parts, count), self._weights.ticket, made
+        )
         pool.open(infos, self._place(infos))
         # For collectors that are dropped without shutdown().
         weakref.finalize(self, pool.end if nodes is None else nodes.close)
@@ -131,7 +140,9 @@ class MultiCollector(BaseCollector):
         cat_dim = kind.cat_dim(options)
         stacked = cat_dim is None and kind.shares_batch
         schedule = kind.schedule(options, pool, arena, self._weights)
-        return Engine(options, schedule, self._weights, stacked=stacked, cat_dim=cat_dim)
+        return Engine(
+            options, schedule, self._weights, stacked=stacked, cat_dim=cat_dim
+        )
 
     @property
     def env(self) -> Any:
@@ -199,7 +210,10 @@ class MultiCollector(BaseCollector):
         return None
 
     def _start(
-        self, config: PoolConfig, ticket: Callable[[int], Ticket] | None, made: ExitStack
+        self,
+        config: PoolConfig,
+        ticket: Callable[[int], Ticket] | None,
+        made: ExitStack,
     ) -> tuple[SupervisedPool, list[EnvSpec]]:
         """Start workers, and wait until they have made their environments."""
         pool: SupervisedPool
@@ -209,7 +223,9 @@ class MultiCollector(BaseCollector):
             apart = self.options.enough(len(self._factories)) is not None
             pool = NodePool(self._nodes, config, self.options.layout, apart=apart)
         pool.start()
-        importlib.import_module("tensordict")  # for batches; takes seconds, while the workers start
+        importlib.import_module(
+            "tensordict"
+        )  # for batches; takes seconds, while the workers start
         infos = pool.built()
         for info in infos:
             check_masks(info)  # a server would find it when it acts
@@ -245,7 +261,9 @@ class MultiCollector(BaseCollector):
         """
         options = self.options
         threads = options.in_threads
-        served = options.server is not None and self.policy is not None  # else actions are random
+        served = (
+            options.server is not None and self.policy is not None
+        )  # else actions are random
         served &= not self._weights.lazy
         factories = self._factories
         kwargs = list(keywords_of(options.create_env_kwargs, len(factories)))
@@ -260,12 +278,19 @@ class MultiCollector(BaseCollector):
                 if isinstance(factory, str):
                     check_id(factory, f"create_env_fn[{number}]")
             indices = reversed(range(len(factories)))
-            once = {id(factories[i]): dumps(factories[i], f"create_env_fn[{i}]") for i in indices}
+            once = {
+                id(factories[i]): dumps(factories[i], f"create_env_fn[{i}]")
+                for i in indices
+            }
             factories = [once[id(factory)] for factory in factories]
         turns = Turns() if threads and not self._kind.overlaps else None
         made = {id(own): self._setting(own, served=served) for own in self._owns}
         settings = {
-            own: given(_without_torch(setting) if served else setting, "the options", MAKE_OPTION)
+            own: given(
+                _without_torch(setting) if served else setting,
+                "the options",
+                MAKE_OPTION,
+            )
             for own, setting in made.items()
         }
         workers = [
@@ -273,13 +298,19 @@ class MultiCollector(BaseCollector):
                 index,
                 groups,
                 [factories[number] for number in groups],
-                given([kwargs[number] for number in groups], "create_env_kwargs", MAKE_KWARGS),
+                given(
+                    [kwargs[number] for number in groups],
+                    "create_env_kwargs",
+                    MAKE_KWARGS,
+                ),
                 b"",
                 options.policy_factory is not None,
                 settings[id(self._owns[index])],
                 policy_turns=turns,
                 served_by=count if served else None,
-                threads=None if threads or served else self._owns[index].num_sub_threads,
+                threads=None
+                if threads or served
+                else self._owns[index].num_sub_threads,
                 factory=index if len(options.factories) > 1 else 0,
                 stoppable=threads or options.enough(len(factories)) is not None,
                 in_thread=threads,
@@ -288,7 +319,8 @@ class MultiCollector(BaseCollector):
         ]
         if self._nodes is not None:
             origins = [
-                dumps(origin, f"create_env_fn[{number}]") for number, origin in enumerate(origins)
+                dumps(origin, f"create_env_fn[{number}]")
+                for number, origin in enumerate(origins)
             ]
         server = None
         if served and options.server is not None:
@@ -317,7 +349,9 @@ class MultiCollector(BaseCollector):
         users: frozenset[int] = frozenset()
         if threads or (served and self._nodes is None):
             users = frozenset(
-                id(module) for root in acting_modules(self.policy) for module in root.modules()
+                id(module)
+                for root in acting_modules(self.policy)
+                for module in root.modules()
             )
         # those of the workers, not of this process
         num_threads = None if threads else options.num_sub_threads
@@ -335,7 +369,9 @@ class MultiCollector(BaseCollector):
             return dumps(self.policy, "policy", MAKE_POLICY)
         return dumps(self.options.factories, "policy_factory")
 
-    def _server_config(self, server: CentralInference, setting: WorkerSetting) -> ServerConfig:
+    def _server_config(
+        self, server: CentralInference, setting: WorkerSetting
+    ) -> ServerConfig:
         options = self.options
         away = self._nodes is not None
         wait = server.max_wait_s
@@ -374,7 +410,9 @@ def _without_torch(setting: WorkerSetting) -> WorkerSetting:
         cudagraph_policy=None,
         track_policy_version=bool(setting.options.track_policy_version),
     )
-    return dataclasses.replace(setting, options=options, env_device=None, policy_device=None)
+    return dataclasses.replace(
+        setting, options=options, env_device=None, policy_device=None
+    )
 
 
 class MultiSyncCollector(MultiCollector):

@@ -36,7 +36,9 @@ def _seconds(name: str, value: Any) -> float:
 
 def _share(name: str, value: Any) -> float:
     if not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise BadOption(f"{name}={value!r}: expected a share of the workers, from 0 to 1")
+        raise BadOption(
+            f"{name}={value!r}: expected a share of the workers, from 0 to 1"
+        )
     return value
 
 
@@ -191,7 +193,9 @@ def of_workers(
         BadOption: a list has another number of entries, or the policy of an inference server would
             differ.
     """
-    own: list[dict[str, Any]] = [dict(given) for given in others] or [{} for _ in range(count)]
+    own: list[dict[str, Any]] = [dict(given) for given in others] or [
+        {} for _ in range(count)
+    ]
     for name in PER_WORKER:
         given = getattr(options, name)
         if not is_several(given):
@@ -223,7 +227,11 @@ def check_pool(o: PoolOptions) -> None:
         raise BadOption(
             "return_same_td yields the same memory, and cat_results copies: give one of them"
         )
-    if o.on_failure == "drop" and o.trajectories is not None and o.trajectories.rule == "per_env":
+    if (
+        o.on_failure == "drop"
+        and o.trajectories is not None
+        and o.trajectories.rule == "per_env"
+    ):
         raise BadOption(
             "rule='per_env' needs episodes of every environment, and on_failure='drop' can lose"
             " some: give one"
@@ -232,7 +240,9 @@ def check_pool(o: PoolOptions) -> None:
         raise BadOption(
             "start_method is about processes, and backend='threads' has none: leave it out"
         )
-    if o.server is not None and isinstance(getattr(o.track_policy_version, "version", None), str):
+    if o.server is not None and isinstance(
+        getattr(o.track_policy_version, "version", None), str
+    ):
         raise BadOption(
             "versions that are text cannot be stamped on single rows, as inference='server' does:"
             " count with integers"
@@ -247,7 +257,10 @@ def check_cat(o: PoolOptions, infos: Sequence[EnvSpec]) -> None:
         return
     first = infos[0]
     dim = o.cat_dim
-    ndim, over_time = len(first.batch_shape) + 1, joins_time(o, o.cat_dim, first.batch_shape)
+    ndim, over_time = (
+        len(first.batch_shape) + 1,
+        joins_time(o, o.cat_dim, first.batch_shape),
+    )
     along = None if over_time else dim % ndim - (o.layout == "time_major")
 
     def kind(info: EnvSpec) -> object:
@@ -260,7 +273,9 @@ def check_cat(o: PoolOptions, infos: Sequence[EnvSpec]) -> None:
             f"cat_results={dim}: the rollouts to concatenate have {ndim} dimensions. Give one from"
             f" {-ndim} to {ndim - 1}, or 'stack'"
         )
-    if any(len(info.batch_shape) + 1 != ndim or kind(info) != kind(first) for info in infos):
+    if any(
+        len(info.batch_shape) + 1 != ndim or kind(info) != kind(first) for info in infos
+    ):
         raise BadOption(
             f"cat_results={o.cat_results!r}: the groups of create_env_fn differ in number of"
             " environments or in spaces, so their rollouts cannot be concatenated: use a collector"

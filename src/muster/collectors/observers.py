@@ -29,7 +29,9 @@ class Observers:
     ``error``, if any, has ended the collection; the last snapshot has it.
     """
 
-    def __init__(self, collector: Any, options: CollectorOptions, engine: Engine) -> None:
+    def __init__(
+        self, collector: Any, options: CollectorOptions, engine: Engine
+    ) -> None:
         self._engine = engine
         self._log = None if options.logger is None else CollectionLog(options.logger)
         self._progress: CollectionProgress | None = None
@@ -56,10 +58,16 @@ class Observers:
                 "options": options_of(options),
                 "versions": versions(),
             }
-            if watch.films is False or (watch.films is None and engine.local is not None):
+            if watch.films is False or (
+                watch.films is None and engine.local is not None
+            ):
                 kept = KeptEpisodes(NO_FILMS)
             else:
-                kept = KeptEpisodes(NODES) if pool.notes is None else pool.notes.keep_episodes()
+                kept = (
+                    KeptEpisodes(NODES)
+                    if pool.notes is None
+                    else pool.notes.keep_episodes()
+                )
             self.watched = WatchedRun(
                 watch.directory or _unused(beside, recorded=recorder is not None),
                 {
@@ -72,7 +80,8 @@ class Observers:
                 engine.stats(),
                 workers=pool.worker_stats,
                 causes=lambda: {
-                    handle.index: getattr(handle, "cause", None) for handle in pool.handles
+                    handle.index: getattr(handle, "cause", None)
+                    for handle in pool.handles
                 },
                 address=watch.address,
                 save_episodes=kept.save,
@@ -91,7 +100,9 @@ class Observers:
     @property
     def need_batches(self) -> bool:
         """Whether ``wrote`` is to be called after every batch."""
-        return not (self._log is None and self._progress is None and self.watched is None)
+        return not (
+            self._log is None and self._progress is None and self.watched is None
+        )
 
     def wrote(self) -> None:
         """Show the batch that was collected last."""
@@ -99,7 +110,9 @@ class Observers:
         if self._log is None and self._progress is None and not due:
             return
         stats, ready = self._engine.stats(), self._engine.ledger.frames_ready
-        stats = replace(stats, frames=stats.frames + ready, in_flight=stats.in_flight - ready)
+        stats = replace(
+            stats, frames=stats.frames + ready, in_flight=stats.in_flight - ready
+        )
         if due and self.watched is not None:
             self.watched.wrote(stats, self._engine.ended.curve.totals)
         if self._progress is not None:

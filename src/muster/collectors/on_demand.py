@@ -20,7 +20,12 @@ from muster.collectors.engine import Engine
 from muster.collectors.multi_options import NEEDS_ENVS
 from muster.collectors.pipeline import PipelineItem
 from muster.episodes.segment import ENDED
-from muster.episodes.summary import CollectStats, stats_of_call, stats_of_state, stats_state
+from muster.episodes.summary import (
+    CollectStats,
+    stats_of_call,
+    stats_of_state,
+    stats_state,
+)
 from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption, UnsupportedEnv
 from muster.keys import TRAJ_DONE
@@ -241,7 +246,9 @@ class OnDemand:
         if self.call is not None and self.call.can_be_saved:
             call = self.call.state_dict()
         elif self.call is not None:
-            notes.append("the call that an error has interrupted cannot be saved, and begins again")
+            notes.append(
+                "the call that an error has interrupted cannot be saved, and begins again"
+            )
         state = {
             "call": call,
             "result": None if self.result is None else self._result_state(self.result),
@@ -296,11 +303,17 @@ class OnDemand:
         return self._finish(arguments, result, began, before)
 
     def _finish(
-        self, arguments: CollectArguments, result: CallResult, began: float, discarded_before: int
+        self,
+        arguments: CollectArguments,
+        result: CallResult,
+        began: float,
+        discarded_before: int,
     ) -> WaitingResult:
         engine = self._engine
         kept = self._kept
-        item = engine.pipeline.begin(result.batch, result.first, result.frames, result.episodes)
+        item = engine.pipeline.begin(
+            result.batch, result.first, result.frames, result.episodes
+        )
         if result.whole and arguments.special:
             self._give_up_ahead()
         if result.whole and not self._keeps(arguments):
@@ -321,7 +334,11 @@ class OnDemand:
         """Return whether a call with these arguments continues the one under way."""
         if not isinstance(call, CollectCall) or not call.arguments.is_like(arguments):
             return False
-        return not isinstance(call, EpisodesCall) or call.is_complete or self._kept.goes_on(call)
+        return (
+            not isinstance(call, EpisodesCall)
+            or call.is_complete
+            or self._kept.goes_on(call)
+        )
 
     def _begin(self, arguments: CollectArguments) -> CollectCall:
         """Begin a call. Discards the remains of earlier ones, unless this one keeps them."""
@@ -392,7 +409,9 @@ class OnDemand:
             self._engine.reset(None, {})
 
     def _keeps(self, arguments: CollectArguments) -> bool:
-        return (arguments.surplus or ("keep" if self._source.overlaps else "discard")) == "keep"
+        return (
+            arguments.surplus or ("keep" if self._source.overlaps else "discard")
+        ) == "keep"
 
     def _check(self, arguments: CollectArguments) -> None:
         options = self._options
@@ -400,7 +419,9 @@ class OnDemand:
         if arguments.bootstrap:
             columns = self._engine.layout().columns
             check_bootstrap(
-                columns, tuple(info.carried_specs), reset_when_done=options.reset_when_done
+                columns,
+                tuple(info.carried_specs),
+                reset_when_done=options.reset_when_done,
             )
         if options.joins_episodes and arguments.n_step:
             raise BadOption(

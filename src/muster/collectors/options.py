@@ -32,7 +32,14 @@ from muster.observing.loggers import as_logger
 from muster.policies.adapt import STORED
 from muster.policies.agents import per_agent
 from muster.utils.addresses import host_and_port
-from muster.utils.checked import Details, Limit, Number, PositiveNumber, Seed, list_of_seeds
+from muster.utils.checked import (
+    Details,
+    Limit,
+    Number,
+    PositiveNumber,
+    Seed,
+    list_of_seeds,
+)
 from muster.utils.containers import is_several
 from muster.utils.devices import with_index
 from muster.utils.integers import integer
@@ -108,7 +115,13 @@ SHOWN_ORDER = (
 
 
 # options that collectors with workers also take as a list, with a value for each worker or node
-PER_WORKER = ("policy_factory", "device", "policy_device", "env_device", "frames_per_batch")
+PER_WORKER = (
+    "policy_factory",
+    "device",
+    "policy_device",
+    "env_device",
+    "frames_per_batch",
+)
 
 
 # --- values of options ----------------------------------------------------------------------------
@@ -225,7 +238,9 @@ def _factory(name: str, value: Any) -> Any:
         raise BadOption(f"{name} is an empty list: expected a function for each worker")
     for factory in value if is_several(value) else [value]:
         if not callable(factory):
-            raise BadOption(f"{name}={value!r}: expected a function, or a list of functions")
+            raise BadOption(
+                f"{name}={value!r}: expected a function, or a list of functions"
+            )
     return value
 
 
@@ -234,7 +249,9 @@ def _device(name: str, value: Any, *, here: bool = True) -> torch.device | None:
     if is_several(value):
         found = [_device(f"{name}[{i}]", one, here=here) for i, one in enumerate(value)]
         if not found:
-            raise BadOption(f"{name} is an empty list: expected a device for each worker")
+            raise BadOption(
+                f"{name} is an empty list: expected a device for each worker"
+            )
         return found[0]
     if value is None:
         return None
@@ -247,7 +264,9 @@ def _device(name: str, value: Any, *, here: bool = True) -> torch.device | None:
     if not here:
         return device
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise BadOption(f"{name}={value!r}: this machine or this build of torch has no CUDA device")
+        raise BadOption(
+            f"{name}={value!r}: this machine or this build of torch has no CUDA device"
+        )
     # tensors name the index, and the two are compared
     return with_index(device)
 
@@ -331,7 +350,9 @@ class CollectorOptions(BatchOptions, WorkerOptions):
 
     SHOWN_ORDER: ClassVar[tuple[str, ...]] = SHOWN_ORDER
     has_workers: ClassVar[bool] = False
-    acts_elsewhere: ClassVar[bool] = False  # environments and policies are on other machines
+    acts_elsewhere: ClassVar[bool] = (
+        False  # environments and policies are on other machines
+    )
 
     create_env_fn: Any = field(repr=False)
     policy: Annotated[Any, _policy] = field(default=None, repr=False)
@@ -423,7 +444,11 @@ class CollectorOptions(BatchOptions, WorkerOptions):
     @property
     def version_counter(self) -> Any:
         """Return the user's counter of policy versions, if there is one."""
-        return None if isinstance(self.track_policy_version, bool) else self.track_policy_version
+        return (
+            None
+            if isinstance(self.track_policy_version, bool)
+            else self.track_policy_version
+        )
 
     @cached_property
     def frames(self) -> int:
@@ -447,7 +472,9 @@ class CollectorOptions(BatchOptions, WorkerOptions):
         return max(1, -(-self.frames // num_envs))
 
 
-def check_seeds(seed: int | Sequence[int], num_envs: int, *, static: bool) -> int | tuple[int, ...]:
+def check_seeds(
+    seed: int | Sequence[int], num_envs: int, *, static: bool
+) -> int | tuple[int, ...]:
     """Return the argument of ``set_seed``. Raise ``BadOption`` for anything else."""
     if isinstance(seed, Iterable) and not isinstance(seed, str):
         seeds = list_of_seeds("set_seed", seed)
@@ -457,7 +484,9 @@ def check_seeds(seed: int | Sequence[int], num_envs: int, *, static: bool) -> in
                 " or one number"
             )
         if static:
-            raise BadOption("static_seed gives all environments one seed: pass a number, no list")
+            raise BadOption(
+                "static_seed gives all environments one seed: pass a number, no list"
+            )
         return seeds
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise BadOption(f"set_seed({seed!r}): expected an integer of at least 0")
@@ -508,7 +537,9 @@ def _check_batches(o: CollectorOptions) -> None:
             " them: give one of them"
         )
     whole = o.postproc, o.split_trajs, o.joins_episodes, o.set_truncated, o.compact_obs
-    if per_step and any((*whole, o.post_collect_hook, o.on_episode_done, o.on_batch, o.record)):
+    if per_step and any(
+        (*whole, o.post_collect_hook, o.on_episode_done, o.on_batch, o.record)
+    ):
         raise BadOption(
             "postproc, split_trajs, trajs_per_batch, replay_write_mode='trajectory', set_truncated,"
             " compact_obs, post_collect_hook, on_episode_done, on_batch and record need whole"
@@ -537,8 +568,14 @@ def _check_batches(o: CollectorOptions) -> None:
             " return_same_td out"
         )
     if o.split_trajs and o.joins_episodes:
-        raise BadOption(f"split_trajs and {o.joins_episodes}: give one; traj_format='pad' pads too")
-    if o.trajectories is not None and o.trajectories.on_policy_only and not o.track_policy_version:
+        raise BadOption(
+            f"split_trajs and {o.joins_episodes}: give one; traj_format='pad' pads too"
+        )
+    if (
+        o.trajectories is not None
+        and o.trajectories.on_policy_only
+        and not o.track_policy_version
+    ):
         raise BadOption(
             "on_policy_only looks at the versions of whole episodes: it needs track_policy_version"
         )
@@ -634,7 +671,9 @@ def _check_objects(o: CollectorOptions) -> None:
         raise BadOption(
             "cudagraph_policy needs a CUDA device, and this machine or this build of torch has none"
         )
-    mode = o.compile_policy.get("mode") if isinstance(o.compile_policy, Mapping) else None
+    mode = (
+        o.compile_policy.get("mode") if isinstance(o.compile_policy, Mapping) else None
+    )
     if mode == "reduce-overhead" and o.cudagraph_policy not in (None, False):
         raise BadOption(
             "compile_policy with mode='reduce-overhead' makes CUDA graphs itself: leave"

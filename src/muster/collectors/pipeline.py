@@ -49,7 +49,11 @@ class PipelineItem:
     """
 
     def __init__(
-        self, made: TensorDict | None, stages: Iterable[Stage], frames: int, episodes: Episodes
+        self,
+        made: TensorDict | None,
+        stages: Iterable[Stage],
+        frames: int,
+        episodes: Episodes,
     ) -> None:
         self.frames = frames
         self.episodes = episodes
@@ -123,7 +127,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, options: CollectorOptions, num_envs: int, recount: Recount, *, pad_id: int = -1
+        self,
+        options: CollectorOptions,
+        num_envs: int,
+        recount: Recount,
+        *,
+        pad_id: int = -1,
     ) -> None:
         self._options = options
         self._pad_id = pad_id
@@ -147,7 +156,9 @@ class Pipeline:
         self.needs_flags = bool(
             options.joins_episodes or options.split_trajs or options.on_episode_done
         )
-        buffered = has_sink or options.on_batch is not None or options.postproc is not None
+        buffered = (
+            has_sink or options.on_batch is not None or options.postproc is not None
+        )
         self.is_direct = not (self.needs_flags or buffered or self.recorder is not None)
 
     def leave_to_nodes(self) -> None:
@@ -221,14 +232,19 @@ class Pipeline:
                     if self._options.split_trajs
                     else batch
                 )
-                self._make_ready(item, self.watching(batch, envs, self._hidden), frames, ended)
+                self._make_ready(
+                    item, self.watching(batch, envs, self._hidden), frames, ended
+                )
             self._put.popleft()
         if self._unsorted:
             assert self.episodes is not None
             groups = _complete(self.episodes)
             for group in groups:
                 self._make_ready(
-                    group.batch, self.showing, group.frames, self.recount.of(group.batch)
+                    group.batch,
+                    self.showing,
+                    group.frames,
+                    self.recount.of(group.batch),
                 )
             if self.episodes.rule is None and not groups:
                 # iteration yields None for each batch: a learner goes on while episodes are long
@@ -265,16 +281,26 @@ class Pipeline:
         """
         return PipelineItem(item, [*first, *self._stages], frames, episodes)
 
-    def resumed(self, state: Mapping[str, Any], place: Place, *, whole: bool) -> PipelineItem:
+    def resumed(
+        self, state: Mapping[str, Any], place: Place, *, whole: bool
+    ) -> PipelineItem:
         """Restore the state of an item, which is a batch of whole episodes or not."""
         item = None if state["item"] is None else place.take(state["item"])
-        first = self.showing if whole else []  # ``begin_anew`` has forgotten other episodes
+        first = (
+            self.showing if whole else []
+        )  # ``begin_anew`` has forgotten other episodes
         stages = [*first, *self._stages]
-        left = len(stages) if state["left"] is None else min(index(state["left"]), len(stages))
+        left = (
+            len(stages)
+            if state["left"] is None
+            else min(index(state["left"]), len(stages))
+        )
         if item is not None and state["added"] and self.sink is not None:
             self.sink.continue_with(item, index(state["added"]))
         episodes = Episodes.from_state(state["episodes"])
-        return PipelineItem(item, stages[len(stages) - left :], index(state["frames"]), episodes)
+        return PipelineItem(
+            item, stages[len(stages) - left :], index(state["frames"]), episodes
+        )
 
     def state_of(self, item: PipelineItem) -> dict[str, Any]:
         """Return the state of an item, for ``resumed``."""
@@ -331,7 +357,9 @@ class Pipeline:
         self._unsorted = False
         self._put.clear()
         for saved in state["ready"]:
-            self.ready.append(self.resumed(saved, place, whole=self.episodes is not None))
+            self.ready.append(
+                self.resumed(saved, place, whole=self.episodes is not None)
+            )
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -353,7 +381,9 @@ class Pipeline:
         return stages
 
 
-def _assembler(options: CollectorOptions, num_envs: int, done_key: Key) -> WholeEpisodes | None:
+def _assembler(
+    options: CollectorOptions, num_envs: int, done_key: Key
+) -> WholeEpisodes | None:
     """Return what joins episodes over batches; None: batches are not joined."""
     if not options.joins_episodes:
         return None
@@ -399,9 +429,12 @@ def _recorder(options: CollectorOptions) -> Recorder | None:
     given = options.create_env_fn
     envs = list(given) if is_several(given) else [given]
     known: dict[str, Any] = {
-        "env": envs[0] if isinstance(envs[0], str) and envs.count(envs[0]) == len(envs) else None
+        "env": envs[0]
+        if isinstance(envs[0], str) and envs.count(envs[0]) == len(envs)
+        else None
     }
     known["seed"] = options.seed
     return Recorder(
-        options.record, meta={name: value for name, value in known.items() if value is not None}
+        options.record,
+        meta={name: value for name, value in known.items() if value is not None},
     )

@@ -33,7 +33,9 @@ class ReplaySink:
     """
 
     def __init__(self, buffer: Any, *, extend: bool = True) -> None:
-        methods = [name for name in ("extend", "add") if callable(getattr(buffer, name, None))]
+        methods = [
+            name for name in ("extend", "add") if callable(getattr(buffer, name, None))
+        ]
         if isinstance(buffer, type) or not methods:
             what = (
                 f"the class {buffer.__name__}"
@@ -116,10 +118,16 @@ class ReplaySink:
     def _items(self, batch: TensorDict, dims: int) -> TensorDict:
         """Return the batch in the shape that the buffer stores, indexed by ``dims`` dimensions."""
         names = getattr(batch, "names", None) or ()  # a postproc may return any object
-        if "time" not in names or batch.get(MASK, None) is not None or not 0 < dims < batch.ndim:
+        if (
+            "time" not in names
+            or batch.get(MASK, None) is not None
+            or not 0 < dims < batch.ndim
+        ):
             return batch
         ordered = time_last(batch)
         if dims > 1:
             return ordered.reshape(-1, *ordered.shape[1 - dims :])
         used = written(ordered)
-        return ordered.reshape(-1) if used.all() else take(ordered, np.flatnonzero(used))
+        return (
+            ordered.reshape(-1) if used.all() else take(ordered, np.flatnonzero(used))
+        )

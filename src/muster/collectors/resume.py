@@ -106,16 +106,23 @@ def state_of(parts: CollectorParts) -> dict[str, Any]:
     engine = parts.engine
     source = engine.source_state()  # first: workers finish their rollouts here
     frames = sum(
-        result["frames"] for rollout in source["rollouts"] for result in rollout["results"]
+        result["frames"]
+        for rollout in source["rollouts"]
+        for result in rollout["results"]
     )
     # Before the counters: both may join parts that could not be joined yet.
     pipeline = engine.pipeline.state_dict()
     on_demand, notes = parts.on_demand.state_dict()
     unsaved = parts.on_demand.unsaved
     acting = _acting(parts)
-    states = [state for worker in engine.source.pool.call(TakeState()) for state in worker]
+    states = [
+        state for worker in engine.source.pool.call(TakeState()) for state in worker
+    ]
     for state, counts in zip(states, engine.source.pool.counters, strict=True):
-        state["group"] |= {"executed": counts.executed, "discarded": dict(counts.discarded)}
+        state["group"] |= {
+            "executed": counts.executed,
+            "discarded": dict(counts.discarded),
+        }
     counters = engine.state_dict()
     counters["frames"] -= unsaved
     return {
@@ -130,7 +137,10 @@ def state_of(parts: CollectorParts) -> dict[str, Any]:
         "groups": [state["group"] for state in states],
         "engine": counters,
         "source": source,
-        "in_flight": engine.source.in_flight - frames + unsaved + engine.next_batch.frames,
+        "in_flight": engine.source.in_flight
+        - frames
+        + unsaved
+        + engine.next_batch.frames,
         "policy_version": parts.weights.version,
         "pipeline": pipeline,
         "on_demand": on_demand,
@@ -177,7 +187,9 @@ def load(
         ) from error
 
 
-def _load(parts: CollectorParts, state: Any, trust: bool, notes: list[str]) -> ResumeReport:
+def _load(
+    parts: CollectorParts, state: Any, trust: bool, notes: list[str]
+) -> ResumeReport:
     engine = parts.engine
     pool = parts.engine.source.pool
     notes = [*notes, *(str(note) for note in state["notes"])]
@@ -191,7 +203,12 @@ def _load(parts: CollectorParts, state: Any, trust: bool, notes: list[str]) -> R
         parts.weights.policy.load_state_dict(state["policy_state_dict"], strict=False)
     elif not state["policy_is_module"]:
         notes.append("the policy is not a module: what it keeps is not restored")
-    restored = [int(i) for counts in pool.counters for i in counts.env_ids if int(i) not in failed]
+    restored = [
+        int(i)
+        for counts in pool.counters
+        for i in counts.env_ids
+        if int(i) not in failed
+    ]
     if failed:
         pool.call(MarkResumed())
     parts.weights.restore(state["policy_version"])
@@ -222,11 +239,15 @@ def _load_groups(engine: Engine, state: dict[str, Any], trust: bool) -> dict[int
         )
     }
     failed: dict[int, str] = {}
-    for of_worker in pool.call(LoadState(groups, CUT_SHORT if state["in_flight"] else None, trust)):
+    for of_worker in pool.call(
+        LoadState(groups, CUT_SHORT if state["in_flight"] else None, trust)
+    ):
         for of_group in of_worker:
             failed |= of_group
     for counts, group in zip(pool.counters, state["groups"], strict=True):
-        discarded = {str(reason): index(steps) for reason, steps in group["discarded"].items()}
+        discarded = {
+            str(reason): index(steps) for reason, steps in group["discarded"].items()
+        }
         clock = np.stack([group["clock"]["episode"], group["clock"]["steps"]])
         counts.continue_from(index(group["executed"]), Counter(discarded), clock)
     engine.source.look_again()
@@ -273,10 +294,16 @@ def _check(parts: CollectorParts, state: Any, strict: bool) -> list[str]:
 
 def _acting(parts: CollectorParts) -> Any:
     """Return the object whose weights are in the state, if it is a module."""
-    return parts.weights.policy if isinstance(parts.policy, torch.nn.Module) else parts.policy
+    return (
+        parts.weights.policy
+        if isinstance(parts.policy, torch.nn.Module)
+        else parts.policy
+    )
 
 
-def _check_policy(policy: Any, weights: dict[str, Any] | None, strict: bool) -> list[str]:
+def _check_policy(
+    policy: Any, weights: dict[str, Any] | None, strict: bool
+) -> list[str]:
     """Raise before any change: a module's ``load_state_dict`` copies matching weights before it
     raises for others.
 
@@ -302,14 +329,22 @@ def _check_policy(policy: Any, weights: dict[str, Any] | None, strict: bool) -> 
     for name, here in own.items():
         if name not in weights:
             continue
-        if torch.is_tensor(here) and not is_lazy(here) and here.shape != weights[name].shape:
+        if (
+            torch.is_tensor(here)
+            and not is_lazy(here)
+            and here.shape != weights[name].shape
+        ):
             raise BadWeights(
                 f"weight {name} has shape {tuple(weights[name].shape)} in the state, and"
                 f" {tuple(here.shape)} in the policy. Nothing was changed."
             )
     notes = []
     if missing:
-        notes.append(f"weights {missing} of the policy are not in the state, and keep their values")
+        notes.append(
+            f"weights {missing} of the policy are not in the state, and keep their values"
+        )
     if unknown:
-        notes.append(f"weights {unknown} of the state are not in the policy, and are ignored")
+        notes.append(
+            f"weights {unknown} of the state are not in the policy, and are ignored"
+        )
     return notes

@@ -22,7 +22,9 @@ from muster.workers.counters import FrameCounters
 from muster.workers.messages import RolloutResult
 from muster.workers.worker import Worker
 
-ROWS = 64  # rows of the lane; when it is full, the rollout ends, and the next one begins
+ROWS = (
+    64  # rows of the lane; when it is full, the rollout ends, and the next one begins
+)
 
 
 class RowByRow:
@@ -67,7 +69,11 @@ class RowByRow:
     @property
     def is_possible(self) -> bool:
         """Whether nothing has to be done only at the ends of rollouts."""
-        return self._can_stay_open and self._group.resumed is None and not self._worker.is_watched
+        return (
+            self._can_stay_open
+            and self._group.resumed is None
+            and not self._worker.is_watched
+        )
 
     def forget(self) -> None:
         """Prepare the lane again before the next row, since layouts and views are not valid any
@@ -75,7 +81,9 @@ class RowByRow:
         """
         self._lane = None
 
-    def collect(self, number: int, policy: str, version: int | str) -> list[RolloutResult]:
+    def collect(
+        self, number: int, policy: str, version: int | str
+    ) -> list[RolloutResult]:
         """Make a row, and write it to the memory.
 
         Returns:

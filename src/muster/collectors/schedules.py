@@ -48,7 +48,11 @@ class ScheduleKind(ABC):
 
     @abstractmethod
     def schedule(
-        self, options: PoolOptions, pool: SupervisedPool, arena: Arena, weights: PolicyWeights
+        self,
+        options: PoolOptions,
+        pool: SupervisedPool,
+        arena: Arena,
+        weights: PolicyWeights,
     ) -> Schedule:
         """Return the schedule of a pool, whose slots are in ``arena``."""
 
@@ -67,7 +71,9 @@ class SyncKind(ScheduleKind):
                 " environments"
             )
         if options.max_policy_lag is not None:
-            raise BadOption("max_policy_lag: here all have the newest weights; leave it out")
+            raise BadOption(
+                "max_policy_lag: here all have the newest weights; leave it out"
+            )
 
     def cat_dim(self, options: PoolOptions) -> int | None:
         return options.cat_dim
@@ -76,7 +82,11 @@ class SyncKind(ScheduleKind):
         return [sum(sizes)]
 
     def schedule(
-        self, options: PoolOptions, pool: SupervisedPool, arena: Arena, weights: PolicyWeights
+        self,
+        options: PoolOptions,
+        pool: SupervisedPool,
+        arena: Arena,
+        weights: PolicyWeights,
     ) -> Schedule:
         groups = len(pool.counters)
         parts = [[number] for number in range(groups)]
@@ -103,7 +113,9 @@ class FirstReadyKind(ScheduleKind):
     shares_batch = False
     overlaps = True
 
-    def __init__(self, parts: Sequence[Sequence[int]] | None = None, lead: int = LEAD) -> None:
+    def __init__(
+        self, parts: Sequence[Sequence[int]] | None = None, lead: int = LEAD
+    ) -> None:
         self._parts = parts
         self._lead = lead
 
@@ -137,7 +149,11 @@ class FirstReadyKind(ScheduleKind):
         return [sum(sizes[number] for number in part) for part in self._of(len(sizes))]
 
     def schedule(
-        self, options: PoolOptions, pool: SupervisedPool, arena: Arena, weights: PolicyWeights
+        self,
+        options: PoolOptions,
+        pool: SupervisedPool,
+        arena: Arena,
+        weights: PolicyWeights,
     ) -> Schedule:
         sizes = [counts.info.num_envs for counts in pool.counters]
         parts = self._of(len(sizes))
@@ -162,11 +178,15 @@ class FirstReadyKind(ScheduleKind):
         return self._parts
 
 
-def _rows_of(options: PoolOptions, pool: SupervisedPool, part: Sequence[int], sharing: int) -> int:
+def _rows_of(
+    options: PoolOptions, pool: SupervisedPool, part: Sequence[int], sharing: int
+) -> int:
     """Return the number of time steps of the batches of a bundle of groups."""
     if not options.frames_of_workers:
         return options.rows_per_batch(sharing)
-    (worker,) = [worker.index for worker in pool.config.workers if part[0] in worker.groups]
+    (worker,) = [
+        worker.index for worker in pool.config.workers if part[0] in worker.groups
+    ]
     frames = options.frames_of_workers[worker]
     if frames % sharing:
         raise BadOption(
@@ -176,6 +196,8 @@ def _rows_of(options: PoolOptions, pool: SupervisedPool, part: Sequence[int], sh
     return frames // sharing
 
 
-def _bundles(parts: Sequence[Sequence[int]], options: PoolOptions, arena: Arena) -> list[Bundle]:
+def _bundles(
+    parts: Sequence[Sequence[int]], options: PoolOptions, arena: Arena
+) -> list[Bundle]:
     limit = cast(int, options.slot_memory_limit) // len(parts)
     return [Bundle(part, limit_bytes=limit, memory=arena) for part in parts]

@@ -49,7 +49,14 @@ def make_groups(
     for number, env in enumerate(built):
         rng = GroupRng(options.seed, number, policy_device or env.spec.device)
         group = make_group(
-            env, number, first, total, setting.options, rng, shared=True, progress=progress
+            env,
+            number,
+            first,
+            total,
+            setting.options,
+            rng,
+            shared=True,
+            progress=progress,
         )
         groups.append(group)
         first += env.spec.num_envs
@@ -57,7 +64,10 @@ def make_groups(
 
 
 def in_this_thread(
-    options: CollectorOptions, groups: Sequence[Group], policy: Any, device: torch.device | None
+    options: CollectorOptions,
+    groups: Sequence[Group],
+    policy: Any,
+    device: torch.device | None,
 ) -> tuple[Sync, Worker]:
     """Make a worker in this thread, and its schedule, which fills one slot at a time."""
     setting = worker_setting(options, policy)
@@ -80,15 +90,21 @@ def in_this_thread(
     rows = options.rows_per_batch(pool.num_envs) if options.extend_buffer else 1
     memory = _memory(options, groups[0].env.spec.device)
     bundle = Bundle(
-        range(len(groups)), limit_bytes=cast(int, options.slot_memory_limit), memory=memory
+        range(len(groups)),
+        limit_bytes=cast(int, options.slot_memory_limit),
+        memory=memory,
     )
     return Sync(pool, [bundle], [rows] * len(groups)), worker
 
 
-def log_rollouts(pool: Pool, worker: Worker, create_env_fn: Any, options: CollectorOptions) -> None:
+def log_rollouts(
+    pool: Pool, worker: Worker, create_env_fn: Any, options: CollectorOptions
+) -> None:
     """Keep the actions of a worker in this thread, from which ``watch`` repeats episodes."""
     assert isinstance(pool, LocalPool)
-    log = pool.log_rollouts(origins_of(create_env_fn, options), options.max_frames_per_traj)
+    log = pool.log_rollouts(
+        origins_of(create_env_fn, options), options.max_frames_per_traj
+    )
     worker.log_rollouts(log.add)
 
 
@@ -109,7 +125,9 @@ def factories_of(create_env_fn: Any) -> list[Any]:
     """Return the factories of all groups, as a list."""
     factories = list(create_env_fn) if is_several(create_env_fn) else [create_env_fn]
     if not factories:
-        raise BadOption("create_env_fn is an empty list: expected at least one environment")
+        raise BadOption(
+            "create_env_fn is an empty list: expected at least one environment"
+        )
     return factories
 
 
@@ -144,7 +162,9 @@ def marks_valid(options: CollectorOptions, sharing: int) -> bool:
             " this.",
             stacklevel=4,
         )
-    return bool(surplus) or options.interruptor is not None or not options.reset_when_done
+    return (
+        bool(surplus) or options.interruptor is not None or not options.reset_when_done
+    )
 
 
 def keywords_of(kwargs: Any, count: int) -> Sequence[Mapping[str, Any] | None]:

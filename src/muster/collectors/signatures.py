@@ -26,7 +26,9 @@ _SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 def takes(
     options: Callable[P, Options],
-) -> Callable[[Callable[[Any, Options], Result]], Callable[Concatenate[Any, P], Result]]:
+) -> Callable[
+    [Callable[[Any, Options], Result]], Callable[Concatenate[Any, P], Result]
+]:
     """Decorate a method that takes checked options, so that it takes the fields of the dataclass
     instead.
 
@@ -34,7 +36,9 @@ def takes(
     """
     shown = inspect.Signature([_SELF, *parameters(options)])
 
-    def decorate(method: Callable[[Any, Options], Result]) -> Callable[Concatenate[Any, P], Result]:
+    def decorate(
+        method: Callable[[Any, Options], Result],
+    ) -> Callable[Concatenate[Any, P], Result]:
         def made(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Result:
             with trimmed:
                 try:
@@ -66,14 +70,20 @@ def passes_on(
         *options: the dataclasses. A field that several have is that of the last one.
         names: names of the fields. None: all.
     """
-    fields = {p.name: p for each in options for p in parameters(each) if p.kind is _KEYWORD}
+    fields = {
+        p.name: p for each in options for p in parameters(each) if p.kind is _KEYWORD
+    }
     if unknown := sorted(set(names or ()) - fields.keys()):
         raise AttributeError(f"there are no options {', '.join(unknown)}")
     more = [p for p in fields.values() if names is None or p.name in names]
 
     def decorate(function: Function) -> Function:
         own = inspect.signature(function)
-        before = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        before = [
+            p
+            for p in own.parameters.values()
+            if p.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
         shown = own.replace(
             parameters=[*before, *(p for p in more if p.name not in own.parameters)]
         )
@@ -85,9 +95,15 @@ def passes_on(
 
         functools.update_wrapper(checked, function)
         passed = {p.name for p in more} - own.parameters.keys()
-        entries = {names: entry for each in options for names, entry in documented(each).items()}
+        entries = {
+            names: entry
+            for each in options
+            for names, entry in documented(each).items()
+        }
         meanings = [
-            entry for names, entry in entries.items() if not passed.isdisjoint(names.split(", "))
+            entry
+            for names, entry in entries.items()
+            if not passed.isdisjoint(names.split(", "))
         ]
         _show(checked, shown, "Args passed on:", meanings)
         return cast(Function, checked)
@@ -96,7 +112,10 @@ def passes_on(
 
 
 def _show(
-    function: Callable[..., Any], signature: inspect.Signature, title: str, meanings: Sequence[str]
+    function: Callable[..., Any],
+    signature: inspect.Signature,
+    title: str,
+    meanings: Sequence[str],
 ) -> None:
     """Let ``help()`` and ``inspect.signature`` show this signature, and the parameters' meanings."""
     function.__signature__ = signature  # type: ignore[attr-defined]
@@ -113,7 +132,8 @@ def parameters(options: Callable[..., Any]) -> list[inspect.Parameter]:
     """
     hints = get_type_hints(options)
     found = [
-        p.replace(annotation=hints[p.name]) for p in inspect.signature(options).parameters.values()
+        p.replace(annotation=hints[p.name])
+        for p in inspect.signature(options).parameters.values()
     ]
     made = {
         f.name: f.default_factory
@@ -134,7 +154,9 @@ def _details(options: Callable[..., Any]) -> Iterator[str]:
         for cls in get_args(p.annotation) or [p.annotation]:
             if isinstance(cls, type) and dataclasses.is_dataclass(cls):
                 yield f"\n    ``muster.{cls.__name__}``, for {p.name}:"
-                yield from (indent(entry, 4 * " ") for entry in documented(cls).values())
+                yield from (
+                    indent(entry, 4 * " ") for entry in documented(cls).values()
+                )
 
 
 def check_names(signature: inspect.Signature, given: Iterable[str]) -> None:
@@ -149,7 +171,9 @@ def check_names(signature: inspect.Signature, given: Iterable[str]) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = (
-                f"did you mean {near[0]!r}?" if near else f"known options are {', '.join(known)}."
+                f"did you mean {near[0]!r}?"
+                if near
+                else f"known options are {', '.join(known)}."
             )
             raise UnknownOption(f"unknown option {name!r}; {hint}")
 
@@ -157,9 +181,13 @@ def check_names(signature: inspect.Signature, given: Iterable[str]) -> None:
 def documented(options: Any) -> dict[str, str]:
     """Return the entries under ``Attributes:`` of a dataclass and its bases, by name (or names)."""
     found: dict[str, str] = {}
-    for cls in reversed([cls for cls in options.__mro__ if dataclasses.is_dataclass(cls)]):
+    for cls in reversed(
+        [cls for cls in options.__mro__ if dataclasses.is_dataclass(cls)]
+    ):
         text = (
-            inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+            inspect.cleandoc(cls.__doc__ or "")
+            .partition("Attributes:\n")[2]
+            .partition("\n\n")[0]
         )
         for entry in re.findall(r"^    \w.*(?:\n     .*)*", text, re.MULTILINE):
             found[entry.partition(":")[0].strip()] = entry

@@ -80,7 +80,9 @@ class GroupRunner:
         if rows not in self._lanes:
             if len(self._lanes) >= LANES_KEPT:
                 self._lanes.pop(next(iter(self._lanes)))
-            columns = lane_columns(self.group.env.spec, policy.columns(), self.group.options)
+            columns = lane_columns(
+                self.group.env.spec, policy.columns(), self.group.options
+            )
             self._lanes[rows] = Slot(Layout(rows, self.group.B, columns)).lanes[0]
         return self._lanes[rows]
 
@@ -98,5 +100,7 @@ class GroupRunner:
         ``watch`` is called after every step with the lane and its row, which is complete.
         """
         lane.restart()
-        request = RolloutRequest(0, self.group.number, 0, "policy", version=0, rule=rule)
+        request = RolloutRequest(
+            0, self.group.number, 0, "policy", version=0, rule=rule
+        )
         rollout(self.group, policy, request, lane, watch=watch)

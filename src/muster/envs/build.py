@@ -88,7 +88,9 @@ def is_single(env: Any) -> bool:
     """Return whether ``env`` is a single ``gymnasium.Env`` that takes seeds, without a third-party
     adapter.
     """
-    return _adapter(env) is _stacked and isinstance(env, gymnasium.Env) and takes_seed(env)
+    return (
+        _adapter(env) is _stacked and isinstance(env, gymnasium.Env) and takes_seed(env)
+    )
 
 
 def _make(
@@ -121,7 +123,9 @@ def advice_for(error: Exception) -> str:
     """Return what to do about an error of making an environment, if its id is not registered; else
     nothing.
     """
-    if not isinstance(error, (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound)):
+    if not isinstance(
+        error, (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound)
+    ):
         return ""
     return (
         " Register it, or import the package that registers it, in the main program before the"
@@ -139,7 +143,9 @@ def _wrap(
     adapt = adapters[0]
     for env, found in zip(envs, adapters, strict=True):
         if found is None or found is not adapt:
-            raise UnsupportedEnv(f"{name} returned {type(env).__name__}, expected {ACCEPTED}")
+            raise UnsupportedEnv(
+                f"{name} returned {type(env).__name__}, expected {ACCEPTED}"
+            )
     assert adapt is not None
     env = adapt(envs, device)
     spec = env.spec
@@ -187,13 +193,17 @@ def _adapter(env: Any) -> Adapt | None:
 
 def _is_like_one(env: Any) -> bool:
     """Return whether an object has all that is used of a single ``gymnasium.Env``."""
-    if isinstance(env, type) or hasattr(env, "num_envs"):  # a class; a batch of environments
+    if isinstance(env, type) or hasattr(
+        env, "num_envs"
+    ):  # a class; a batch of environments
         return False
     has_spaces = all(
         isinstance(getattr(env, name, None), gymnasium.Space)
         for name in ("observation_space", "action_space")
     )
-    return has_spaces and all(callable(getattr(env, name, None)) for name in ("reset", "step"))
+    return has_spaces and all(
+        callable(getattr(env, name, None)) for name in ("reset", "step")
+    )
 
 
 # Modules with takes(obj) -> bool and adapt(envs, device) -> EnvBatch, by the package that defines

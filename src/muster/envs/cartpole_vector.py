@@ -30,7 +30,9 @@ class MaskedCartPole(VectorWrapper[Any, Any, Any, Any, Any]):
         given = dict(options or {})
         mask = given.pop("reset_mask", None)
         base = self.env
-        if isinstance(seed, (list, tuple, np.ndarray)):  # one generator for all environments
+        if isinstance(
+            seed, (list, tuple, np.ndarray)
+        ):  # one generator for all environments
             seeds = [int(each) for each in seed if each is not None]
             seed = seeds[0] if seeds else None
         if mask is None or base.state is None:
@@ -56,7 +58,10 @@ def with_masks(env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
     if not all(hasattr(base, name) for name in USED):
         return env
     cls = type(base)
-    if cls.reset is not CartPoleVectorEnv.reset or cls.step is not CartPoleVectorEnv.step:
+    if (
+        cls.reset is not CartPoleVectorEnv.reset
+        or cls.step is not CartPoleVectorEnv.step
+    ):
         return env
     if env is base:
         return MaskedCartPole(env)

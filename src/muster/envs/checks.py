@@ -95,7 +95,9 @@ def call(
     except Exception as error:
         if is_explained(error, env):
             raise
-        raise EnvError(f"{who}.{method} raised {described(error)}", env_index=index) from error
+        raise EnvError(
+            f"{who}.{method} raised {described(error)}", env_index=index
+        ) from error
 
 
 def seed_argument(env: Any, seed: Any, name: str, casts: Casts) -> dict[str, Any]:
@@ -130,7 +132,8 @@ def _takes_seed(reset: Any) -> bool:
     except (TypeError, ValueError):  # no function of Python
         return True
     return any(
-        one.kind is one.VAR_KEYWORD or (one.name == "seed" and one.kind is not one.POSITIONAL_ONLY)
+        one.kind is one.VAR_KEYWORD
+        or (one.name == "seed" and one.kind is not one.POSITIONAL_ONLY)
         for one in parameters
     )
 
@@ -223,7 +226,9 @@ def as_flag(value: Any, name: str, who: str) -> bool:
         scalar = value.shape == () and value.dtype.kind in "biu"
     if scalar and value in (0, 1):
         return bool(value)
-    raise BadEnvOutput(f"{who}: {name} is {described_value(value)}, expected a bool. {FIX}")
+    raise BadEnvOutput(
+        f"{who}: {name} is {described_value(value)}, expected a bool. {FIX}"
+    )
 
 
 def reward_problem(value: Any) -> str | None:
@@ -268,13 +273,17 @@ class Casts:
             return problem
         if self.refused:
             return f"{problem}, which validate='full' does not cast"
-        self.note(f"{what} has dtype {np.asarray(value).dtype}, but its space says {spec.dtype}")
+        self.note(
+            f"{what} has dtype {np.asarray(value).dtype}, but its space says {spec.dtype}"
+        )
         return None
 
     def check(self, value: Any, spec: ArraySpec, what: str, who: str) -> None:
         """Raise ``BadEnvOutput`` if the leaf ``what``, returned by ``who``, has a ``problem``."""
         if problem := self.problem(value, spec, what):
-            raise BadEnvOutput(f"{who}: {what} is {problem}, but its space says {spec}. {FIX}")
+            raise BadEnvOutput(
+                f"{who}: {what} is {problem}, but its space says {spec}. {FIX}"
+            )
 
     def reward_problem(self, value: Any) -> str | None:
         """Describe the problem of one environment's reward; None if ``number`` can convert it."""
@@ -343,9 +352,13 @@ def values_problem(array: Array, spec: ArraySpec) -> tuple[tuple[int, ...], str]
     if array.dtype.kind == "f" and 0 in np.isfinite(array).tobytes():
         return _first(~np.isfinite(array), array, "not finite")
     if spec.low is not None and 1 in (array < spec.low).tobytes():
-        return _first(array < spec.low, array, f"below the space's low {_bound(spec.low)}")
+        return _first(
+            array < spec.low, array, f"below the space's low {_bound(spec.low)}"
+        )
     if spec.high is not None and 1 in (array > spec.high).tobytes():
-        return _first(array > spec.high, array, f"above the space's high {_bound(spec.high)}")
+        return _first(
+            array > spec.high, array, f"above the space's high {_bound(spec.high)}"
+        )
     return None
 
 

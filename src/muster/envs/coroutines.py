@@ -20,7 +20,11 @@ from muster.keys import Key
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
 from muster.protocols import Step
-from muster.utils.event_loop import CoroutineCall, CoroutineRunner, is_coroutine_function
+from muster.utils.event_loop import (
+    CoroutineCall,
+    CoroutineRunner,
+    is_coroutine_function,
+)
 
 METHODS = ("reset", "step")
 SPACES = ("observation_space", "action_space")
@@ -33,7 +37,9 @@ def takes(env: Any) -> bool:
     if isinstance(env, type):
         return False
     wrapped = isinstance(env, gymnasium.Wrapper) and takes(env.env)
-    return wrapped or any(is_coroutine_function(getattr(env, method, None)) for method in METHODS)
+    return wrapped or any(
+        is_coroutine_function(getattr(env, method, None)) for method in METHODS
+    )
 
 
 class CoroutineEnvs(WrappedEnvs, AwaitsCoroutines):
@@ -74,7 +80,9 @@ class CoroutineEnvs(WrappedEnvs, AwaitsCoroutines):
         for n, i in enumerate(which):
             one = self.awaited[i]
             seed = None if seeds is None else seeds[n]
-            given = checks.seed_argument(one.env, seed, self.spec.name, self._stacked.casts)
+            given = checks.seed_argument(
+                one.env, seed, self.spec.name, self._stacked.casts
+            )
             call = one.begin("reset", **given, **checks.kept_info(options))
             calls.append(call)
         self._run(calls, "reset")
@@ -179,7 +187,9 @@ def _check(env: Any) -> None:
         raise UnsupportedEnv(
             f"{name} has no {' and no '.join(missing)}, expected {', '.join(required)}"
         )
-    plain = [method for method in METHODS if not is_coroutine_function(getattr(env, method))]
+    plain = [
+        method for method in METHODS if not is_coroutine_function(getattr(env, method))
+    ]
     if plain and isinstance(env, gymnasium.Wrapper):
         raise UnsupportedEnv(
             f"{name} calls reset and step of {type(env.unwrapped).__name__}, which are coroutine"
@@ -198,5 +208,7 @@ def _check(env: Any) -> None:
 def _mention_others(error: EnvError, calls: Sequence[CoroutineCall]) -> None:
     others = sum(call.error is not None for call in calls) - 1
     if others > 0:
-        rest = "one other environment" if others == 1 else f"{others} other environments"
+        rest = (
+            "one other environment" if others == 1 else f"{others} other environments"
+        )
         error.args = (f"{error}; {rest} of the group failed too",)

@@ -78,7 +78,9 @@ class DmEnv(gymnasium.Env[Any, Any]):
                 )
         self._action_spec = env.action_spec()
         self.action_space = _space(self._action_spec, f"{self._name}.action_spec()")
-        self.observation_space = _space(env.observation_spec(), f"{self._name}.observation_spec()")
+        self.observation_space = _space(
+            env.observation_spec(), f"{self._name}.observation_spec()"
+        )
         self._codec = observation_codec(self.observation_space)
         self._warned = False
 
@@ -144,7 +146,9 @@ def _space(spec: Any, where: str) -> spaces.Space[Any]:
         named = {key: _space(part, f"{where}[{key!r}]") for key, part in spec.items()}
         return spaces.Dict(named)
     if isinstance(spec, (list, tuple)):
-        return spaces.Tuple([_space(part, f"{where}[{i}]") for i, part in enumerate(spec)])
+        return spaces.Tuple(
+            [_space(part, f"{where}[{i}]") for i, part in enumerate(spec)]
+        )
     dtype = getattr(spec, "dtype", None)
     if dtype is None or dtype.kind not in "biuf":
         raise UnsupportedSpace(

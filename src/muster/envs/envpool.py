@@ -79,10 +79,15 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
                 " do. Give a collector the pool itself, or a function that makes it; or leave"
                 " batch_size out."
             )
-        self.metadata = {**(pool.metadata or {}), "autoreset_mode": AutoresetMode.DISABLED}
+        self.metadata = {
+            **(pool.metadata or {}),
+            "autoreset_mode": AutoresetMode.DISABLED,
+        }
         self.single_observation_space = about.observation_space
         self.single_action_space = about.action_space
-        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.observation_space = batch_space(
+            self.single_observation_space, self.num_envs
+        )
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self._all = np.arange(self.num_envs)
         # observations, [B, *shape] per leaf; none before the first reset
@@ -126,7 +131,13 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         leaves = self._about.leaves(obs)
         self._newest, columns = self._in_order(self._all, info, leaves, columns)
         reward, terminated, truncated = columns
-        return self._about.codec.build(self._newest), reward, terminated, truncated, info
+        return (
+            self._about.codec.build(self._newest),
+            reward,
+            terminated,
+            truncated,
+            info,
+        )
 
     def muster_infos(self, info: dict[str, Any]) -> Any:
         """Return the infos of a call with a row for each environment, in their order."""
@@ -138,7 +149,9 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
     def close_extras(self, **kwargs: Any) -> None:
         self.pool.close()
 
-    def _in_order(self, rows: Array, info: Any, *groups: list[Array]) -> list[list[Array]]:
+    def _in_order(
+        self, rows: Array, info: Any, *groups: list[Array]
+    ) -> list[list[Array]]:
         """Sort arrays with rows for ``info["env_id"]`` into the order of ``rows``."""
         ids = np.asarray(info["env_id"])
         if np.array_equal(ids, rows):

@@ -35,7 +35,16 @@ from muster.envs import checks
 from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import action_codec, action_masks, observation_codec
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv
-from muster.keys import IS_INIT, POLICY_VERSION, REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
+from muster.keys import (
+    IS_INIT,
+    POLICY_VERSION,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    Key,
+    dotted,
+    next_of,
+)
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import Array, ArraySpec, Column
 from muster.protocols import Act, EnvBatch, Step
@@ -124,7 +133,9 @@ def _unbounded(space: Any) -> Any:
     which is above 0.
     """
     if isinstance(space, spaces.Dict):
-        return spaces.Dict({key: _unbounded(part) for key, part in space.spaces.items()})
+        return spaces.Dict(
+            {key: _unbounded(part) for key, part in space.spaces.items()}
+        )
     if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
         return space
     limits = np.finfo(space.dtype)
@@ -271,7 +282,10 @@ class AsyncPoolEnvs(
                 self._advance(ready, window)
             for key, array in others:
                 array[t] = rows.first(key)
-            for key, array in states:  # the policy may have set those that it began with
+            for (
+                key,
+                array,
+            ) in states:  # the policy may have set those that it began with
                 array[t] = rows.first(key)
             if self._shows:
                 for key, array in carried:

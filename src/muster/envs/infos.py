@@ -34,7 +34,12 @@ STATISTICS: Seen = {
     ("episode", "l"): INTEGER,
     ("episode", "t"): FLOAT,
 }
-FITTING = {"b": "b", "i": "iub", "u": "iub", "f": "iubf"}  # kinds of values by the kind of a column
+FITTING = {
+    "b": "b",
+    "i": "iub",
+    "u": "iub",
+    "f": "iubf",
+}  # kinds of values by the kind of a column
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,11 @@ def wanted_infos(info: Any) -> dict[Key, Any]:
         return {(): None} if info else {}
     wanted: dict[Key, Any] = {}
     try:
-        named = info.items() if isinstance(info, Mapping) else [(name, None) for name in info]
+        named = (
+            info.items()
+            if isinstance(info, Mapping)
+            else [(name, None) for name in info]
+        )
         for name, space in named:
             path = (name,) if isinstance(name, str) else tuple(name)
             wanted |= _opened(path, space)
@@ -73,7 +82,11 @@ def wanted_infos(info: Any) -> dict[Key, Any]:
             " or a dict of Gymnasium spaces by name; names do not begin with '_'"
         )
     for path, space in wanted.items():
-        if space is None or isinstance(space, spaces.Text) or leaf_spec(space).is_tensor:
+        if (
+            space is None
+            or isinstance(space, spaces.Text)
+            or leaf_spec(space).is_tensor
+        ):
             continue
         raise BadOption(
             f"info: {_shown(path)} has the space {space}: expected numbers, arrays, text, or Dict"
@@ -112,7 +125,9 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
         )
     telling.keep_infos()
     wanted = wanted_infos(info)
-    specs = {path: leaf_spec(space) for path, space in wanted.items() if space is not None}
+    specs = {
+        path: leaf_spec(space) for path, space in wanted.items() if space is not None
+    }
     seen = look() if len(specs) < len(wanted) else {}
     for path in wanted.keys() - specs.keys():
         specs |= _found_below(path, seen, env.spec.name)
@@ -195,7 +210,9 @@ def _seen_in_batch(
     return found
 
 
-def _joined(before: ArraySpec | NotStored, spec: ArraySpec | NotStored) -> ArraySpec | NotStored:
+def _joined(
+    before: ArraySpec | NotStored, spec: ArraySpec | NotStored
+) -> ArraySpec | NotStored:
     """Return the spec of values of both; the first one, if one of them is not stored."""
     if isinstance(before, NotStored) or isinstance(spec, NotStored):
         return before
@@ -227,7 +244,9 @@ def _info_of(env: Any, told: Any, i: int) -> dict[Any, Any]:
     return info
 
 
-def _rows_of(column: Any, mask: Any, num_envs: int) -> tuple[Array, Array | Literal[True]] | str:
+def _rows_of(
+    column: Any, mask: Any, num_envs: int
+) -> tuple[Array, Array | Literal[True]] | str:
     """Return the values ``[B, ...]`` of a batch's field and the mask of environments that have one
     (True: all).
 
@@ -235,7 +254,11 @@ def _rows_of(column: Any, mask: Any, num_envs: int) -> tuple[Array, Array | Lite
     """
     try:
         values = np.asarray(column)
-    except (TypeError, ValueError, RuntimeError):  # rows of different lengths, for instance
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ):  # rows of different lengths, for instance
         values = np.empty(())
     if values.shape[:1] != (num_envs,):
         return f"is {described_value(column)}, expected a value for each of {num_envs} environments"
@@ -311,7 +334,11 @@ class InfoField:
             return isinstance(value, str)
         try:
             array = np.asarray(value)
-        except (TypeError, ValueError, RuntimeError):  # rows of different lengths, for instance
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ):  # rows of different lengths, for instance
             return False
         shape = (*lead, *self.spec.shape)
         kinds = FITTING[self.spec.dtype.kind]
@@ -431,7 +458,9 @@ class _WithInfos(WrappedEnvs, KeepsState):
                     value = value.get(name) if isinstance(value, dict) else None
                 self._put_one(each, values[row], flags[row], i, value)
 
-    def _put_one(self, each: InfoField, values: Array, flags: Array, i: int, value: Any) -> None:
+    def _put_one(
+        self, each: InfoField, values: Array, flags: Array, i: int, value: Any
+    ) -> None:
         if value is None:
             values[i] = each.blank
             flags[i] = False

@@ -77,7 +77,9 @@ class JaxEnvs:
 
     muster_exact = True  # masks are respected, and every last observation is returned
 
-    def __init__(self, env: Any, num_envs: int, params: Any = None, device: Any = None) -> None:
+    def __init__(
+        self, env: Any, num_envs: int, params: Any = None, device: Any = None
+    ) -> None:
         self.num_envs = num_envs
         self.spec = SimpleNamespace(id=type(env).__name__)
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}

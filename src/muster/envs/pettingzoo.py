@@ -45,7 +45,16 @@ from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import SpaceCodec
 from muster.envs.turns import AgentSpaces, TurnEnvs, name_of_game
 from muster.errors import BadEnvOutput, UnsupportedEnv
-from muster.keys import FLAGS, RESERVED, TEAM_REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
+from muster.keys import (
+    FLAGS,
+    RESERVED,
+    TEAM_REWARD,
+    TERMINATED,
+    TRUNCATED,
+    Key,
+    dotted,
+    next_of,
+)
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec, Specs
 from muster.protocols import ALL, EnvBatch, Step
@@ -66,7 +75,9 @@ def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
     """Return the env batch of B environments of the same kind; ``device`` has no effect."""
     if any(isinstance(env, AECEnv) and not _is_parallelizable(env) for env in envs):
         return TurnEnvs(envs)
-    parallel = [env if isinstance(env, ParallelEnv) else aec_to_parallel(env) for env in envs]
+    parallel = [
+        env if isinstance(env, ParallelEnv) else aec_to_parallel(env) for env in envs
+    ]
     return ParallelEnvs(parallel)
 
 
@@ -94,7 +105,13 @@ class Team(AgentSpaces):
 
 
 class ParallelEnvs(
-    EnvBatch, CastsValues, CountsSteps, DrawsActions, KeepsState, ResetsWithOptions, TellsInfos
+    EnvBatch,
+    CastsValues,
+    CountsSteps,
+    DrawsActions,
+    KeepsState,
+    ResetsWithOptions,
+    TellsInfos,
 ):
     """Implements ``EnvBatch`` for B parallel environments with the same agents and spaces; owns
     (and closes) them.
@@ -115,10 +132,14 @@ class ParallelEnvs(
                 )
         _, infos = _reset(env, f"{name}[0]", 0)
         groups = _group(env)
-        self.teams = [Team(name, env, team, agents, infos) for team, agents in groups.items()]
+        self.teams = [
+            Team(name, env, team, agents, infos) for team, agents in groups.items()
+        ]
         self._actions = SpaceCodec(_action_space(self.teams), ())
         state = getattr(env, "state_space", None)
-        self._state = SpaceCodec(state, ("state",)) if isinstance(state, spaces.Space) else None
+        self._state = (
+            SpaceCodec(state, ("state",)) if isinstance(state, spaces.Space) else None
+        )
         observed = _observation_specs(self.teams, self._state)
         checks.check_arrays(name, observed, self._actions.specs)
         rewards: Specs = {}
@@ -246,13 +267,17 @@ class ParallelEnvs(
                     actions[agent] = team.action.build(parts)
         return actions
 
-    def _put_rewards(self, arrays: list[Array], t: int, b: int, reward: Mapping[str, Any]) -> float:
+    def _put_rewards(
+        self, arrays: list[Array], t: int, b: int, reward: Mapping[str, Any]
+    ) -> float:
         total = 0.0
         for team, array in zip(self.teams, arrays, strict=True):
             for i, agent in enumerate(team.agents):
                 value = reward.get(agent, 0.0)
                 if problem := self.casts.reward_problem(value):
-                    raise BadEnvOutput(f"{self.spec.name}[{b}].step: {agent}: {problem}. {FIX}")
+                    raise BadEnvOutput(
+                        f"{self.spec.name}[{b}].step: {agent}: {problem}. {FIX}"
+                    )
                 number = checks.number(value)
                 array[t, b, i, 0] = number
                 total += float(number)
@@ -322,7 +347,9 @@ class ParallelEnvs(
 
     # --- the environment's side -------------------------------------------------------------------
 
-    def _checked(self, got: Any, b: int) -> tuple[Any, Any, dict[str, bool], dict[str, bool], Any]:
+    def _checked(
+        self, got: Any, b: int
+    ) -> tuple[Any, Any, dict[str, bool], dict[str, bool], Any]:
         five = isinstance(got, tuple) and len(got) == 5
         if not five or not all(isinstance(part, Mapping) for part in got):
             raise BadEnvOutput(
@@ -331,10 +358,16 @@ class ParallelEnvs(
             )
         obs, reward, ended, cut, infos = got
         who = f"{self.spec.name}[{b}].step"
-        for name, part in (("reward", reward), ("termination", ended), ("truncation", cut)):
+        for name, part in (
+            ("reward", reward),
+            ("termination", ended),
+            ("truncation", cut),
+        ):
             missing = [agent for agent in self._acting[b] if agent not in part]
             if missing:
-                raise BadEnvOutput(f"{who} returned no {name} of {missing}, which acted. {FIX}")
+                raise BadEnvOutput(
+                    f"{who} returned no {name} of {missing}, which acted. {FIX}"
+                )
         ended = _flags(ended, "termination", who)
         cut = _flags(cut, "truncation", who)
         here = self.envs[b].agents
@@ -357,7 +390,10 @@ class ParallelEnvs(
 
 def _flags(flags: Mapping[str, Any], name: str, who: str) -> dict[str, bool]:
     """Return the flag of each agent as a bool, after a check."""
-    return {agent: checks.as_flag(flag, f"{name} of {agent}", who) for agent, flag in flags.items()}
+    return {
+        agent: checks.as_flag(flag, f"{name} of {agent}", who)
+        for agent, flag in flags.items()
+    }
 
 
 def _reset(env: Any, who: str, b: int, **given: Any) -> tuple[Any, Any]:
@@ -365,7 +401,9 @@ def _reset(env: Any, who: str, b: int, **given: Any) -> tuple[Any, Any]:
     got = checks.call(env, "reset", who, index=b, **given)
     obs, infos = checks.reset_pair(got, who)
     if not isinstance(obs, Mapping):
-        raise BadEnvOutput(f"{who}.reset returned {type(obs).__name__}, expected two dicts. {FIX}")
+        raise BadEnvOutput(
+            f"{who}.reset returned {type(obs).__name__}, expected two dicts. {FIX}"
+        )
     return obs, infos
 
 
@@ -404,8 +442,12 @@ def _group(env: Any) -> dict[str, list[str]]:
         together = name and number.isdigit() and name not in agents
         if together and name in groups:
             first = groups[name][0]
-            same_observations = env.observation_space(agent) == env.observation_space(first)
-            together = same_observations and env.action_space(agent) == env.action_space(first)
+            same_observations = env.observation_space(agent) == env.observation_space(
+                first
+            )
+            together = same_observations and env.action_space(
+                agent
+            ) == env.action_space(first)
         groups.setdefault(name if together else agent, []).append(agent)
     return groups
 

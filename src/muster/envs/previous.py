@@ -43,7 +43,9 @@ class _WithPrevious(WrappedEnvs, RestartsAgents):
             observed[previous] = ArraySpec(spec.shape, spec.dtype)
         repeats[PREV_REWARD] = REWARD
         observed[PREV_REWARD] = ArraySpec((), own.reward_dtype)
-        super().__init__(inner, replace(own, observation_specs=observed, repeats=repeats))
+        super().__init__(
+            inner, replace(own, observation_specs=observed, repeats=repeats)
+        )
 
     def reset(
         self,
@@ -55,7 +57,9 @@ class _WithPrevious(WrappedEnvs, RestartsAgents):
         self.inner.reset(arrays, row, which, seeds)
         self.restart_agent(arrays, row, which)
 
-    def restart_agent(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int]) -> None:
+    def restart_agent(
+        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int]
+    ) -> None:
         for key in self.spec.repeats:
             arrays[key][row, which] = 0
 
@@ -87,11 +91,11 @@ def _problem(env: EnvBatch) -> str:
     if taken:
         return f"has the observations {taken} already: leave it out, or rename them"
     if env.spec.reward_key != REWARD:
-        return "has a reward for each agent, and no one that could be shown: leave it out"
-    if capability(env, WritesNext) is not None:
         return (
-            "resets itself on a device, where Muster does not see in time what begins: leave it out"
+            "has a reward for each agent, and no one that could be shown: leave it out"
         )
+    if capability(env, WritesNext) is not None:
+        return "resets itself on a device, where Muster does not see in time what begins: leave it out"
     objects = [
         dotted(key)
         for key, spec in env.spec.action_specs.items()

@@ -54,7 +54,9 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         muster_exact: all classes are SB3's own, whose last observations are reliable.
     """
 
-    muster_infos = itemgetter("infos")  # from the info of ``reset`` and ``step``: a list of dicts
+    muster_infos = itemgetter(
+        "infos"
+    )  # from the info of ``reset`` and ``step``: a list of dicts
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -62,9 +64,13 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         self.metadata = {**env.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
         self.single_observation_space = _observation_space(env)
         self.single_action_space = env.action_space
-        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.observation_space = batch_space(
+            self.single_observation_space, self.num_envs
+        )
         self.action_space = batch_space(self.single_action_space, self.num_envs)
-        unknown = [layer for layer in _layers(env) if _name(type(layer)) not in RESET_ROWS]
+        unknown = [
+            layer for layer in _layers(env) if _name(type(layer)) not in RESET_ROWS
+        ]
         self._strange = unknown[0] if unknown else None
         self.muster_exact = self._strange is None
         base = _layers(env)[-1]
@@ -124,7 +130,12 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         for number, first in enumerate(self._reset_infos()):
             if done[number]:
                 told[number] = first
-        ends = {"final_obs": final, "_final_obs": done, "final_info": infos, "infos": told}
+        ends = {
+            "final_obs": final,
+            "_final_obs": done,
+            "final_info": infos,
+            "infos": told,
+        }
         return obs, reward, done & ~cut, cut, ends
 
     def close_extras(self, **kwargs: Any) -> None:

@@ -67,7 +67,9 @@ class SpaceCodec:
             drawn[key] = _sample(space, spec, rng.stream(number), shape)
         return drawn
 
-    def _open(self, space: spaces.Space[Any], path: Key) -> Callable[[Any, Leaves], None]:
+    def _open(
+        self, space: spaces.Space[Any], path: Key
+    ) -> Callable[[Any, Leaves], None]:
         if isinstance(space, spaces.Dict):
             parts = {}
             for name, part in space.spaces.items():
@@ -153,7 +155,9 @@ def leaf_spec(space: spaces.Space[Any]) -> ArraySpec:
         high = np.ones(space.shape, dtype)
         return ArraySpec(space.shape, dtype, low, high)
     if not isinstance(space, spaces.Space):
-        raise UnsupportedSpace(f"expected a gymnasium.Space, got {type(space).__name__}: {space!r}")
+        raise UnsupportedSpace(
+            f"expected a gymnasium.Space, got {type(space).__name__}: {space!r}"
+        )
     return ArraySpec((), OBJECT)
 
 
@@ -189,7 +193,9 @@ def _flatten_tuple(
         got = type(value).__name__
         if is_sequence:
             got += f" of {len(value)}"
-        raise BadEnvOutput(f"{dotted(path)}: expected a tuple of {len(items)}, got {got}")
+        raise BadEnvOutput(
+            f"{dotted(path)}: expected a tuple of {len(items)}, got {got}"
+        )
     for item, part in zip(value, items, strict=True):
         part(item, out)
 

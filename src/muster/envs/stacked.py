@@ -20,7 +20,14 @@ from muster.env_spec import EnvSpec
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import SpaceCodec, action_codec, action_masks, observation_codec
-from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, described, shown, text_of
+from muster.errors import (
+    BadEnvOutput,
+    EnvError,
+    UnsupportedEnv,
+    described,
+    shown,
+    text_of,
+)
 from muster.keys import REWARD, Key, dotted, next_of
 from muster.memory.objects import copied_cells
 from muster.memory.slots import Lane
@@ -29,7 +36,9 @@ from muster.protocols import ALL, EnvBatch, Step
 from muster.rng import GroupRng
 
 Arrays = Mapping[Key, Array]
-RowStep = Callable[..., "Sequence[int] | None"]  # a ``Step`` that can continue within a row
+RowStep = Callable[
+    ..., "Sequence[int] | None"
+]  # a ``Step`` that can continue within a row
 FlagRecorder = Callable[[int, int, Any, Any, "list[int] | None"], "list[int] | None"]
 TERMINATED = next_of(("terminated",))
 TRUNCATED = next_of(("truncated",))
@@ -86,7 +95,9 @@ class StackedEnvs(
         self._keeps_infos = False
         self._told: list[Any] = [None] * self.spec.num_envs
         self.new_infos = [(self._told, ALL)]
-        self._steps: list[Callable[[Any], Any]] = []  # functions that step the environments
+        self._steps: list[
+            Callable[[Any], Any]
+        ] = []  # functions that step the environments
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         return self.actions.sample(rng, shape)
@@ -109,7 +120,12 @@ class StackedEnvs(
             obs, info = checks.reset_pair(got, who)
             if self._keeps_infos:
                 self._told[i] = checks.kept_info(info)
-            if plain and type(obs) is np.ndarray and obs.shape == shape and obs.dtype == dtype:
+            if (
+                plain
+                and type(obs) is np.ndarray
+                and obs.shape == shape
+                and obs.dtype == dtype
+            ):
                 arrays[key][row, i] = obs
             else:
                 self._write(arrays, (row, i), obs, "reset")
@@ -144,7 +160,9 @@ class StackedEnvs(
         act_spec = next(iter(self.spec.action_specs.values()))
         plain, _, _, dtype = self._plain
         vector = plain and len(obs_spec.shape) == 1 and obs_spec.dtype == dtype
-        integer = self.actions.single and act_spec.dtype == np.int64 and not act_spec.shape
+        integer = (
+            self.actions.single and act_spec.dtype == np.int64 and not act_spec.shape
+        )
         if vector and integer and not self.casts.any:
             return self._make_plain_step(lane, obs_spec.shape[0])
         return self._make_general_step(lane)
@@ -170,7 +188,9 @@ class StackedEnvs(
             try:
                 todo = zip(steps, actions(t))  # noqa: B905 (strict costs 0.3 us per step)
                 if first is not ...:
-                    todo = zip([lambda _: first, *steps[b + 1 :]], actions(t)[b:], strict=True)
+                    todo = zip(
+                        [lambda _: first, *steps[b + 1 :]], actions(t)[b:], strict=True
+                    )
                 for env_step, action in todo:
                     got = env_step(action)
                     obs, reward, terminated, truncated, _ = got
@@ -181,7 +201,9 @@ class StackedEnvs(
                     got = ...  # before the next number: a signal can come in between
                     k += 1
             except BaseException as error:  # noqa: BLE001 (raised again, explained)
-                self._explain(error, got, t, k - t * B, again=isinstance(rewards, _Rewards))
+                self._explain(
+                    error, got, t, k - t * B, again=isinstance(rewards, _Rewards)
+                )
                 rewards = _Rewards(lane.arrays[REWARD], self.casts)
                 return step(t, k - t * B, finished, got)
             return finished
@@ -288,7 +310,9 @@ class StackedEnvs(
             array = arrays[key]
             array[k] = 0 if spec.is_tensor else array[k - self.spec.num_envs]
 
-    def _write(self, arrays: Arrays, at: tuple[int, ...], obs: Any, method: str) -> None:
+    def _write(
+        self, arrays: Arrays, at: tuple[int, ...], obs: Any, method: str
+    ) -> None:
         """Write one observation into entry ``at`` of the arrays, checking every leaf."""
         try:
             codec = self.observations
@@ -297,10 +321,14 @@ class StackedEnvs(
                 if not spec.is_tensor:
                     leaf = checks.stored_copy(leaf, dotted(key))
                 elif problem := self.casts.problem(leaf, spec, dotted(key)):
-                    raise BadEnvOutput(f"{dotted(key)} is {problem}, but its space says {spec}")
+                    raise BadEnvOutput(
+                        f"{dotted(key)} is {problem}, but its space says {spec}"
+                    )
                 arrays[key][at] = leaf
         except BadEnvOutput as error:
-            raise BadEnvOutput(f"{self.spec.name}[{at[-1]}].{method}: {error}. {FIX}") from None
+            raise BadEnvOutput(
+                f"{self.spec.name}[{at[-1]}].{method}: {error}. {FIX}"
+            ) from None
 
     def action_rows(self, lane: Lane) -> Callable[[int], Sequence[Any]]:
         """Return ``actions(t)``, which copies the actions of row t: environments may keep or change
@@ -321,7 +349,9 @@ class StackedEnvs(
         columns = [lane.arrays[key] for key in keys]
 
         def composite(t: int) -> list[Any]:
-            copies = [copy(column[t]) for copy, column in zip(copiers, columns, strict=True)]
+            copies = [
+                copy(column[t]) for copy, column in zip(copiers, columns, strict=True)
+            ]
             envs = range(self.spec.num_envs)
             return [self.actions.build([leaf[b] for leaf in copies]) for b in envs]
 
@@ -402,7 +432,9 @@ class _Refused:
         self.error = error
 
 
-def _keeping_info(step: Callable[[Any], Any], i: int, told: list[Any]) -> Callable[[Any], Any]:
+def _keeping_info(
+    step: Callable[[Any], Any], i: int, told: list[Any]
+) -> Callable[[Any], Any]:
     """Return a ``step`` that keeps the info of environment ``i`` in ``told``."""
 
     def keeping(action: Any) -> Any:
@@ -432,9 +464,7 @@ def _counting_lives(
             return got  # the caller reports the problem
         obs, reward, terminated, truncated, info = got
         if not isinstance(info, dict):
-            problem = (
-                f"{who}.step returned an info that is {type(info).__name__}, expected a dict. {FIX}"
-            )
+            problem = f"{who}.step returned an info that is {type(info).__name__}, expected a dict. {FIX}"
             return _Refused(BadEnvOutput(problem))
         try:
             terminal = checks.as_flag(terminated, "terminated", who)

@@ -38,7 +38,16 @@ from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import SpaceCodec, action_codec, action_masks, observation_codec
 from muster.envs.vector import autoreset_mode
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv, UnsupportedSpace
-from muster.keys import IS_INIT, NEXT_OBS_VALID, REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
+from muster.keys import (
+    IS_INIT,
+    NEXT_OBS_VALID,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    Key,
+    dotted,
+    next_of,
+)
 from muster.memory.joint_rows import joint_rows
 from muster.memory.slots import Lane, as_tensor, torch_dtype
 from muster.memory.specs import ArraySpec, choices_of, is_joint_mask
@@ -62,7 +71,9 @@ def takes(obj: Any) -> bool:
     or ``VectorEnv``.
     """
     classes = type(obj).__mro__
-    if isinstance(obj, type) or any(cls.__module__.startswith("torchrl.") for cls in classes):
+    if isinstance(obj, type) or any(
+        cls.__module__.startswith("torchrl.") for cls in classes
+    ):
         # a class, or a TorchRL wrapper, which has all attributes of the wrapped environment
         return False
     base = getattr(obj, "unwrapped", obj)
@@ -130,7 +141,11 @@ class TorchEnvs(
         self._mask_untried = by_option and not exact
         cfg = getattr(base, "cfg", None)
         gives_final = exact or _is_from(env, MANI_SKILL)
-        if _is_from(env, *ISAAC_LAB) and cfg is not None and hasattr(cfg, "compute_final_obs"):
+        if (
+            _is_from(env, *ISAAC_LAB)
+            and cfg is not None
+            and hasattr(cfg, "compute_final_obs")
+        ):
             cfg.compute_final_obs = True
             gives_final = True
         self.spec = EnvSpec(
@@ -175,8 +190,12 @@ class TorchEnvs(
             for steps, leaf in zip(rows, self._random.drawn(seed), strict=True):
                 steps.append(leaf)
         drawn: dict[Key, Any] = {}
-        for (key, spec), steps in zip(self.spec.action_specs.items(), rows, strict=True):
-            leaf = torch.empty((0,), dtype=torch_dtype(spec.dtype), device=self._random.device)
+        for (key, spec), steps in zip(
+            self.spec.action_specs.items(), rows, strict=True
+        ):
+            leaf = torch.empty(
+                (0,), dtype=torch_dtype(spec.dtype), device=self._random.device
+            )
             if steps:  # none, if the only row has an action of the policy's first call
                 leaf = torch.stack(steps)
             leaf = leaf.reshape(*shape, *spec.shape)
@@ -196,10 +215,14 @@ class TorchEnvs(
             given |= checks.seed_argument(self.env, seed, self.spec.name, self.casts)
         index = list(which)
         with torch.inference_mode(False), torch.no_grad():
-            targets = [as_tensor(arrays[key][row]) for key in self.spec.observation_specs]
+            targets = [
+                as_tensor(arrays[key][row]) for key in self.spec.observation_specs
+            ]
             if len(index) == self.spec.num_envs:
                 leaves = self._reset(given)
-                if self._mask_untried and (self._limit is not None or not self._self_resetting):
+                if self._mask_untried and (
+                    self._limit is not None or not self._self_resetting
+                ):
                     leaves = self._try_mask(given, leaves)
                 for target, leaf in zip(targets, leaves, strict=True):
                     target.copy_(leaf)
@@ -295,7 +318,9 @@ class TorchEnvs(
                 write(t, values)
                 if waiting is not None:
                     first = self._reset_some(waiting, {})
-                    for rows, others, leaf in zip(observations, kept, first, strict=True):
+                    for rows, others, leaf in zip(
+                        observations, kept, first, strict=True
+                    ):
                         _choose(waiting, leaf, others[t + later], rows[t + 1])
                 for rows in states:  # recurrent states at the start of an episode
                     row = rows[t + 1]
@@ -307,7 +332,9 @@ class TorchEnvs(
     def _step(
         self, action: Leaves, t: int
     ) -> tuple[Leaves, torch.Tensor, torch.Tensor, torch.Tensor, Any]:
-        got = checks.call(self._stepping, "step", self.spec.name, self.actions.build(action))
+        got = checks.call(
+            self._stepping, "step", self.spec.name, self.actions.build(action)
+        )
         self.executed_in_row = self.spec.num_envs
         who = f"{self.spec.name}.step"
         obs, reward, terminated, truncated, info = checks.step_values(got, who)
@@ -332,7 +359,9 @@ class TorchEnvs(
         else:
             name = names[0]
             final = self._leaves(info[name], f"{self.spec.name}: info[{name!r}]")
-            last = [_where(done, end, leaf) for end, leaf in zip(final, obs, strict=True)]
+            last = [
+                _where(done, end, leaf) for end, leaf in zip(final, obs, strict=True)
+            ]
             given = info.get(f"_{name}")
             if not torch.is_tensor(given):
                 return last, None
@@ -365,9 +394,13 @@ class TorchEnvs(
         """
         if got == dtype:
             return True
-        cast = got.is_floating_point and dtype.is_floating_point and not self.casts.refused
+        cast = (
+            got.is_floating_point and dtype.is_floating_point and not self.casts.refused
+        )
         if cast:
-            self.casts.note(f"{dotted(key)} has dtype {got}, but its space says {dtype}")
+            self.casts.note(
+                f"{dotted(key)} has dtype {got}, but its space says {dtype}"
+            )
         return cast
 
     def _column(self, value: Any, name: str) -> torch.Tensor:
@@ -432,9 +465,15 @@ class TorchEnvs(
             key = self.spec.action_masks.get(action)
             if key is None or not spec.is_discrete:
                 continue
-            with suppress(ValueError):  # a mask that does not fit, which policies refuse
-                allowed = _first_allowed(spec, seen[key], self.spec.observation_specs[key].shape)
-                actions[place] = allowed.to(actions[place]).reshape(actions[place].shape)
+            with suppress(
+                ValueError
+            ):  # a mask that does not fit, which policies refuse
+                allowed = _first_allowed(
+                    spec, seen[key], self.spec.observation_specs[key].shape
+                )
+                actions[place] = allowed.to(actions[place]).reshape(
+                    actions[place].shape
+                )
         before, *_ = self._step(actions, 0)
         before = [leaf.clone() for leaf in before]
         mask = torch.arange(self.spec.num_envs, device=self._on) == 0
@@ -442,7 +481,9 @@ class TorchEnvs(
         self.executed_in_row = 0
         return self._reset(given)
 
-    def _check_mask_respected(self, before: Leaves, after: Leaves, mask: torch.Tensor) -> None:
+    def _check_mask_respected(
+        self, before: Leaves, after: Leaves, mask: torch.Tensor
+    ) -> None:
         for old, new in zip(before, after, strict=True):
             equal = old.to(self._on) == new.to(old.dtype)
             same = equal | (new != new)
@@ -510,7 +551,9 @@ def _where(mask: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor
     return torch.where(_like(mask, a), a, b)
 
 
-def _choose(mask: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+def _choose(
+    mask: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+) -> None:
     """Write ``a`` into ``out`` where the mask is, and ``b`` elsewhere."""
     if a.dtype == out.dtype and a.device == out.device:
         torch.where(_like(mask, a), a, b, out=out)
@@ -535,7 +578,9 @@ class RandomActions:
         device: on which they are drawn.
     """
 
-    def __init__(self, specs: Sequence[ArraySpec], B: int, device: torch.device) -> None:
+    def __init__(
+        self, specs: Sequence[ArraySpec], B: int, device: torch.device
+    ) -> None:
         self.device = device
         self._generator = torch.Generator(device)
         self._draws = [_drawing(spec, B, device) for spec in specs]
@@ -579,7 +624,9 @@ def _drawing(spec: ArraySpec, B: int, on: torch.device) -> Draw:
     return floats
 
 
-def _first_allowed(spec: ArraySpec, mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _first_allowed(
+    spec: ArraySpec, mask: torch.Tensor, shape: tuple[int, ...]
+) -> torch.Tensor:
     """Return the first allowed choice of each variable, ``[B, variables]``; ``shape``: of the mask
     of an environment.
 

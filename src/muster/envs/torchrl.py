@@ -15,7 +15,12 @@ import numpy as np
 import torch
 from torchrl.envs import ActionMask, Compose, EnvBase, GymEnv, Transform, TransformedEnv
 
-from muster.capabilities import CountsSteps, DrawsActions, RefersToParts, ResetsWithOptions
+from muster.capabilities import (
+    CountsSteps,
+    DrawsActions,
+    RefersToParts,
+    ResetsWithOptions,
+)
 from muster.env_spec import EnvSpec
 from muster.envs.checks import check_distinct, close_all
 from muster.envs.spaces import action_masks
@@ -49,7 +54,9 @@ def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
 COUNTERS = {"step_count", "is_init", "episode_reward", "traj_count"}
 
 
-class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWithOptions):
+class TorchRLEnvs(
+    EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWithOptions
+):
     """One ``EnvBase`` of any batch size, or several without a batch size, stepped one after
     another.
 
@@ -75,7 +82,9 @@ class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWith
                 )
         self.declared = specs  # with what ``spec`` does not tell
         self._ones = _ones_of(self.envs, name)
-        bookkeeping = frozenset(key for key in specs.observations if _is_bookkeeping(key, specs))
+        bookkeeping = frozenset(
+            key for key in specs.observations if _is_bookkeeping(key, specs)
+        )
         # masks of agents are those of the environment's action spec
         masks: dict[Key, Key] = {}
         if [*specs.actions] == [ACTION]:
@@ -95,12 +104,16 @@ class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWith
             flags=specs.flags,
             reward_key=specs.reward_key,
             reward_dtype=specs.reward_dtype,
-            final_obs_certain=not first.__dict__.get("_torchrl_native_autoreset", False),
+            final_obs_certain=not first.__dict__.get(
+                "_torchrl_native_autoreset", False
+            ),
             single=not specs.lead,
             seeds_episodes=not specs.lead,
         )
         self._draw = drawers(first.full_action_spec, len(specs.lead))
-        self._chooses = False  # in the next rollout, environments choose actions themselves
+        self._chooses = (
+            False  # in the next rollout, environments choose actions themselves
+        )
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         """Draw random actions like ``env.rand_action``.
@@ -141,7 +154,9 @@ class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWith
                 one.reset(arrays, row, [which[n] for n in mine], own, options)
 
     def pass_options(self, options: dict[str, Any] | None) -> None:
-        self.reset_options = options  # TorchRL's ``reset(**kwargs)`` takes any, also a seed
+        self.reset_options = (
+            options  # TorchRL's ``reset(**kwargs)`` takes any, also a seed
+        )
 
     def start(self, lane: Lane) -> Step:
         chooses = self._chooses
@@ -177,7 +192,9 @@ class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWith
                     if ended is not None:
                         finished = ended if finished is None else finished + ended
             except BaseException:
-                returned = [one.count for i, one in enumerate(ones) if i < n or one.executed]
+                returned = [
+                    one.count for i, one in enumerate(ones) if i < n or one.executed
+                ]
                 self.executed_in_row = sum(returned)
                 raise
             return finished

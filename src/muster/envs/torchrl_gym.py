@@ -50,11 +50,20 @@ def is_plain_gym(env: EnvBase, specs: Declared) -> bool:
     """Return whether ``PlainGym`` produces the same data as ``env``."""
     if type(env) not in (GymEnv, GymWrapper) or _is_patched(env):
         return False
-    if env._is_batched or env.info_dict_reader or env.from_pixels or env.wrapper_frame_skip != 1:
+    if (
+        env._is_batched
+        or env.info_dict_reader
+        or env.from_pixels
+        or env.wrapper_frame_skip != 1
+    ):
         return False
     if env.device is not None and env.device.type != "cpu":
         return False
-    if len(specs.observations) != 1 or specs.flags != FLAGS or specs.reward_key != REWARD:
+    if (
+        len(specs.observations) != 1
+        or specs.flags != FLAGS
+        or specs.reward_key != REWARD
+    ):
         return False
     inner: Any = env._env
     if not isinstance(inner, gymnasium.Env):
@@ -81,7 +90,11 @@ def plain_parts(env: EnvBase) -> list[Any] | None:
     if env.is_closed:
         env.start()
     parts = env._envs
-    return list(parts) if all(is_plain_gym(part, declared(part)) for part in parts) else None
+    return (
+        list(parts)
+        if all(is_plain_gym(part, declared(part)) for part in parts)
+        else None
+    )
 
 
 def fast_step(env: EnvBase) -> Callable[[Any], Any] | None:
@@ -171,8 +184,12 @@ class PlainGym(OneEnv):
             if type(obs) is np.ndarray and obs.shape == shape and obs.dtype == dtype:
                 observations[t + 1] = obs
             else:
-                observations[t + 1] = self._read(obs, key, f"step (row {t} of the batch)")
-            rewards[t] = reward if isinstance(reward, float) else env.read_reward(reward).item()
+                observations[t + 1] = self._read(
+                    obs, key, f"step (row {t} of the batch)"
+                )
+            rewards[t] = (
+                reward if isinstance(reward, float) else env.read_reward(reward).item()
+            )
             if terminated is False and truncated is False:
                 return None
             ended = as_flag(terminated, "terminated", name)

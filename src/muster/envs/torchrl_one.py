@@ -13,7 +13,16 @@ from torchrl.envs.batched_envs import BatchedEnvBase, ParallelEnv, SerialEnv
 
 from muster.envs.torchrl_specs import Declared, Nesting
 from muster.errors import BadEnvOutput, EnvError, described, text_of
-from muster.keys import FLAGS, NEXT_OBS_VALID, RESERVED, REWARD, Key, dotted, nested, next_of
+from muster.keys import (
+    FLAGS,
+    NEXT_OBS_VALID,
+    RESERVED,
+    REWARD,
+    Key,
+    dotted,
+    nested,
+    next_of,
+)
 from muster.memory.cells import assemble, stacked_objects, take
 from muster.memory.objects import copied_cells
 from muster.memory.slots import MAX_ROW_VIEWS, Lane, torch_dtype
@@ -51,7 +60,10 @@ class OneEnv:
         self.executed = False
         self.choosing = False
         self._device = env.device
-        self._corrected: Specs = {**specs.done, **specs.rewards}  # EnvBase.step reshapes these
+        self._corrected: Specs = {
+            **specs.done,
+            **specs.rewards,
+        }  # EnvBase.step reshapes these
         self._own_step = type(env).step is not EnvBase.step or "step" in env.__dict__
         self._native = bool(env.__dict__.get("_torchrl_native_autoreset", False))
         # the last step's TensorDict and result; None: it failed, or a reset followed
@@ -106,7 +118,9 @@ class OneEnv:
                     value = self._fitted(name, td, after, row.shape, dtype, where)
                 row.copy_(value)
             for key, rows, later in objects:
-                self._write_cells(key, rows[t + later], after, td, f"step (row {t} of the batch)")
+                self._write_cells(
+                    key, rows[t + later], after, td, f"step (row {t} of the batch)"
+                )
             if specs.reward_key != REWARD:
                 self._write_team_reward(team[t], after, t)
             finished = None
@@ -143,7 +157,9 @@ class OneEnv:
             if not spec.is_tensor:
                 cells = self._cells(td, key, "reset")
                 if cells is None:
-                    raise BadEnvOutput(f"{self.name}.reset: {dotted(key)} is missing. {FIX}")
+                    raise BadEnvOutput(
+                        f"{self.name}.reset: {dotted(key)} is missing. {FIX}"
+                    )
                 for i in rows:
                     target[i] = cells.reshape(-1)[i]
                 continue
@@ -264,7 +280,9 @@ class OneEnv:
                 raise self._misfit(key, value, f"step (row {t} of the batch)")
             row[:] = total if i == 0 else row + total
 
-    def _write_cells(self, key: Key, row: Any, after: Any, td: Any, method: str) -> None:
+    def _write_cells(
+        self, key: Key, row: Any, after: Any, td: Any, method: str
+    ) -> None:
         cells = self._cells(after, key, method)
         if cells is None and key in self.specs.state_only:
             cells = self._cells(td, key, method)
@@ -277,7 +295,9 @@ class OneEnv:
         try:
             return take(td, key, self.specs.lead)
         except TypeError as error:
-            raise BadEnvOutput(f"{self.name}.{method}: {dotted(key)} is {error}. {FIX}") from error
+            raise BadEnvOutput(
+                f"{self.name}.{method}: {dotted(key)} is {error}. {FIX}"
+            ) from error
 
     def _fitted(
         self,
@@ -398,13 +418,17 @@ class OneEnv:
         no = torch.zeros((*specs.lead, 1), dtype=torch.bool, device=self._device)
         flags = dict.fromkeys(specs.flags, no)
         if any(column.ragged for column in lane.layout.columns):
-            inner = {path: node.shape for path, node in specs.nodes.items() if node.shape}
+            inner = {
+                path: node.shape for path, node in specs.nodes.items() if node.shape
+            }
 
             def gather(t: int) -> Any:
                 given = {}
                 for key, (rows, later) in leaves.items():
                     value = rows[t + later]
-                    given[key] = value if torch.is_tensor(value) else copied_cells(value)
+                    given[key] = (
+                        value if torch.is_tensor(value) else copied_cells(value)
+                    )
                 td = assemble({**given, **flags}, specs.lead, None, inner).clone()
                 return td if self._device is None else td.to(self._device)
 

@@ -229,7 +229,9 @@ class TurnEnvs(
         first = env.observation_space(agents[0]), env.action_space(agents[0])
         for b, other in enumerate(envs):
             if tuple(other.possible_agents) != agents:
-                raise UnsupportedEnv(f"{name}: environment {b} has other agents than environment 0")
+                raise UnsupportedEnv(
+                    f"{name}: environment {b} has other agents than environment 0"
+                )
             for agent in agents:
                 if (other.observation_space(agent), other.action_space(agent)) != first:
                     raise UnsupportedEnv(

@@ -38,13 +38,22 @@ from muster.memory.specs import Array, ArraySpec
 from muster.protocols import ALL, EnvBatch, Step
 from muster.rng import GroupRng
 
-STATISTICS = ("episode", *mask_of(("episode",)))  # what Gymnasium's wrapper of batches adds
+STATISTICS = (
+    "episode",
+    *mask_of(("episode",)),
+)  # what Gymnasium's wrapper of batches adds
 TERMINATED = next_of(("terminated",))
 TRUNCATED = next_of(("truncated",))
 
 
 class VectorEnvBatch(
-    EnvBatch, CastsValues, CountsSteps, DrawsActions, KeepsState, ResetsWithOptions, TellsInfos
+    EnvBatch,
+    CastsValues,
+    CountsSteps,
+    DrawsActions,
+    KeepsState,
+    ResetsWithOptions,
+    TellsInfos,
 ):
     """Implements ``EnvBatch`` for a ``VectorEnv`` with a declared autoreset mode; owns (and closes)
     it.
@@ -86,7 +95,9 @@ class VectorEnvBatch(
         self._keeps_infos = False
         self._reset_info: dict[str, Any] = {}
         self.new_infos: list[tuple[Any, Any]] = []
-        self._infos_of: Callable[[Any], Any] = getattr(env, "muster_infos", lambda info: info)
+        self._infos_of: Callable[[Any], Any] = getattr(
+            env, "muster_infos", lambda info: info
+        )
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         return self.actions.sample(rng, shape)
@@ -136,7 +147,9 @@ class VectorEnvBatch(
             action = self.actions.build([copy(array[t]) for array, copy in actions])
             got = checks.call(self.env, "step", self.spec.name, action)
             self.executed_in_row = self.spec.num_envs
-            obs, reward, ended, cut, info = checks.step_values(got, f"{self.spec.name}.step")
+            obs, reward, ended, cut, info = checks.step_values(
+                got, f"{self.spec.name}.step"
+            )
             leaves = self._leaves(obs, f"{self.spec.name}.step (row {t} of the batch)")
             for array, leaf in zip(obs_arrays, leaves, strict=True):
                 array[t + 1] = leaf
@@ -187,14 +200,22 @@ class VectorEnvBatch(
         """
         told = self._infos_of(info)
         self.new_infos = [(told, ALL)]
-        if finished and self.mode is AutoresetMode.SAME_STEP and isinstance(info, Mapping):
+        if (
+            finished
+            and self.mode is AutoresetMode.SAME_STEP
+            and isinstance(info, Mapping)
+        ):
             final = info.get("final_info")
             final = {} if final is None else final
             # wrappers of the batch add the step's statistics outside of it
             if isinstance(final, Mapping):
                 statistics = {name: info[name] for name in STATISTICS if name in info}
                 final = {**statistics, **final}
-                told = {name: value for name, value in told.items() if name not in STATISTICS}
+                told = {
+                    name: value
+                    for name, value in told.items()
+                    if name not in STATISTICS
+                }
             self.new_infos = [(told, ALL), (final, finished)]
 
     def _take_final(self, i: int, info: Any, rows: list[Array]) -> bool:
@@ -239,7 +260,9 @@ class VectorEnvBatch(
         given = self.take_options()
         unknown = given.keys() - {"options"}
         if unknown:
-            raise BadOption(f"{self.spec.name}.reset takes options=, not {sorted(unknown)}")
+            raise BadOption(
+                f"{self.spec.name}.reset takes options=, not {sorted(unknown)}"
+            )
         if len(which) == self.spec.num_envs:
             if not self._masks:
                 self._try_mask(seeds)
@@ -296,7 +319,9 @@ class VectorEnvBatch(
             if spec.is_tensor:
                 self.casts.check(leaves[n], spec, dotted(key), who)
             else:
-                leaves[n] = _object_row(leaves[n], self.spec.num_envs, f"{who}: {dotted(key)}")
+                leaves[n] = _object_row(
+                    leaves[n], self.spec.num_envs, f"{who}: {dotted(key)}"
+                )
         return leaves
 
     def _column(self, value: Any, name: str, kinds: str) -> Array:
@@ -304,7 +329,9 @@ class VectorEnvBatch(
         B = self.spec.num_envs
         number_in_array = kinds == checks.NUMBERS and array.shape == (B, 1)
         if number_in_array and not self.casts.refused:
-            self.casts.note(f"rewards have shape {array.shape}, expected ({self.spec.num_envs},)")
+            self.casts.note(
+                f"rewards have shape {array.shape}, expected ({self.spec.num_envs},)"
+            )
             array = array[:, 0]
         if array.shape != (self.spec.num_envs,) or array.dtype.kind not in kinds:
             raise BadEnvOutput(

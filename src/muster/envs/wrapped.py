@@ -35,7 +35,9 @@ class WrappedEnvs(Wraps, CountsSteps):
         super().store_as(spec)
         own = self.inner.spec
         observed = {key: spec.observation_specs[key] for key in own.observation_specs}
-        self.inner.store_as(replace(own, batch_shape=spec.batch_shape, observation_specs=observed))
+        self.inner.store_as(
+            replace(own, batch_shape=spec.batch_shape, observation_specs=observed)
+        )
 
     def reset(
         self,

@@ -34,7 +34,9 @@ class AgentReturns:
         """Start new episodes in ``which``."""
         self._sums[list(which)] = 0.0
 
-    def advance(self, columns: Mapping[Key, Array], over: Array) -> list[dict[str, float]]:
+    def advance(
+        self, columns: Mapping[Key, Array], over: Array
+    ) -> list[dict[str, float]]:
         """Advance to the end of rows; return the returns of the episodes that ended, by agent.
 
         Args:
@@ -86,7 +88,9 @@ def joined(columns: Mapping[Key, Array], agents: AgentRewards, rows: int) -> Arr
     return np.concatenate(parts, axis=-1, dtype=np.float64)
 
 
-def with_returns(episodes: Episodes, returns: Sequence[Mapping[str, float]]) -> Episodes:
+def with_returns(
+    episodes: Episodes, returns: Sequence[Mapping[str, float]]
+) -> Episodes:
     """Return records whose infos have these returns of agents, too."""
     infos = np.empty(len(episodes), OBJECT)
     for row, by_agent in enumerate(returns):

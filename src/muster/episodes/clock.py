@@ -168,7 +168,9 @@ class TrajectoryClock:
             returns = self.returns
             returns += reward
 
-    def advance(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
+    def advance(
+        self, reward: Array, terminated: Array, truncated: Array, done: Array
+    ) -> Episodes:
         """Advance to the end of the rows (``[T, B]`` each).
 
         Return the episodes that ended, in order.
@@ -193,11 +195,15 @@ class TrajectoryClock:
         rewards = reward.T.reshape(-1).astype(np.float64)
         rewards[lane] += self.returns
         piece_of = np.repeat(np.arange(len(begin)), np.diff(begin, append=B * T))
-        total = np.bincount(piece_of, rewards)  # adds one after another, other than ``reduceat``
+        total = np.bincount(
+            piece_of, rewards
+        )  # adds one after another, other than ``reduceat``
         # first piece of each environment, which continues from earlier rows
         first = np.searchsorted(begin, lane)
         begin[first] -= self.steps
-        number = np.arange(len(end)) - np.searchsorted(env, env)  # of the end, of its environment
+        number = np.arange(len(end)) - np.searchsorted(
+            env, env
+        )  # of the end, of its environment
         piece = first[env] + number
         traj_id = self.env_ids[env] + self.total_envs * (self.episode[env] + number)
         length = end + 1 - begin[piece]
@@ -312,11 +318,15 @@ class AgentClock:
         """See ``TrajectoryClock``."""
         self._fill(self._clock.fill_step_counts, counts, done)
 
-    def advance(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
+    def advance(
+        self, reward: Array, terminated: Array, truncated: Array, done: Array
+    ) -> Episodes:
         """See ``TrajectoryClock``."""
         T = len(reward)
         columns = len(self._clock.env_ids)
-        apart = [self._apart(values) for values in (reward, terminated, truncated, done)]
+        apart = [
+            self._apart(values) for values in (reward, terminated, truncated, done)
+        ]
         records = self._clock.advance(*apart)
         _, own_column = self._at
         rows_of_agent = np.bincount(own_column.reshape(-1), minlength=columns)
@@ -331,7 +341,9 @@ class AgentClock:
         infos: Array = np.array([{"agent": name} for name in names], OBJECT)
         return replace(ended, env_id=ended.env_id % self.total_envs, info=infos)
 
-    def _fill(self, fill: Callable[[Array, Array], None], out: Array, done: Array) -> None:
+    def _fill(
+        self, fill: Callable[[Array, Array], None], out: Array, done: Array
+    ) -> None:
         apart = self._apart(done)
         values = np.empty(apart.shape, np.int64)
         fill(values, apart)

@@ -124,7 +124,9 @@ class EpisodeCurve:
             del points[1:-1:2]
 
 
-def running_means(points: Sequence[tuple[float, EpisodeTotals]], what: Quantity) -> Array:
+def running_means(
+    points: Sequence[tuple[float, EpisodeTotals]], what: Quantity
+) -> Array:
     """Return running means over at least ``WINDOW`` episodes, where there are as many.
 
     Args:

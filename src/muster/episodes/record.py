@@ -54,7 +54,9 @@ class Episodes(Sequence[EpisodeRecord]):
     def __getitem__(self, index: int) -> EpisodeRecord: ...
     @overload
     def __getitem__(self, index: slice) -> Sequence[EpisodeRecord]: ...
-    def __getitem__(self, index: int | slice) -> EpisodeRecord | Sequence[EpisodeRecord]:
+    def __getitem__(
+        self, index: int | slice
+    ) -> EpisodeRecord | Sequence[EpisodeRecord]:
         if isinstance(index, slice):
             columns = [column[index].tolist() for column in self.columns()]
             return list(map(EpisodeRecord, *columns))
@@ -111,7 +113,9 @@ class PendingEpisodes(Episodes):
         have_arrived: returns whether ``read`` does not wait.
     """
 
-    def __init__(self, read: Callable[[], Episodes], have_arrived: Callable[[], bool]) -> None:
+    def __init__(
+        self, read: Callable[[], Episodes], have_arrived: Callable[[], bool]
+    ) -> None:
         vars(self)["source"] = (read, have_arrived)
 
     @property
@@ -129,7 +133,9 @@ class PendingEpisodes(Episodes):
         if source is not None and not name.startswith("_"):
             read, _ = source
             columns.update(vars(read()))
-            columns.pop("source", None)  # with the memory of the device that it refers to
+            columns.pop(
+                "source", None
+            )  # with the memory of the device that it refers to
         if name not in columns:
             raise AttributeError(name)
         return columns[name]
@@ -184,7 +190,11 @@ def info_records(columns: Mapping[Key, Sequence[Any] | Array], n: int) -> Array:
         if present is not None:
             fields.append((path, values, present))
     for row in range(n):
-        found = {path: _plain(values[row]) for path, values, present in fields if present[row]}
+        found = {
+            path: _plain(values[row])
+            for path, values, present in fields
+            if present[row]
+        }
         records[row] = nested(found)
     return records
 

@@ -67,7 +67,9 @@ class PerEnv:
 
     biased = False
 
-    def __init__(self, episodes: int, num_envs: int, *, left: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, episodes: int, num_envs: int, *, left: Sequence[int] | None = None
+    ) -> None:
         share, more = divmod(episodes, num_envs)
         self._left = [share + (i < more) for i in range(num_envs)]
         if left is not None:
@@ -193,7 +195,9 @@ class LastEven:
 
     @property
     def certain_steps(self) -> int | None:
-        spare = self._left - len(self._running)  # so many ends do not stop an environment
+        spare = self._left - len(
+            self._running
+        )  # so many ends do not stop an environment
         return spare // len(self._running) if spare else None
 
     def part(self, which: Sequence[int]) -> LastEven:

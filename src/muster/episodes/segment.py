@@ -90,7 +90,9 @@ def find_pieces(batch: TensorDict, done_key: Key = ENDED) -> Pieces:
 
 def _cut_by_agent(ids: Array, usable: Array, ended: Array, agents: Array) -> Pieces:
     """Cut rows as ``cut``, those of each agent by themselves; see ``Pieces``."""
-    order = np.argsort(agents, axis=1, kind="stable")  # the rows of each agent one after another
+    order = np.argsort(
+        agents, axis=1, kind="stable"
+    )  # the rows of each agent one after another
 
     def sort(column: Array) -> Array:
         return np.take_along_axis(column, order, 1)
@@ -254,7 +256,12 @@ def _indexed(
     Args:
         are_all: they are all rows in order; a copy of a whole tensor takes less time.
     """
-    from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
+    from tensordict import (
+        LazyStackedTensorDict,
+        NonTensorData,
+        NonTensorStack,
+        TensorDict,
+    )
 
     from muster.memory.cells import objects_of, stacked_objects
 
@@ -374,7 +381,12 @@ def _parts(node: Any, lengths: list[int]) -> Sequence[Any]:
 
 def _blank(node: TensorDict, where: tuple[torch.Tensor, ...]) -> None:
     """Set every leaf at ``where`` to 0, objects to None."""
-    from tensordict import LazyStackedTensorDict, NonTensorData, is_non_tensor, is_tensor_collection
+    from tensordict import (
+        LazyStackedTensorDict,
+        NonTensorData,
+        is_non_tensor,
+        is_tensor_collection,
+    )
 
     if is_non_tensor(node):
         node[where] = NonTensorData(None, batch_size=[len(where[0])])

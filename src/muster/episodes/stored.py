@@ -67,7 +67,9 @@ class StoredItems:
         if len(shape) < self.dims:
             return _too_flat(list(shape), self.dims)
         found = self._at_one_time(shape)
-        if found == self._last:  # the storage is not asked for every batch, which takes some 40 us
+        if (
+            found == self._last
+        ):  # the storage is not asked for every batch, which takes some 40 us
             return ""
         allocated = self._allocated()
         expected = None if allocated is None else tuple(allocated.batch_size)
@@ -76,7 +78,9 @@ class StoredItems:
             expected = self._last
         if expected not in (None, found):
             is_padded = batch.get(MASK, None) is not None
-            return _of_other_shape(self._in_order(expected or ()), list(shape), is_padded=is_padded)
+            return _of_other_shape(
+                self._in_order(expected or ()), list(shape), is_padded=is_padded
+            )
         return "" if allocated is None else _of_other_columns(allocated, batch)
 
     def wrote(self, batch: Any) -> None:
@@ -104,7 +108,9 @@ class StoredItems:
         differ in shape.
         """
         storage = _storage(self._buffer)
-        if not getattr(storage, "initialized", False):  # a list of items has no such attribute
+        if not getattr(
+            storage, "initialized", False
+        ):  # a list of items has no such attribute
             return None
         items = storage[0]
         return items if hasattr(items, "batch_size") else None

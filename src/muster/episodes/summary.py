@@ -43,7 +43,9 @@ class SequenceSummaryStats:
         numbers = np.asarray(sequence, np.float64).ravel()
         if not numbers.size:
             return None
-        with np.errstate(invalid="ignore", over="ignore"):  # infinite returns are valid results
+        with np.errstate(
+            invalid="ignore", over="ignore"
+        ):  # infinite returns are valid results
             mean = float(np.add.reduce(numbers)) / numbers.size
             off = numbers - mean
             # faster than np.std: loggers call this for every batch
@@ -115,7 +117,9 @@ class CollectStats(CollectStatsBase):
         """
         given = np.asarray(lens)
         returns = np.array(returns, np.float64)
-        with np.errstate(invalid="ignore"):  # NaN has no integer; the comparison below detects it
+        with np.errstate(
+            invalid="ignore"
+        ):  # NaN has no integer; the comparison below detects it
             lens = given.astype(np.int64)
         if not np.array_equal(lens, given):
             raise BadOption(
@@ -141,7 +145,9 @@ class CollectStats(CollectStatsBase):
         )
 
 
-def stats_of_call(episodes: Episodes, steps: int, seconds: float, **others: Any) -> CollectStats:
+def stats_of_call(
+    episodes: Episodes, steps: int, seconds: float, **others: Any
+) -> CollectStats:
     """Return the statistics of a call of ``collect`` that took ``seconds`` and delivered ``steps``.
 
     Args:
@@ -189,7 +195,9 @@ class EpisodeWindow:
         self.count = 0
         self.frames = 0
         names = ("returns", "lengths", "successes")
-        self._last: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in names}
+        self._last: dict[str, deque[float]] = {
+            name: deque(maxlen=WINDOW) for name in names
+        }
 
     def add(self, episodes: Episodes) -> None:
         self.count += len(episodes)

@@ -67,7 +67,9 @@ class EndedRows:
         known: the header in memory of the host, into which ``send`` copies it.
     """
 
-    def __init__(self, T: int, B: int, device: torch.device, most_cells: int = CELLS) -> None:
+    def __init__(
+        self, T: int, B: int, device: torch.device, most_cells: int = CELLS
+    ) -> None:
         cells = T * B
         self.cells = cells
         self.most = min(T, max(1, most_cells // B))
@@ -97,7 +99,9 @@ class EndedRows:
 
 def host_zeros(size: int, device: torch.device) -> torch.Tensor:
     """Return zeros in memory of the host that ``device`` can copy to while the host goes on."""
-    return torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    return torch.zeros(
+        size, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
+    )
 
 
 def episodes_of(records: list[Array], total_envs: int) -> Episodes:
@@ -131,7 +135,9 @@ class TensorClock:
         self._total_envs = clock.total_envs
         with torch.inference_mode(False):
             self._ids = torch.zeros(B, dtype=torch.int64, device=device)
-            self._left = torch.zeros_like(self._ids)  # steps of current episodes, negative
+            self._left = torch.zeros_like(
+                self._ids
+            )  # steps of current episodes, negative
             self._returns = torch.zeros(B, dtype=torch.float64, device=device)
 
     def on_host(self) -> TrajectoryClock:
@@ -185,7 +191,9 @@ class TensorClock:
         lengths = self._count(rows)
         _keep(rows, returns, lengths, ended, first)
 
-    def _add(self, rows: ClockRows, ends: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    def _add(
+        self, rows: ClockRows, ends: torch.Tensor, sums: torch.Tensor
+    ) -> torch.Tensor:
         """Return the returns of the episodes of all cells, up to the last of these rows.
 
         Rewards are added one after another, row by row. In a row each environment has a place of
@@ -241,7 +249,11 @@ def _part(rows: ClockRows, which: slice) -> ClockRows:
 
 
 def _keep(
-    rows: ClockRows, returns: torch.Tensor, lengths: torch.Tensor, ended: EndedRows, first: int
+    rows: ClockRows,
+    returns: torch.Tensor,
+    lengths: torch.Tensor,
+    ended: EndedRows,
+    first: int,
 ) -> None:
     """Write a record for each cell: those of ends behind the earlier ones, and the others from the
     last place on backwards, so that no two are written to the same place.
@@ -268,4 +280,6 @@ def _note_bad(reward: torch.Tensor, header: torch.Tensor, first: int) -> None:
     cell = bad.byte().argmax(0, keepdim=True)
     value = reward.reshape(-1)[cell].double().view(torch.int64)
     is_new = bad.any() & (header[BAD_CELL] < 0)
-    header[BAD_CELL:] = torch.where(is_new, torch.cat((cell + first, value)), header[BAD_CELL:])
+    header[BAD_CELL:] = torch.where(
+        is_new, torch.cat((cell + first, value)), header[BAD_CELL:]
+    )

@@ -15,7 +15,15 @@ import torch
 from muster.episodes.kept import CopiedRows, Span, cut_out, gather
 from muster.episodes.plain import Place, to_plain
 from muster.episodes.rules import ENDLESS, StreamRule, check_stream_rule, make_queue
-from muster.episodes.segment import ENDED, NEVER, Pieces, find_pieces, padded, take, time_last
+from muster.episodes.segment import (
+    ENDED,
+    NEVER,
+    Pieces,
+    find_pieces,
+    padded,
+    take,
+    time_last,
+)
 from muster.errors import BadOption
 from muster.keys import POLICY_VERSION, Key, dotted
 from muster.memory.specs import Array
@@ -141,7 +149,9 @@ class WholeEpisodes:
         self.n = 0 if rule is None else integer("n", n, of="WholeEpisodes")
         self.num_envs = integer("num_envs", num_envs, of="WholeEpisodes")
         if layout not in get_args(Layout):
-            raise BadOption(f"WholeEpisodes(layout={layout!r}): expected 'cat' or 'pad'")
+            raise BadOption(
+                f"WholeEpisodes(layout={layout!r}): expected 'cat' or 'pad'"
+            )
         if rule is not None:
             check_stream_rule("rule", rule)
         if rule == "per_env" and self.n % num_envs:
@@ -154,7 +164,9 @@ class WholeEpisodes:
         self.done_key = done_key
         self.dropped: Counter[str] = Counter()
         self.frames_held = 0
-        self._time = np.zeros(self.num_envs, np.int64)  # number of rows so far, by environment
+        self._time = np.zeros(
+            self.num_envs, np.int64
+        )  # number of rows so far, by environment
         self._middle = () if from_resets else range(self.num_envs)
         self._open: dict[tuple[int, int], HeldEpisode] = {}  # by environment and agent
         # Number of each environment's open episode, if it is kept; with a column for each agent.
@@ -255,7 +267,9 @@ class WholeEpisodes:
         def end_of(number: int) -> int:
             return self._ended[number].end
 
-        last_first = takewhile(lambda number: end_of(number) >= self._asked, reversed(self._ended))
+        last_first = takewhile(
+            lambda number: end_of(number) >= self._asked, reversed(self._ended)
+        )
         new = list(last_first)[::-1]
         self._asked = int(self._time.sum())
         return [list(step) for _, step in groupby(new, end_of)]
@@ -361,7 +375,9 @@ class WholeEpisodes:
         self._ended.clear()
         self._sparse.clear()
         self._sparser.clear()
-        self._queue = None if self.rule is None else make_queue(self.rule, self.n, self.num_envs)
+        self._queue = (
+            None if self.rule is None else make_queue(self.rule, self.n, self.num_envs)
+        )
         self._due = []
         self.frames_held = 0
         return frames
@@ -387,18 +403,23 @@ class WholeEpisodes:
         """Return everything kept as numbers, tensors and lists, which share no memory with groups."""
         episodes = [*self._ended.values(), *self._open.values()]
         columns = [
-            (e.env, e.traj_id, e.number, e.version, e.length, e.end, e.agent) for e in episodes
+            (e.env, e.traj_id, e.number, e.version, e.length, e.end, e.agent)
+            for e in episodes
         ]
         return {
             "num_envs": self.num_envs,
             "time": torch.from_numpy(self._time.copy()),
             "dropped": dict(self.dropped),
-            "episodes": torch.tensor(columns, dtype=torch.int64, device="cpu").reshape(-1, 7),
+            "episodes": torch.tensor(columns, dtype=torch.int64, device="cpu").reshape(
+                -1, 7
+            ),
             "asked": self._asked,
             "rows": to_plain(take(*_gathered(episodes))) if self.frames_held else None,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], place: Place | None = None) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], place: Place | None = None
+    ) -> None:
         """Restore ``state_dict()``. ``n``, ``layout`` and ``rule`` may be different, but not
         ``num_envs`` (``BadOption``).
 
@@ -420,7 +441,9 @@ class WholeEpisodes:
         self._make_room(1 + max((agent for _, agent in self._open), default=0))
         self._first_open[:] = NO_MORE
         for number, episode in self._open.items():
-            self._first_open[number] = episode.number if episode.number >= 0 else NO_MORE
+            self._first_open[number] = (
+                episode.number if episode.number >= 0 else NO_MORE
+            )
         place = place or Place(torch.device("cpu"), shown=False)
         chunk = None if state["rows"] is None else CopiedRows(place.take(state["rows"]))
         for episode in episodes:
@@ -441,7 +464,11 @@ class WholeEpisodes:
             )
         found = batch.numel() // max(batch.shape[-1], 1) if batch.ndim else 0
         if found != len(numbers):
-            which = "num_envs; envs= names those of a part" if envs is None else f"envs={envs}"
+            which = (
+                "num_envs; envs= names those of a part"
+                if envs is None
+                else f"envs={envs}"
+            )
             raise BadOption(
                 f"a batch of shape {list(batch.shape)} has {found} environments and then time;"
                 f" expected {len(numbers)} environments, as in {which}"
@@ -455,7 +482,9 @@ class WholeEpisodes:
         return len(known) == len(numbers)
 
     def _check(self, batch: TensorDict) -> None:
-        needed = {self.done_key: "where episodes end; name the column that does: done_key="}
+        needed = {
+            self.done_key: "where episodes end; name the column that does: done_key="
+        }
         if self.on_policy_only:
             needed[POLICY_VERSION] = (
                 "which policy acted, for on_policy_only=True: track_policy_version=True"
@@ -484,7 +513,9 @@ class WholeEpisodes:
             column = np.full((self.num_envs, 1), NO_MORE)
             self._first_open = np.concatenate([self._first_open, column], 1)
             for env in self._middle:
-                self._open.setdefault((env, agent), HeldEpisode(env, UNKNOWN, CUT, 0, agent=agent))
+                self._open.setdefault(
+                    (env, agent), HeldEpisode(env, UNKNOWN, CUT, 0, agent=agent)
+                )
 
     def _follow(
         self,

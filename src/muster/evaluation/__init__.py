@@ -6,4 +6,10 @@ from muster.evaluation.episodes import EvaluatedEpisode, UnfinishedEpisode
 from muster.evaluation.evaluator import Evaluator
 from muster.evaluation.result import Evaluation, EvaluatorStats
 
-__all__ = ["EvaluatedEpisode", "Evaluation", "Evaluator", "EvaluatorStats", "UnfinishedEpisode"]
+__all__ = [
+    "EvaluatedEpisode",
+    "Evaluation",
+    "Evaluator",
+    "EvaluatorStats",
+    "UnfinishedEpisode",
+]

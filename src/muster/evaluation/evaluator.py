@@ -79,9 +79,22 @@ ATTEMPTS = 3
 # overhead
 ROWS = 32
 PASSED_ON = (
-    *("device", "env_device", "policy_device", "execution", "compile_policy", "cudagraph_policy"),
+    *(
+        "device",
+        "env_device",
+        "policy_device",
+        "execution",
+        "compile_policy",
+        "cudagraph_policy",
+    ),
     *("inference", "start_method", "num_sub_threads", "timeouts", "policy_factory"),
-    *("max_frames_per_traj", "obs_dtype", "prev_action_reward", "traj_done_key", "validate"),
+    *(
+        "max_frames_per_traj",
+        "obs_dtype",
+        "prev_action_reward",
+        "traj_done_key",
+        "validate",
+    ),
     "episode_seeds",
     *("crash_dir", "trust_policy"),
 )
@@ -185,7 +198,9 @@ class Evaluator:
         check_choice("when_busy", when_busy, ("queue", "skip", "raise"))
         num_workers = integer("num_workers", num_workers, 0)
         seed = None if seed is None else integer("seed", seed, 0, or_else="None")
-        num_envs = None if num_envs is None else integer("num_envs", num_envs, or_else="None")
+        num_envs = (
+            None if num_envs is None else integer("num_envs", num_envs, or_else="None")
+        )
         self.plan = Plan(episodes, max_frames, max_T, max_trajectories, rule)
         self.num_workers = num_workers
         self.on_failure = on_failure
@@ -200,11 +215,17 @@ class Evaluator:
         self._served = options.get("inference", "worker") != "worker"
         factory = self._factory = options.pop("policy_factory", None)
         if factory is not None and policy is not None:
-            raise BadOption("policy_factory cannot be used with policy: give one of them")
+            raise BadOption(
+                "policy_factory cannot be used with policy: give one of them"
+            )
         policy = self._policy = policy if factory is None else factory()
         options |= {"exploration_type": exploration_type, "num_envs": num_envs}
         options |= {"execution": replace(execution, policy_mode="eval")}
-        options |= {} if create_env_kwargs is None else {"create_env_kwargs": create_env_kwargs}
+        options |= (
+            {}
+            if create_env_kwargs is None
+            else {"create_env_kwargs": create_env_kwargs}
+        )
         several, factories = is_several(create_env_fn), factories_of(create_env_fn)
         self._factories = factories if several else factories * max(1, num_workers)
         self._stacked = several or num_workers > 0
@@ -232,7 +253,9 @@ class Evaluator:
         self._stats, self._counting = EvaluatorStats(), threading.Lock()
         self._closed = False
         self._executor = ThreadPoolExecutor(1, f"muster-eval-{id(self):x}")
-        self._triggered: deque[Future[Evaluation]] = deque()  # whose results were not returned yet
+        self._triggered: deque[Future[Evaluation]] = (
+            deque()
+        )  # whose results were not returned yet
         self._open()
 
     # --- evaluating -------------------------------------------------------------------------------
@@ -268,7 +291,9 @@ class Evaluator:
             weights, number = self._next(policy_or_weights, copied=False)
             return self._evaluate(weights, number, version, progress)
 
-    def trigger(self, policy_or_weights: Any = None, version: int | str | None = None) -> int:
+    def trigger(
+        self, policy_or_weights: Any = None, version: int | str | None = None
+    ) -> int:
         """Evaluate a copy of the weights in the background. Returns at once.
 
         At the end of a program without ``shutdown()``, Python waits for the triggered evaluations.
@@ -360,10 +385,14 @@ class Evaluator:
         # a fork must not end its parent's workers
         if self._owner is not None and not self._owner.is_here():
             return
-        self._triggered = deque(future for future in self._triggered if not future.cancel())
+        self._triggered = deque(
+            future for future in self._triggered if not future.cancel()
+        )
         if wait(self._triggered, timeout).not_done:
             for handle in (
-                () if self._collector is None else self._collector._engine.source.pool.handles
+                ()
+                if self._collector is None
+                else self._collector._engine.source.pool.handles
             ):
                 handle.kill()
         self._executor.shutdown()
@@ -461,19 +490,27 @@ class Evaluator:
                     last=done,
                 )
                 return (
-                    replace(done, discarded=done.discarded | {"restarted": lost}) if lost else done
+                    replace(done, discarded=done.discarded | {"restarted": lost})
+                    if lost
+                    else done
                 )
         raise AssertionError("the last attempt has returned or raised")
 
     def _play(
-        self, weights: Weights | None, seed: int, version: int | str, progress: Progress | None
+        self,
+        weights: Weights | None,
+        seed: int,
+        version: int | str,
+        progress: Progress | None,
     ) -> Evaluation:
         began = time.perf_counter()
         collector = self._open()
         info = collector._engine.source.pool.counters[0].info
         num_envs = self._num_envs
         if weights is not None:
-            function = self.num_workers == 0 and not isinstance(self._own, torch.nn.Module)
+            function = self.num_workers == 0 and not isinstance(
+                self._own, torch.nn.Module
+            )
             collector._weights.publish(
                 weights, model=weight_bearer(self._own) if function else None
             )
@@ -489,8 +526,14 @@ class Evaluator:
         apart = len(collector._engine.source.pool.counters) > 1
         tape = None
         if self._record:
-            kwargs = keywords_of(self._options.get("create_env_kwargs"), len(self._factories))
-            tape = Tape(info.name, list(zip(self._factories, kwargs, strict=True)), info.num_envs)
+            kwargs = keywords_of(
+                self._options.get("create_env_kwargs"), len(self._factories)
+            )
+            tape = Tape(
+                info.name,
+                list(zip(self._factories, kwargs, strict=True)),
+                info.num_envs,
+            )
         while not run.stopped_by:
             rollout = self._rollout(collector, run, apart=apart)
             batch = rollout.batch
@@ -500,14 +543,19 @@ class Evaluator:
             if tape is not None:
                 tape.begins.append(run.t)
                 tape.rollouts.append(
-                    {key: _rows(batch, key, num_envs).copy() for key in info.action_specs}
+                    {
+                        key: _rows(batch, key, num_envs).copy()
+                        for key in info.action_specs
+                    }
                 )
             run.add(rollout.episodes, rewards, _rows(batch, TRAJ_IDS, num_envs))
             if progress is not None and progress(len(run.records), run.frames) is False:
                 run.stop("progress")
         return run.result(info.name, time.perf_counter() - began, tape)
 
-    def _rollout(self, collector: BaseCollector, run: Run, *, apart: bool) -> CollectedRollout:
+    def _rollout(
+        self, collector: BaseCollector, run: Run, *, apart: bool
+    ) -> CollectedRollout:
         """Collect the next time steps.
 
         A rollout ends with the last episode that counts, if a group can know it.
@@ -522,7 +570,9 @@ class Evaluator:
             )
 
         with collector._exclusively(), postponed():
-            return collector._engine.collect(None, rows=run.rows(ROWS, apart=apart), rule=rule)
+            return collector._engine.collect(
+                None, rows=run.rows(ROWS, apart=apart), rule=rule
+            )
 
     def _leave_out_groups(self) -> None:
         """Leave out environments that take no part, which then need not be made.
@@ -533,18 +583,26 @@ class Evaluator:
         each, wanted = num_envs or 1, self.plan.taking_part(self._num_envs)
         if wanted == self._num_envs:
             return
-        kwargs = keywords_of(self._options.get("create_env_kwargs"), len(self._factories))
+        kwargs = keywords_of(
+            self._options.get("create_env_kwargs"), len(self._factories)
+        )
         first = self._factories[0], kwargs[0]
         alike = all(
             made[0] is first[0] and made[1] == first[1]
             for made in zip(self._factories, kwargs, strict=True)
         )
-        size = max(n for n in range(1, each + 1) if wanted % n == 0 and (alike or each % n == 0))
-        places = [place for place in range(len(self._factories)) for _ in range(each // size)][
-            : wanted // size
-        ]
+        size = max(
+            n
+            for n in range(1, each + 1)
+            if wanted % n == 0 and (alike or each % n == 0)
+        )
+        places = [
+            place for place in range(len(self._factories)) for _ in range(each // size)
+        ][: wanted // size]
         places = [0] * (wanted // size) if alike else places
-        self._unused = [env for env in self._factories[places[-1] + 1 :] if is_environment(env)]
+        self._unused = [
+            env for env in self._factories[places[-1] + 1 :] if is_environment(env)
+        ]
         self._factories = [self._factories[place] for place in places]
         if self._options.get("create_env_kwargs") is not None:
             self._options["create_env_kwargs"] = [kwargs[place] for place in places]
@@ -594,7 +652,9 @@ class Evaluator:
                 if self._factory is None
                 else {"policy_factory": self._factory}
             )
-            return MultiSyncCollector(sources, num_workers=self.num_workers, **policy, **options)
+            return MultiSyncCollector(
+                sources, num_workers=self.num_workers, **policy, **options
+            )
         return Collector(sources if self._stacked else sources[0], self._own, **options)
 
     def _close(self, *, objects: bool = True) -> None:
@@ -616,7 +676,9 @@ class Evaluator:
     def _seed_of(self, number: int) -> int:
         if self.seed is not None and not self.reseed:
             return self.seed
-        words = np.random.SeedSequence(None if self.seed is None else [self.seed, number])
+        words = np.random.SeedSequence(
+            None if self.seed is None else [self.seed, number]
+        )
         # small enough that sums with it are 32-bit numbers
         return int(words.generate_state(1)[0]) >> 2
 
@@ -660,7 +722,9 @@ def _has_seeds(collector: BaseCollector) -> bool:
     try:
         return all(
             itertools.chain(
-                *collector._engine.source.pool.call(Call(env_attributes, ("seeds_episodes",)))
+                *collector._engine.source.pool.call(
+                    Call(env_attributes, ("seeds_episodes",))
+                )
             )
         )
     except (AttributeError, MusterError):  # raised by environments of other kinds

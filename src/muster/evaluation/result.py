@@ -145,7 +145,11 @@ class Evaluation:
         return png_of(self.plot)
 
     def video(
-        self, which: str | int, folder: str | Path = "videos", *, fps: float | None = None
+        self,
+        which: str | int,
+        folder: str | Path = "videos",
+        *,
+        fps: float | None = None,
     ) -> Path:
         """Repeat an episode in an environment that renders, and write an mp4 file.
 
@@ -175,7 +179,9 @@ class Evaluation:
                 "no actions were recorded: make the Evaluator with record_actions=True, the default"
             )
         label = which if isinstance(which, str) else "episode"
-        return film(self.tape, self.records[index], Path(folder), f"{label}-{index}", fps)
+        return film(
+            self.tape, self.records[index], Path(folder), f"{label}-{index}", fps
+        )
 
     def index(self, which: str | int) -> int:
         """Return the index in ``records`` of "best", "worst" or "median" (the first of equals), or
@@ -204,11 +210,14 @@ class Evaluation:
         become None.
         """
         plain = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "tape"
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name != "tape"
         }
         for name in ("records", "uncounted", "unfinished"):
             plain[name] = [
-                {k: _finite(v) for k, v in record._asdict().items()} for record in plain[name]
+                {k: _finite(v) for k, v in record._asdict().items()}
+                for record in plain[name]
             ]
         names = ("mean", "std", "median", "length_mean", "frames_counted")
         figures = {name: _finite(getattr(self, name)) for name in names}
@@ -276,7 +285,9 @@ def student_quantile(level: float, df: int) -> float:
     With t = sqrt(df) tan(a), the density of the angle a is proportional to cos(a)^(df - 1), which
     is easy to integrate.
     """
-    angle = np.linspace(0.0, min(math.pi / 2, 40 / math.sqrt(df)), GRID)  # the rest is negligible
+    angle = np.linspace(
+        0.0, min(math.pi / 2, 40 / math.sqrt(df)), GRID
+    )  # the rest is negligible
     density = np.cos(angle) ** (df - 1)
     area = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
     return math.sqrt(df) * math.tan(float(np.interp(level * area[-1], area, angle)))

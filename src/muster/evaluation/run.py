@@ -9,7 +9,14 @@ from itertools import groupby
 import numpy as np
 
 from muster.episodes.record import EpisodeRecord
-from muster.episodes.rules import ENDLESS, AtMost, DivisibleRule, RuleName, check_rule, make_rule
+from muster.episodes.rules import (
+    ENDLESS,
+    AtMost,
+    DivisibleRule,
+    RuleName,
+    check_rule,
+    make_rule,
+)
 from muster.errors import BadOption
 from muster.evaluation.episodes import EvaluatedEpisode, UnfinishedEpisode
 from muster.evaluation.result import Evaluation
@@ -133,7 +140,9 @@ class Run:
             limits.append(max(1, certain))
         return min(limits)
 
-    def add(self, episodes: Sequence[EpisodeRecord], reward: Array, traj_ids: Array) -> None:
+    def add(
+        self, episodes: Sequence[EpisodeRecord], reward: Array, traj_ids: Array
+    ) -> None:
         """Add a rollout of all environments.
 
         Args:
@@ -168,13 +177,21 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        return self.stopped_by == self.plan.goal if self.plan.goal else not self.unfinished()
+        return (
+            self.stopped_by == self.plan.goal
+            if self.plan.goal
+            else not self.unfinished()
+        )
 
     def unfinished(self) -> tuple[UnfinishedEpisode, ...]:
         """Return the open episodes that could have counted when they started."""
         return tuple(
             UnfinishedEpisode(
-                i, self._number[i], self._seed_of(i), self.t - began, float(self._returns[i])
+                i,
+                self._number[i],
+                self._seed_of(i),
+                self.t - began,
+                float(self._returns[i]),
             )
             for i, began in enumerate(self._began)
             if began < self.t and self._wanted[i]
@@ -216,7 +233,15 @@ class Run:
             _, i, value, length, terminated, truncated, _ = episode
             seed = self._seed_of(i, number[i])
             record = EvaluatedEpisode(
-                i, number[i], seed, began[i], value, length, terminated, truncated, self.version
+                i,
+                number[i],
+                seed,
+                began[i],
+                value,
+                length,
+                terminated,
+                truncated,
+                self.version,
             )
             began[i], number[i] = began[i] + length, number[i] + 1
             records.append(record)
@@ -249,13 +274,18 @@ class Run:
         plan = self.plan
         if plan.max_T is not None and self.t >= plan.max_T:
             self.stopped_by = "max_T"
-        elif plan.max_frames is not None and plan.max_frames - self.frames < self._stepping:
+        elif (
+            plan.max_frames is not None
+            and plan.max_frames - self.frames < self._stepping
+        ):
             self.stopped_by = "max_frames"
         elif plan.max_T is None and plan.max_frames is None:
             self._check_that_they_end()
 
     def _check_that_they_end(self) -> None:
-        going = (episode for episode in self.unfinished() if self.rule.awaits(episode.env_id))
+        going = (
+            episode for episode in self.unfinished() if self.rule.awaits(episode.env_id)
+        )
         endless = [episode.env_id for episode in going if episode.steps > ENDLESS]
         if endless:
             raise BadOption(

@@ -47,11 +47,16 @@ class Tape:
         env = episode.env_id
         parts = self.rollouts[first : last + 1]
         joined = {
-            key: np.concatenate([part[key][:, env : env + 1] for part in parts]) for key in parts[0]
+            key: np.concatenate([part[key][:, env : env + 1] for part in parts])
+            for key in parts[0]
         }
-        return {key: array[begin : begin + episode.length] for key, array in joined.items()}
+        return {
+            key: array[begin : begin + episode.length] for key, array in joined.items()
+        }
 
-    def crash_report(self, episode: EvaluatedEpisode, factory: EnvFactory) -> CrashReport:
+    def crash_report(
+        self, episode: EvaluatedEpisode, factory: EnvFactory
+    ) -> CrashReport:
         """Return the episode in the format of ``muster.restore.player``, to play in an environment
         of ``factory``.
         """
@@ -69,7 +74,9 @@ class Tape:
         )
 
 
-def film(tape: Tape, episode: EvaluatedEpisode, folder: Path, name: str, fps: float | None) -> Path:
+def film(
+    tape: Tape, episode: EvaluatedEpisode, folder: Path, name: str, fps: float | None
+) -> Path:
     """Write a video, see ``Evaluation.video``. The file name is ``name`` followed by the return."""
     if episode.seed is None:
         raise UnsupportedEnv(
@@ -79,7 +86,9 @@ def film(tape: Tape, episode: EvaluatedEpisode, folder: Path, name: str, fps: fl
         )
     source, kwargs = tape.factory(episode.env_id)
     path = folder / f"{name}-return-{episode.episode_return:g}.mp4"
-    rewards, _ = write_film(tape.crash_report(episode, EnvFactory(source, None, kwargs)), path, fps)
+    rewards, _ = write_film(
+        tape.crash_report(episode, EnvFactory(source, None, kwargs)), path, fps
+    )
     if not is_same(rewards, episode.episode_return, episode.length):
         warnings.warn(
             f"{tape.name} is not determined by its seed and actions: the episode with return"

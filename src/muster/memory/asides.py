@@ -23,9 +23,13 @@ class Asides:
     """
 
     def __init__(self, cells: int, leaves: Mapping[Key, Rows]) -> None:
-        self._places = np.zeros(cells, np.int32)  # place + 1 in the store of each cell; 0: none
+        self._places = np.zeros(
+            cells, np.int32
+        )  # place + 1 in the store of each cell; 0: none
         self._free: list[int] = []
-        self._store = {key: zeros((FEWEST, *leaf.shape), leaf) for key, leaf in leaves.items()}
+        self._store = {
+            key: zeros((FEWEST, *leaf.shape), leaf) for key, leaf in leaves.items()
+        }
         self._used = 0  # places that were ever used
 
     def __len__(self) -> int:

@@ -56,8 +56,13 @@ def assemble(
         inner: further dimensions of nested TensorDicts, by their keys.
     """
     cells = {key: value for key, value in leaves.items() if not torch.is_tensor(value)}
-    if lead and any(torch.is_tensor(cell) for value in cells.values() for cell in value.flat):
-        parts = [{key: _part(value, i) for key, value in leaves.items()} for i in range(lead[0])]
+    if lead and any(
+        torch.is_tensor(cell) for value in cells.values() for cell in value.flat
+    ):
+        parts = [
+            {key: _part(value, i) for key, value in leaves.items()}
+            for i in range(lead[0])
+        ]
         return LazyStackedTensorDict.lazy_stack(
             [assemble(part, lead[1:], device, inner) for part in parts]
         )
@@ -71,7 +76,12 @@ def assemble(
             td.set(path, TensorDict({}, batch_size=(*lead, *shape), device=device))
     for key, value in cells.items():
         if not isinstance(value.flat[0], TensorDictBase):
-            td.set(key, value.item() if torch.is_tensor(value.flat[0]) else stacked_objects(value))
+            td.set(
+                key,
+                value.item()
+                if torch.is_tensor(value.flat[0])
+                else stacked_objects(value),
+            )
     for key, value in leaves.items():
         if torch.is_tensor(value):
             td.set(key, value)
@@ -122,7 +132,9 @@ def stacked_objects(cells: Array) -> Any:
     """
     if not cells.ndim:
         return NonTensorData(cells.item(), batch_size=())
-    return NonTensorStack(*[stacked_objects(_part(cells, i)) for i in range(len(cells))])
+    return NonTensorStack(
+        *[stacked_objects(_part(cells, i)) for i in range(len(cells))]
+    )
 
 
 def objects_of(stack: Any) -> Array:
@@ -143,7 +155,11 @@ def objects_of(stack: Any) -> Array:
 
 
 def _part(value: Any, i: int) -> Any:
-    return value[i] if torch.is_tensor(value) else value[i : i + 1].reshape(value.shape[1:])
+    return (
+        value[i]
+        if torch.is_tensor(value)
+        else value[i : i + 1].reshape(value.shape[1:])
+    )
 
 
 def _cell(td: Any, key: Key) -> Any:

@@ -19,7 +19,9 @@ def draw(spec: ArraySpec, rng: np.random.Generator, shape: tuple[int, ...]) -> A
         return _sample_box(spec, rng, size).astype(spec.dtype)
     low, high, choices = _whole_numbers(spec)
     if choices is None:
-        return rng.integers(low, high, size, dtype=low.dtype.type, endpoint=True).astype(spec.dtype)
+        return rng.integers(
+            low, high, size, dtype=low.dtype.type, endpoint=True
+        ).astype(spec.dtype)
     # ``integers`` takes ten times as long for small sizes
     drawn = (rng.random(size) * choices).astype(low.dtype)
     drawn += low
@@ -32,7 +34,9 @@ def _whole_numbers(spec: ArraySpec) -> tuple[Array, Array, Array | None]:
     float.
     """
     assert spec.low is not None and spec.high is not None
-    wide: Any = np.uint64 if spec.dtype == np.uint64 else np.int64  # narrower: several per word
+    wide: Any = (
+        np.uint64 if spec.dtype == np.uint64 else np.int64
+    )  # narrower: several per word
     choices = spec.high.astype(np.float64) - spec.low.astype(np.float64) + 1.0
     return (
         spec.low.astype(wide),
@@ -41,7 +45,9 @@ def _whole_numbers(spec: ArraySpec) -> tuple[Array, Array, Array | None]:
     )
 
 
-def _sample_box(spec: ArraySpec, rng: np.random.Generator, size: tuple[int, ...]) -> Array:
+def _sample_box(
+    spec: ArraySpec, rng: np.random.Generator, size: tuple[int, ...]
+) -> Array:
     """Draw like ``Box.sample``: uniform with two bounds, shifted exponential with one, normal
     without bounds.
     """
@@ -59,4 +65,6 @@ def _sample_box(spec: ArraySpec, rng: np.random.Generator, size: tuple[int, ...]
     low0, high0 = np.where(below, low, 0.0), np.where(above, high, 0.0)
     both = low0 + u * np.where(below & above, high0 - low0, 0.0)
     one_sided = np.where(below, low0 + tail, high0 - tail)
-    return np.asarray(np.where(below & above, both, np.where(below | above, one_sided, normal)))
+    return np.asarray(
+        np.where(below & above, both, np.where(below | above, one_sided, normal))
+    )

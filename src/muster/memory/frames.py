@@ -65,7 +65,9 @@ class Frames:
             self._copy(self._places, 0)
         begins = np.flatnonzero(fresh)
         if len(begins):
-            self._keep(first, begins, {key: stacks[0, begins] for key, stacks in mine.items()})
+            self._keep(
+                first, begins, {key: stacks[0, begins] for key, stacks in mine.items()}
+            )
         for t in range(n):
             place = first + t + 1
             self._drop(place)
@@ -95,7 +97,9 @@ class Frames:
                 if len(mine):
                     whole = gathered(wholes[key], mine)
                     scatter(
-                        whole[:, d : self.size - 1], stacks[:, : self.size - 1 - d], short[mine]
+                        whole[:, d : self.size - 1],
+                        stacks[:, : self.size - 1 - d],
+                        short[mine],
                     )
         return stacks
 

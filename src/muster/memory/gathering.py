@@ -33,14 +33,18 @@ class Gathering:
         count: number of rings of the memory.
     """
 
-    def __init__(self, ring: Ring, keep: Sequence[Key], number: int, count: int) -> None:
+    def __init__(
+        self, ring: Ring, keep: Sequence[Key], number: int, count: int
+    ) -> None:
         stored = ring.stored
         shown = [
             column.key
             for column in stored.columns
             if column.key in stored.observed or column.key in keep or is_action(column)
         ]
-        returned = [c.key for c in stored.columns if c.key[0] == "next" and c.key not in shown]
+        returned = [
+            c.key for c in stored.columns if c.key[0] == "next" and c.key not in shown
+        ]
         following = list(map(next_of, stored.observed))
         self._ring = ring
         self._number = number
@@ -98,7 +102,8 @@ class Gathering:
         begins = ring.stored.begins.reshape(-1)[places]
         entries[IS_INIT] = self._tensor(begins).unsqueeze(-1)
         shaped = {
-            key: rows.reshape(len(cells), length, *rows.shape[1:]) for key, rows in entries.items()
+            key: rows.reshape(len(cells), length, *rows.shape[1:])
+            for key, rows in entries.items()
         }
         return tensordict_of(shaped, [len(cells), length])
 
@@ -154,7 +159,8 @@ class KeyTree:
         self._leaves = [(nodes.index(key[:-1]), key[-1]) for key in keys]
         # inner ones first
         self._inner = [
-            (i, nodes.index(node[:-1]), node[-1]) for i, node in reversed([*enumerate(nodes)][1:])
+            (i, nodes.index(node[:-1]), node[-1])
+            for i, node in reversed([*enumerate(nodes)][1:])
         ]
         self._count = len(nodes)
 
@@ -165,12 +171,16 @@ class KeyTree:
         for (node, name), value in zip(self._leaves, values, strict=True):
             nodes[node][name] = value
         for node, outer, name in self._inner:
-            nodes[outer][name] = make(nodes[node], batch_size=size, names=None, device=None)
+            nodes[outer][name] = make(
+                nodes[node], batch_size=size, names=None, device=None
+            )
         found: TensorDict = make(nodes[0], batch_size=size, names=None, device=None)
         return found
 
 
-def tensordict_of(entries: Mapping[Key, torch.Tensor], shape: Sequence[int]) -> TensorDict:
+def tensordict_of(
+    entries: Mapping[Key, torch.Tensor], shape: Sequence[int]
+) -> TensorDict:
     """Return a TensorDict of leaves with nested keys."""
     return _tree(tuple(entries)).made([*entries.values()], torch.Size(shape))
 

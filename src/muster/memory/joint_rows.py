@@ -40,10 +40,14 @@ def joint_rows(columns: Sequence[tuple[Rows, int]]) -> Write:
             rows, later = columns[places[0]]
             singles.append((places[0], rows, later))
             continue
-        steps = min(len(rows) - later for rows, later in (columns[place] for place in places))
+        steps = min(
+            len(rows) - later for rows, later in (columns[place] for place in places)
+        )
         targets = []
         for t in range(steps):
-            targets.append([columns[place][0][t + columns[place][1]] for place in places])
+            targets.append(
+                [columns[place][0][t + columns[place][1]] for place in places]
+            )
         joint.append((places, targets))
 
     def write(t: int, values: Values) -> None:
@@ -59,7 +63,9 @@ def joint_rows(columns: Sequence[tuple[Rows, int]]) -> Write:
 def copier() -> Callable[[list[torch.Tensor], list[torch.Tensor]], Any]:
     """Return the function that copies a list of tensors into others."""
     if usable("torch", (torch, ("_foreach_copy_",))):
-        copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
+        copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = (
+            torch._foreach_copy_
+        )
         return copy
     return _copy_each
 

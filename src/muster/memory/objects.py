@@ -17,7 +17,12 @@ import numpy as np
 from muster.memory.specs import OBJECT, Array
 
 UNCHANGING = frozenset({str, bytes, int, float, complex, bool, type(None)})
-NUMBERS = np.number, np.bool_, np.str_, np.bytes_  # of NumPy's scalars, only ``void`` can change
+NUMBERS = (
+    np.number,
+    np.bool_,
+    np.str_,
+    np.bytes_,
+)  # of NumPy's scalars, only ``void`` can change
 
 
 def copied(value: Any) -> Any:
@@ -36,7 +41,9 @@ def copied(value: Any) -> Any:
         return tuple([copied(part) for part in value])
     if kind is dict:
         return {name: copied(part) for name, part in value.items()}
-    if isinstance(value, tuple) and hasattr(kind, "_make"):  # a ``GraphInstance``, most often
+    if isinstance(value, tuple) and hasattr(
+        kind, "_make"
+    ):  # a ``GraphInstance``, most often
         return kind._make([copied(part) for part in value])
     if isinstance(value, NUMBERS):
         return value

@@ -72,7 +72,9 @@ class Priorities:
             sums = children.cumsum(1)
             left = np.minimum(left, np.nextafter(sums[:, -1], 0.0))  # rounding
             child = (sums <= left[:, None]).sum(1)
-            below = np.where(child > 0, sums[np.arange(n), np.maximum(child - 1, 0)], 0.0)
+            below = np.where(
+                child > 0, sums[np.arange(n), np.maximum(child - 1, 0)], 0.0
+            )
             left = left - below
             node = node * WIDTH + child
         return node

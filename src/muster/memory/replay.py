@@ -151,7 +151,10 @@ class ReplayMemory:
         )
 
     def add_row(
-        self, number: int, done: Array | None = None, finals: Mapping[Key, Any] | None = None
+        self,
+        number: int,
+        done: Array | None = None,
+        finals: Mapping[Key, Any] | None = None,
     ) -> None:
         """Make the next row of a ring readable; see ``Ring.add_row``. A collector calls it."""
         assert self._sampler is not None
@@ -188,13 +191,16 @@ class ReplayMemory:
             now = self._snapshot()
             saving = [SavedRows(ring) for ring in self.rings]
             rows = [
-                each.rows(each.kept, hi) for each, (_, hi) in zip(saving, now.spans, strict=True)
+                each.rows(each.kept, hi)
+                for each, (_, hi) in zip(saving, now.spans, strict=True)
             ]
         return {
             "about": now.about,
             "rings": [
                 {"lo": lo, "hi": hi, "rows": mine, "newest": newest}
-                for (lo, hi), mine, newest in zip(now.spans, rows, now.newest, strict=True)
+                for (lo, hi), mine, newest in zip(
+                    now.spans, rows, now.newest, strict=True
+                )
             ],
         }
 
@@ -214,12 +220,16 @@ class ReplayMemory:
                 SavedRows(ring).put(max(0, span[0] - ring.reach), saved["rows"], *span)
                 spans.append(span)
             newest = [saved["newest"] for saved in state["rings"]]
-            loaded = Loaded(rings, state["about"], spans, newest, [lo for lo, _ in spans])
+            loaded = Loaded(
+                rings, state["about"], spans, newest, [lo for lo, _ in spans]
+            )
             self._restore(loaded)
         except UNREADABLE as error:
             if isinstance(error, BadCheckpoint):
                 raise
-            raise BadCheckpoint(f"this is no state of a ReplayMemory: {error!r}") from error
+            raise BadCheckpoint(
+                f"this is no state of a ReplayMemory: {error!r}"
+            ) from error
         self._files = MemoryFiles()
 
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -260,8 +270,12 @@ class ReplayMemory:
             mine = SavedRows(ring).newest()
             if sampler.priorities:
                 priorities = sampler.priorities[number]
-                mine["powers"] = torch.from_numpy(priorities.of(sampler.places(number)).copy())
-                mine["largest"] = torch.tensor([priorities.largest], dtype=torch.float64)
+                mine["powers"] = torch.from_numpy(
+                    priorities.of(sampler.places(number)).copy()
+                )
+                mine["largest"] = torch.tensor(
+                    [priorities.largest], dtype=torch.float64
+                )
             newest.append(mine)
         ring = sampler.rings[0]
         about = {
@@ -291,7 +305,9 @@ class ReplayMemory:
                     " with priorities or without, as it was"
                 )
             if about["stack"] != stack:
-                raise BadOption(f"it has stack={about['stack']}, and this one stack={stack}")
+                raise BadOption(
+                    f"it has stack={about['stack']}, and this one stack={stack}"
+                )
             stored = self._stored.of(columns, observed)
             if len(stored) < len(columns):
                 kept = {column.key for column in stored}
@@ -310,7 +326,9 @@ class ReplayMemory:
 
     def _restore(self, loaded: Loaded) -> None:
         """Replace the rings and all that belongs to them."""
-        for ring, (lo, hi), newest in zip(loaded.rings, loaded.spans, loaded.newest, strict=True):
+        for ring, (lo, hi), newest in zip(
+            loaded.rings, loaded.spans, loaded.newest, strict=True
+        ):
             SavedRows(ring).restore(lo, hi, newest)
         with self.lock:
             self._rng.bit_generator.state = json.loads(loaded.about["generator"])
@@ -374,7 +392,9 @@ class ReplayMemory:
         if type(n) is not int or n < 1:
             n = integer("n", n, of="sample")
         if sequence is not None and relabel is not None:
-            raise BadOption("sample: relabel is for single transitions; leave sequence out")
+            raise BadOption(
+                "sample: relabel is for single transitions; leave sequence out"
+            )
         made = self._sampled(n, make, condition, beta, with_later=relabel is not None)
         batch = made.batch
         if relabel is not None and made.later is not None:
@@ -396,10 +416,14 @@ class ReplayMemory:
         n = integer("n", n, of="newest")
         with self.lock:
             if self._sampler is None or not len(self):
-                raise NothingToSample("ReplayMemory.newest: there are no transitions yet")
+                raise NothingToSample(
+                    "ReplayMemory.newest: there are no transitions yet"
+                )
             return self._in_order(self._sampler, self._sampler.newest(n))
 
-    def __getitem__(self, index: int | slice | Sequence[int] | Array | torch.Tensor) -> TensorDict:
+    def __getitem__(
+        self, index: int | slice | Sequence[int] | Array | torch.Tensor
+    ) -> TensorDict:
         """Return transitions by their place in order of time, from 0 to ``len(memory) - 1``: one,
         or several, as ``sample`` does.
 
@@ -425,18 +449,24 @@ class ReplayMemory:
         if sampler is None:
             return
         with self.lock:
-            every = [(number, ring.lo, ring.hi) for number, ring in enumerate(sampler.rings)]
+            every = [
+                (number, ring.lo, ring.hi) for number, ring in enumerate(sampler.rings)
+            ]
         for number, lo, hi in every:
             step = max(1, ITERATED // sampler.rings[number].B)
             for first in range(lo, hi, step):
                 with self.lock:
                     end = min(first + step, hi)
-                    batch = self._placed(sampler.transitions_between(number, first, end))
+                    batch = self._placed(
+                        sampler.transitions_between(number, first, end)
+                    )
                 yield from batch.unbind(0)
 
     # --- priorities -------------------------------------------------------------------------------
 
-    def update_priority(self, index: torch.Tensor | Array | Sequence[int], priority: Any) -> None:
+    def update_priority(
+        self, index: torch.Tensor | Array | Sequence[int], priority: Any
+    ) -> None:
         """Set priorities of sampled transitions; those that were dropped since are ignored.
 
         Args:
@@ -472,7 +502,13 @@ class ReplayMemory:
     # --- parts of ``sample`` ----------------------------------------------------------------------
 
     def _sampled(
-        self, n: int, make: Make, condition: InSequence | None, beta: float, *, with_later: bool
+        self,
+        n: int,
+        make: Make,
+        condition: InSequence | None,
+        beta: float,
+        *,
+        with_later: bool,
     ) -> _Sample:
         """Draw cells with the lock, and read them without; again if some were dropped meanwhile."""
         lock = self.lock
@@ -481,7 +517,9 @@ class ReplayMemory:
                 draft = self._draw(n, condition, beta, with_later=with_later)
             sample = draft.read(make)
             with lock:
-                if draft.sampler is self._sampler and draft.sampler.is_there(draft.drawn):
+                if draft.sampler is self._sampler and draft.sampler.is_there(
+                    draft.drawn
+                ):
                     return sample
         with lock:
             return self._draw(n, condition, beta, with_later=with_later).read(make)
@@ -508,7 +546,9 @@ class ReplayMemory:
 
     def _in_order(self, sampler: Sampler, chosen: Array) -> TensorDict:
         """Return the transitions of these numbers in order of time. With the lock."""
-        return self._placed(sampler.gathered(sampler.in_order(chosen), Gathering.transitions))
+        return self._placed(
+            sampler.gathered(sampler.in_order(chosen), Gathering.transitions)
+        )
 
     def _placed(self, batch: TensorDict) -> TensorDict:
         if self._device is None or batch["index"].device == self._device:
@@ -571,7 +611,9 @@ def _as_asked(
             f"sample(sequence={sequence}, n_step={n_step}): the steps of a sequence are there"
             " one by one; leave n_step out"
         )
-    return partial(Gathering.sequences, length=length), InSequence(length, across_episodes)
+    return partial(Gathering.sequences, length=length), InSequence(
+        length, across_episodes
+    )
 
 
 def _numbers(index: Any, size: int) -> Array:

@@ -37,7 +37,14 @@ FORMAT = 1
 BLOCK_BYTES = 1 << 24  # of rows in a file
 FILE = re.compile(r"(rows-\d+-\d+-\d+|newest-\d+)-[0-9a-f]{16}\.safetensors")
 LEFT_OVER = re.compile(FILE.pattern + r"\.[0-9a-f]{12}\.tmp")
-UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError)
+UNREADABLE = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    OverflowError,
+    RuntimeError,
+)
 
 
 @dataclass(frozen=True)
@@ -85,14 +92,20 @@ class MemoryFiles:
             now = snapshot()
             tensors: Tensors = {}
             ends = []
-            for number, (ring, newest) in enumerate(zip(rings, now.newest, strict=True)):
+            for number, (ring, newest) in enumerate(
+                zip(rings, now.newest, strict=True)
+            ):
                 rows_of = SavedRows(ring)
                 size = _block_rows(ring)
                 end = max(rows_of.kept, (ring.hi - 1) // size * size)
                 ends.append(end)
                 rows = rows_of.rows(end, ring.hi)
-                tensors |= {f"{number}.{name}": values for name, values in newest.items()}
-                tensors |= {f"{number}.rows.{name}": values for name, values in rows.items()}
+                tensors |= {
+                    f"{number}.{name}": values for name, values in newest.items()
+                }
+                tensors |= {
+                    f"{number}.rows.{name}": values for name, values in rows.items()
+                }
         name = f"newest-{self._serial}-{self._origin}.safetensors"
         _write(directory / name, tensors, {"firsts": ends})
         saved = []
@@ -111,7 +124,12 @@ class MemoryFiles:
                     "blocks": blocks,
                 }
             )
-        manifest = {"format": FORMAT, "memory": now.about, "newest": name, "rings": saved}
+        manifest = {
+            "format": FORMAT,
+            "memory": now.about,
+            "newest": name,
+            "rings": saved,
+        }
         write_whole(directory / MANIFEST, [tensor_files.seal(manifest)])
         _remove_others(directory, named)
 
@@ -146,12 +164,16 @@ class MemoryFiles:
             if found and first != found[-1]["end"]:
                 found.clear()
             found.append({"first": first, "end": (block + 1) * size, "name": name})
-        gone = [key for key in self._names if key[0] == number and (key[1] + 1) * size <= lo]
+        gone = [
+            key for key in self._names if key[0] == number and (key[1] + 1) * size <= lo
+        ]
         for key in gone:
             del self._names[key]
         return found
 
-    def load(self, directory: Path, make: Callable[[Mapping[str, Any]], Sequence[Ring]]) -> Loaded:
+    def load(
+        self, directory: Path, make: Callable[[Mapping[str, Any]], Sequence[Ring]]
+    ) -> Loaded:
         """Read a directory.
 
         Args:
@@ -179,7 +201,9 @@ class MemoryFiles:
             )
         rings = make(manifest["memory"])
         names = {}
-        for number, (ring, saved) in enumerate(zip(rings, manifest["rings"], strict=True)):
+        for number, (ring, saved) in enumerate(
+            zip(rings, manifest["rings"], strict=True)
+        ):
             for block in saved["blocks"]:
                 rows, _ = _read(directory, block["name"])
                 _put(ring, block["first"], rows, saved, directory / block["name"])
@@ -187,7 +211,9 @@ class MemoryFiles:
                     names[number, block["first"] // _block_rows(ring)] = block["name"]
         newest, about = _read(directory, manifest["newest"])
         others = []
-        for number, (ring, saved) in enumerate(zip(rings, manifest["rings"], strict=True)):
+        for number, (ring, saved) in enumerate(
+            zip(rings, manifest["rings"], strict=True)
+        ):
             mine = _part(newest, f"{number}.")
             rows = _part(mine, "rows.")
             path = directory / manifest["newest"]
@@ -222,12 +248,16 @@ def _block_rows(ring: Ring) -> int:
     return max(1, BLOCK_BYTES // ring.stored.row_bytes)
 
 
-def _put(ring: Ring, first: int, rows: Tensors, saved: Mapping[str, Any], path: Path) -> None:
+def _put(
+    ring: Ring, first: int, rows: Tensors, saved: Mapping[str, Any], path: Path
+) -> None:
     """Put rows of a file into the ring."""
     try:
         SavedRows(ring).put(first, rows, saved["lo"], saved["hi"])
     except UNREADABLE as error:
-        raise BadCheckpoint(f"{path} does not fit to its manifest: {str(error)[:200]}") from error
+        raise BadCheckpoint(
+            f"{path} does not fit to its manifest: {str(error)[:200]}"
+        ) from error
 
 
 def _part(tensors: Tensors, prefix: str) -> Tensors:
@@ -249,12 +279,19 @@ def _read(directory: Path, name: str) -> tuple[Tensors, Any]:
     try:
         if not FILE.fullmatch(name):
             raise ValueError("it is no file of a ReplayMemory")
-        with open_regular(path, links=False) as file, tensor_files.opened(file, path) as found:
+        with (
+            open_regular(path, links=False) as file,
+            tensor_files.opened(file, path) as found,
+        ):
             return {each: found.tensor(each) for each in found.names}, found.about
     except FileError as error:
-        raise BadCheckpoint(f"A file of the saved ReplayMemory is missing: {error}") from error
+        raise BadCheckpoint(
+            f"A file of the saved ReplayMemory is missing: {error}"
+        ) from error
     except UNREADABLE as error:
-        raise BadCheckpoint(f"{path} was cut, changed or damaged: {str(error)[:200]}") from error
+        raise BadCheckpoint(
+            f"{path} was cut, changed or damaged: {str(error)[:200]}"
+        ) from error
 
 
 def _remove_others(directory: Path, named: set[str]) -> None:

@@ -65,7 +65,9 @@ class Ring:
         has_stacks = any(is_stack(shapes[key], stack) for key in observed)
         self.reach = stack - 1 if has_stacks else 0
         self.places = capacity + margin + 1 + self.reach
-        self.stored = StoredRows(columns, observed, num_envs, self.places, device, stack)
+        self.stored = StoredRows(
+            columns, observed, num_envs, self.places, device, stack
+        )
         self.lo = 0
         self.hi = 0
         self.num_masked = 0
@@ -151,7 +153,9 @@ class Ring:
             self.num_masked += int((~valid).sum())
         self._advance(n)
 
-    def add_row(self, done: Array | None = None, finals: Mapping[Key, Any] | None = None) -> None:
+    def add_row(
+        self, done: Array | None = None, finals: Mapping[Key, Any] | None = None
+    ) -> None:
         """Make the row after the newest readable, which was copied to its place; see ``write``.
 
         Args:
@@ -203,7 +207,9 @@ class Ring:
         for key, rows in newest.items():
             here = self.stored.to_tensor(rows)
             given = torch.as_tensor(obs[key], device=here.device).reshape(here.shape)
-            equal = (here == given) | ((here != here) & (given != given))  # NaN is equal to NaN
+            equal = (here == given) | (
+                (here != here) & (given != given)
+            )  # NaN is equal to NaN
             same &= equal.reshape(self.B, -1).all(1).cpu().numpy()
         found: Array = same
         return found
@@ -267,7 +273,9 @@ class Ring:
         most = int(rows_left.max(initial=0))
         while step <= most:
             step *= 2
-        while step:  # episodes are contiguous: the later cells of an episode are a prefix
+        while (
+            step
+        ):  # episodes are contiguous: the later cells of an episode are a prefix
             later = found + step * self.B
             goes_on = self.continues(cells, later)
             found[goes_on] = later[goes_on]

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 Make = Callable[[Gathering, Array], "TensorDict"]
-DRAWS = 8  # draws of cells that have to fulfil a condition, before all cells are looked at
+DRAWS = (
+    8  # draws of cells that have to fulfil a condition, before all cells are looked at
+)
 
 
 class InSequence:
@@ -80,9 +82,13 @@ class Sampler:
         self.rings = list(rings)
         self.priorities: list[Priorities] = []
         if alpha is not None:
-            self.priorities = [Priorities(ring.places * ring.B, alpha) for ring in rings]
+            self.priorities = [
+                Priorities(ring.places * ring.B, alpha) for ring in rings
+            ]
         self._rng = rng
-        self._gatherings = [Gathering(ring, keep, i, len(rings)) for i, ring in enumerate(rings)]
+        self._gatherings = [
+            Gathering(ring, keep, i, len(rings)) for i, ring in enumerate(rings)
+        ]
         self._only = self.rings[0] if len(rings) == 1 else None
 
     def __len__(self) -> int:
@@ -90,7 +96,9 @@ class Sampler:
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def add_row(self, number: int, done: Array | None, finals: Mapping[Key, Any] | None) -> None:
+    def add_row(
+        self, number: int, done: Array | None, finals: Mapping[Key, Any] | None
+    ) -> None:
         """See ``Ring.add_row``."""
         ring = self.rings[number]
         lo = ring.lo
@@ -177,7 +185,9 @@ class Sampler:
         """Return importance weights, at most 1 (Schaul et al., 2016)."""
         share = np.empty(len(drawn.cells))
         for number, mine, cells in self._by_ring(drawn):
-            share[mine] = self.priorities[number].of(self.rings[number].places_of(cells))
+            share[mine] = self.priorities[number].of(
+                self.rings[number].places_of(cells)
+            )
         share /= sum(priorities.total for priorities in self.priorities)
         weights = (len(self) * share) ** -beta
         weights /= weights.max()
@@ -239,7 +249,9 @@ class Sampler:
         cells: Array = first + (places - first) % (ring.places * ring.B)
         return cells
 
-    def _chosen_of_all(self, n: int, condition: InSequence | None) -> tuple[Array, Array]:
+    def _chosen_of_all(
+        self, n: int, condition: InSequence | None
+    ) -> tuple[Array, Array]:
         """Draw from a list of all cells that fulfil a condition, which few do."""
         every = [all_cells(ring, condition) for ring in self.rings]
         sizes = [len(cells) for cells in every]
@@ -251,7 +263,9 @@ class Sampler:
         if self.priorities:
             powers = [
                 priorities.of(ring.places_of(mine))
-                for priorities, ring, mine in zip(self.priorities, self.rings, every, strict=True)
+                for priorities, ring, mine in zip(
+                    self.priorities, self.rings, every, strict=True
+                )
             ]
             share = np.concatenate(powers)
             share /= share.sum()

@@ -47,7 +47,9 @@ class SavedRows:
         found["begins"] = self._copied(stored.begins, first, end)
         if stored.masked is not None:
             found["masked"] = self._copied(stored.masked, first, end)
-        places = self._ring.places_of(np.arange(first * self._ring.B, end * self._ring.B))
+        places = self._ring.places_of(
+            np.arange(first * self._ring.B, end * self._ring.B)
+        )
         found |= _kept(stored.asides, places, "aside", stored.observed)
         if stored.frames is not None:
             found["depth"] = self._copied(stored.frames.depth, first, end)
@@ -70,7 +72,9 @@ class SavedRows:
         found["fresh"] = torch.from_numpy(ring.fresh.copy())
         return found
 
-    def put(self, first: int, rows: Mapping[str, torch.Tensor], lo: int, hi: int) -> None:
+    def put(
+        self, first: int, rows: Mapping[str, torch.Tensor], lo: int, hi: int
+    ) -> None:
         """Put rows from ``rows()`` where they belong in a ring in which the rows from ``lo`` to
         ``hi`` will be readable; those that it has no room for are left out.
 
@@ -94,7 +98,9 @@ class SavedRows:
         self._keep(stored.asides, first, lo - first, rows, "aside", stored.observed)
         if stored.frames is not None:
             self._put(stored.frames.depth, first, rows["depth"], skipped)
-            self._keep(stored.frames.wholes, first, skipped, rows, "whole", stored.stacked)
+            self._keep(
+                stored.frames.wholes, first, skipped, rows, "whole", stored.stacked
+            )
 
     def restore(self, lo: int, hi: int, newest: Mapping[str, torch.Tensor]) -> None:
         """Make the rows from ``lo`` to ``hi`` readable, which were put, and continue from
@@ -145,9 +151,13 @@ class SavedRows:
         index = rows[name].numpy()
         chosen = np.flatnonzero(index >= least * ring.B)
         places = ring.places_of(first * ring.B + index[chosen])
-        asides.keep(places, {key: rows[f"{name}.{i}"][chosen] for i, key in enumerate(keys)})
+        asides.keep(
+            places, {key: rows[f"{name}.{i}"][chosen] for i, key in enumerate(keys)}
+        )
 
-    def _put(self, there: Rows | Array, first: int, rows: torch.Tensor, skipped: int) -> None:
+    def _put(
+        self, there: Rows | Array, first: int, rows: torch.Tensor, skipped: int
+    ) -> None:
         into = as_tensor(there)
         if rows.shape[1:] != into.shape[1:] or rows.dtype != into.dtype:
             raise ValueError(

@@ -46,7 +46,9 @@ class Arena:
         self._creator = Owner() if creator else None
         self._end = 0
         self._in_use: dict[int, int] = {}  # bytes by offset
-        self._released: defaultdict[int, list[int]] = defaultdict(list)  # offsets by bytes
+        self._released: defaultdict[int, list[int]] = defaultdict(
+            list
+        )  # offsets by bytes
         self._mappings: weakref.WeakSet[_Mapping] = weakref.WeakSet()
         self._close = weakref.finalize(self, os.close, fd)
 
@@ -113,7 +115,13 @@ class Arena:
             )
         del self._in_use[offset]
         if sys.platform == "linux":
-            _call("fallocate", self.fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(size))
+            _call(
+                "fallocate",
+                self.fd,
+                _PUNCH_HOLE,
+                ctypes.c_int64(offset),
+                ctypes.c_int64(size),
+            )
         self._released[size].append(offset)
 
     def view(self, offset: int, nbytes: int) -> Array:
@@ -192,7 +200,15 @@ class _Mapping:
     def isolate(self, fd: int) -> None:
         """See ``Arena.isolate``; the kernel copies pages when they are written."""
         address, length, protection, offset = self._place
-        _call("mmap", address, length, protection, mmap.MAP_PRIVATE | _MAP_FIXED, fd, offset)
+        _call(
+            "mmap",
+            address,
+            length,
+            protection,
+            mmap.MAP_PRIVATE | _MAP_FIXED,
+            fd,
+            offset,
+        )
 
 
 @functools.cache

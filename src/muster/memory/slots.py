@@ -42,7 +42,9 @@ ALIGNMENT = 64  # bytes: one cache line, and a multiple of every item size
 MAX_ROW_VIEWS = 1 << 14  # with more rows, row views are made when used instead of kept
 # keeps the weak references to owners of lent slots alive, since only living ones call back
 _loans: dict[int, Any] = {}
-KEPT_FREE = 2  # one to fill while the user holds another; further free slots are dropped
+KEPT_FREE = (
+    2  # one to fill while the user holds another; further free slots are dropped
+)
 # of slots whose parts are made once: for larger ones their making takes no noticeable time
 SMALL_BYTES = 1 << 16
 
@@ -112,7 +114,9 @@ class Layout:
         return self.lane_bytes * self.lanes
 
     def _padded(self, column: Column) -> int:
-        size = self.rows(column) * self.B * math.prod(column.shape) * column.dtype.itemsize
+        size = (
+            self.rows(column) * self.B * math.prod(column.shape) * column.dtype.itemsize
+        )
         return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -166,7 +170,9 @@ class Lane:
             self.arrays[column.key] = np.empty((layout.rows(column), self.B), OBJECT)
         if self.mirrored:
             self.tensors = tensors
-        self.data: dict[Key, Any] = {**self.arrays, **tensors} if self.mirrored else self.arrays
+        self.data: dict[Key, Any] = (
+            {**self.arrays, **tensors} if self.mirrored else self.arrays
+        )
 
     @cached_property
     def tensors(self) -> dict[Key, torch.Tensor]:
@@ -237,7 +243,9 @@ class Lane:
         for the device.
         """
         if self._is_ahead:
-            self.pull(column.key for column in self.layout.tensor_columns if column.host)
+            self.pull(
+                column.key for column in self.layout.tensor_columns if column.host
+            )
             self._is_ahead = False
 
     def pull(self, keys: Iterable[Key]) -> None:
@@ -269,11 +277,15 @@ class Slot:
         if isinstance(memory, Arena):
             self.offset = memory.allocate(layout.nbytes)
             self.block = memory.view(self.offset, layout.nbytes)
-            weakref.finalize(self, memory.release, self.offset, layout.nbytes).atexit = False
+            weakref.finalize(
+                self, memory.release, self.offset, layout.nbytes
+            ).atexit = False
         elif memory not in ("heap", "pinned"):
             self.block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=memory)
         elif memory == "pinned":
-            pinned = torch.zeros(layout.nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
+            pinned = torch.zeros(
+                layout.nbytes, dtype=torch.uint8, pin_memory=True, device="cpu"
+            )
             self.block = pinned.numpy()
         else:
             self.block = _aligned(layout.nbytes)
@@ -284,7 +296,8 @@ class Slot:
         self._unused = 0  # sum of the reference counts of ``parts`` that no tensor uses
         step = layout.lane_bytes
         self.lanes = [
-            Lane(layout, self.block[i * step : (i + 1) * step]) for i in range(layout.lanes)
+            Lane(layout, self.block[i * step : (i + 1) * step])
+            for i in range(layout.lanes)
         ]
 
     def arrange(self, by: object, parts: list[Array]) -> None:
@@ -347,7 +360,9 @@ class SlotRing:
             their memory.
     """
 
-    def __init__(self, layout: Layout, *, limit_bytes: int, memory: Memory = "heap") -> None:
+    def __init__(
+        self, layout: Layout, *, limit_bytes: int, memory: Memory = "heap"
+    ) -> None:
         self.layout = layout
         self.limit_bytes = limit_bytes
         self.memory: Memory = memory
@@ -415,14 +430,18 @@ class SlotRing:
         Only the end of the last part is noticed at once: if the user holds others for longer,
         ``take`` finds out when they are dropped.
         """
-        if torch.is_inference_mode_enabled():  # tensors made in it would remain inference tensors
+        if (
+            torch.is_inference_mode_enabled()
+        ):  # tensors made in it would remain inference tensors
             with torch.inference_mode(False):
                 return self.lend_parts(slot)
         *others, last = slot.parts
         return [*map(torch.from_numpy, others), self._lend(slot, last)]
 
     def _lend(self, slot: Slot, memory: Array) -> torch.Tensor:
-        owner = memory.view()  # a new array object, which lives as long as the last tensor over it
+        owner = (
+            memory.view()
+        )  # a new array object, which lives as long as the last tensor over it
         self._note_loan(slot, owner)
         return torch.from_numpy(owner)
 

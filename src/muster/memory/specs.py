@@ -43,7 +43,9 @@ class ArraySpec:
     @property
     def is_discrete(self) -> bool:
         """Whether the value is a choice, or several: bounded integers or flags."""
-        return self.dtype.kind in "iub" and self.low is not None and self.high is not None
+        return (
+            self.dtype.kind in "iub" and self.low is not None and self.high is not None
+        )
 
     def stored_as(self, dtype: np.dtype[Any]) -> ArraySpec:
         """Return the same leaf in another floating dtype; itself if its dtype is not floating."""
@@ -51,7 +53,8 @@ class ArraySpec:
             return self
         with np.errstate(over="ignore"):
             low, high = (
-                None if bound is None else bound.astype(dtype) for bound in (self.low, self.high)
+                None if bound is None else bound.astype(dtype)
+                for bound in (self.low, self.high)
             )
         return replace(self, dtype=dtype, low=low, high=high)
 

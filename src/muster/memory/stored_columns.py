@@ -46,7 +46,11 @@ class StoredColumns:
                     " Use TorchRL's ReplayBuffer(storage=ListStorage(n)), or make arrays of them"
                     " in the environment"
                 )
-        return [column for column in columns if column.is_tensor and _is_stored(column, needed)]
+        return [
+            column
+            for column in columns
+            if column.is_tensor and _is_stored(column, needed)
+        ]
 
     def rings(
         self,
@@ -58,12 +62,17 @@ class StoredColumns:
     ) -> list[Ring]:
         """Return empty rings for stored columns."""
         rows = self.rows_of(sizes)
-        return [Ring(columns, observed, size, rows, margin, device, self.stack) for size in sizes]
+        return [
+            Ring(columns, observed, size, rows, margin, device, self.stack)
+            for size in sizes
+        ]
 
     def check_stacks(self, columns: Sequence[Column], observed: Sequence[Key]) -> None:
         """Raise ``BadOption`` if no observation is a stack of frames, and the option says so."""
         shapes = {dotted(c.key): list(c.shape) for c in columns if c.key in observed}
-        if self.stack > 1 and not any(is_stack(shape, self.stack) for shape in shapes.values()):
+        if self.stack > 1 and not any(
+            is_stack(shape, self.stack) for shape in shapes.values()
+        ):
             raise BadOption(
                 f"ReplayMemory(stack={self.stack}): no observation is a stack of {self.stack} frames"
                 f" in its first dimension; the shapes are {shapes}. Leave stack out"
@@ -81,14 +90,20 @@ class StoredColumns:
         return self._capacity // total
 
 
-def check_same(rings: Sequence[Ring], columns: Sequence[Column], sizes: Sequence[int]) -> None:
+def check_same(
+    rings: Sequence[Ring], columns: Sequence[Column], sizes: Sequence[int]
+) -> None:
     """Raise ``BadOption`` if rows with these columns do not fit to those that are stored."""
-    have = {column.key: (column.shape, column.dtype) for column in rings[0].stored.columns}
+    have = {
+        column.key: (column.shape, column.dtype) for column in rings[0].stored.columns
+    }
     given = {column.key: (column.shape, column.dtype) for column in columns}
     here = [ring.B for ring in rings]
     if have == given and here == list(sizes):
         return
-    differing = sorted(dotted(key) for key in {*have, *given} if have.get(key) != given.get(key))
+    differing = sorted(
+        dotted(key) for key in {*have, *given} if have.get(key) != given.get(key)
+    )
     raise BadOption(
         f"this ReplayMemory has transitions of {here} environments, and the collector has"
         f" {list(sizes)}; columns that differ: {differing}. Use a memory of its own"
@@ -98,7 +113,14 @@ def check_same(rings: Sequence[Ring], columns: Sequence[Column], sizes: Sequence
 def described(column: Column) -> list[Any]:
     """Return a column as JSON has it."""
     shape = list(column.shape)
-    return [list(column.key), shape, column.dtype.str, column.carry, column.trailing, column.hidden]
+    return [
+        list(column.key),
+        shape,
+        column.dtype.str,
+        column.carry,
+        column.trailing,
+        column.hidden,
+    ]
 
 
 def column_of(described: Sequence[Any]) -> Column:

@@ -76,8 +76,12 @@ class StoredRows:
         self.frames: Frames | None = None
         if self.stacked:
             self.frames = Frames(stack, {key: self.data[key] for key in self.stacked})
-            self.reads |= {key: self._reader_of_stacks(self.frames, key) for key in self.stacked}
-        leaves = {key: self._zeros(shapes[key], self._dtype(key)) for key in self.observed}
+            self.reads |= {
+                key: self._reader_of_stacks(self.frames, key) for key in self.stacked
+            }
+        leaves = {
+            key: self._zeros(shapes[key], self._dtype(key)) for key in self.observed
+        }
         self.asides = Asides(places * num_envs, leaves)
         self.episodes = np.zeros((places, num_envs), np.int64)
         self.begins = np.zeros((places, num_envs), bool)
@@ -96,7 +100,9 @@ class StoredRows:
     def nbytes(self, rows: int) -> int:
         """Return the size of so many rows, and of what is kept aside."""
         used = min(rows, self.places + 1)
-        size = self.asides.nbytes + sum(int(rows[:used].nbytes) for rows in self.data.values())
+        size = self.asides.nbytes + sum(
+            int(rows[:used].nbytes) for rows in self.data.values()
+        )
         return size if self.frames is None else size + self.frames.wholes.nbytes
 
     # --- writing ----------------------------------------------------------------------------------

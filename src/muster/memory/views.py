@@ -79,7 +79,9 @@ class BatchView:
         self._stacked = stacked
         self._time_first = time_first
         shown = [column for column in layout.columns if hidden or not column.hidden]
-        self._leaves = [self._leaf(layout, column) for column in shown if column.is_tensor]
+        self._leaves = [
+            self._leaf(layout, column) for column in shown if column.is_tensor
+        ]
         self._objects = [column for column in shown if not column.is_tensor]
         inner: dict[Key, tuple[int, ...]] = {}
         for column in layout.tensor_columns:
@@ -96,7 +98,9 @@ class BatchView:
             self._nodes.append(self._node(path, inner.get(path, ())))
         self._leaves = self._ordered(())
 
-    def tensordict(self, memory: torch.Tensor | Sequence[torch.Tensor], slot: Slot) -> TensorDict:
+    def tensordict(
+        self, memory: torch.Tensor | Sequence[torch.Tensor], slot: Slot
+    ) -> TensorDict:
         """Return the batch over ``memory``.
 
         Args:
@@ -104,7 +108,9 @@ class BatchView:
                 part of ``arrange``.
             slot: the slot that contains the objects.
         """
-        if torch.is_inference_mode_enabled():  # tensors made in it would remain inference tensors
+        if (
+            torch.is_inference_mode_enabled()
+        ):  # tensors made in it would remain inference tensors
             with torch.inference_mode(False):
                 return self.tensordict(memory, slot)
         entries: dict[Key, dict[str, Any]] = {}
@@ -124,7 +130,10 @@ class BatchView:
         batch: Any = None
         for node in self._nodes:
             batch = make(
-                entries[node.path], batch_size=node.batch_size, names=node.names, device=self.device
+                entries[node.path],
+                batch_size=node.batch_size,
+                names=node.names,
+                device=self.device,
             )
             if node.path:
                 entries[node.path[:-1]][node.path[-1]] = batch
@@ -171,7 +180,9 @@ class BatchView:
             stride = tuple(step // item for step in leaf.stride)
             tensor = torch.empty(0, dtype=torch_dtype(leaf.dtype), device=memory.device)
             first = (memory.storage_offset() + leaf.offset) // item
-            tensors.append(tensor.set_(memory.untyped_storage(), first, leaf.size, stride))
+            tensors.append(
+                tensor.set_(memory.untyped_storage(), first, leaf.size, stride)
+            )
         return tensors
 
     def _node(self, path: Key, inner: tuple[int, ...]) -> _Node:

@@ -47,7 +47,9 @@ class _Way(NamedTuple):
         self, metrics: Mapping[str, float], step: int
     ) -> list[tuple[tuple[Any, ...], dict[str, int]]]:
         """Return the arguments of all calls that log these metrics."""
-        given: list[tuple[Any, ...]] = list(metrics.items()) if self.each else [(dict(metrics),)]
+        given: list[tuple[Any, ...]] = (
+            list(metrics.items()) if self.each else [(dict(metrics),)]
+        )
         if self.keyword is None:
             return [((*arguments, step), {}) for arguments in given]
         return [(arguments, {self.keyword: step}) for arguments in given]
@@ -196,7 +198,8 @@ class JsonlLogger:
         numbers = {name: plain(value) for name, value in metrics.items()}
         line = (
             json.dumps(
-                {"step": int(step), "time": time.time(), "metrics": numbers}, allow_nan=False
+                {"step": int(step), "time": time.time(), "metrics": numbers},
+                allow_nan=False,
             )
             + "\n"
         )
@@ -304,7 +307,9 @@ class TensorBoardLogger:
                 full.
         """
         if self._closed:  # the writer would start another file
-            raise BadOption(f"{self.folder}: this TensorBoardLogger is closed; make another one")
+            raise BadOption(
+                f"{self.folder}: this TensorBoardLogger is closed; make another one"
+            )
         if self._writer is None:
             self._writer = self._begin()
         with self._ends_with_errors():
@@ -374,25 +379,35 @@ class CollectionLog:
         }
         parts = {"env": stats.env_s, "policy": stats.policy_s, "copy": stats.copy_s}
         if total := sum(parts.values()) + stats.rest_s:
-            record |= {f"{name}_share": seconds / total for name, seconds in parts.items()}
+            record |= {
+                f"{name}_share": seconds / total for name, seconds in parts.items()
+            }
         if isinstance(stats.policy_version, int):
             record["policy_version"] = stats.policy_version
         if newest := [
-            lag for lag, batches in stats.policy_lag.items() if batches != self._lags.get(lag)
+            lag
+            for lag, batches in stats.policy_lag.items()
+            if batches != self._lags.get(lag)
         ]:
             record["policy_lag"] = max(newest)
         self._lags = stats.policy_lag
         if len(episodes):
             record |= _summary(episodes)
         record |= {
-            f"worker_{worker.index}/frames_per_s": worker.frames_per_s for worker in stats.workers
+            f"worker_{worker.index}/frames_per_s": worker.frames_per_s
+            for worker in stats.workers
         }
-        self._log({self._prefix + name: value for name, value in record.items()}, stats.frames)
+        self._log(
+            {self._prefix + name: value for name, value in record.items()}, stats.frames
+        )
 
 
 def _summary(episodes: Episodes) -> dict[str, float]:
     record = {}
-    for name, column in (("return", episodes.episode_return), ("length", episodes.length)):
+    for name, column in (
+        ("return", episodes.episode_return),
+        ("length", episodes.length),
+    ):
         if stat := SequenceSummaryStats.from_sequence(column):
             record[f"{name}_mean"], record[f"{name}_std"] = stat.mean, stat.std
             record[f"{name}_max"], record[f"{name}_min"] = stat.max, stat.min

@@ -96,10 +96,14 @@ class MetricsTracker:
         ended = done.astype(bool)
         episodes = self._clock.advance(reward, ended, ended, ended)
         steps = np.flatnonzero(ended) // self.num_envs  # step of each of these episodes
-        cumulative = self.cumulative_reward + np.cumsum(reward.sum(axis=1, dtype=np.float64))
+        cumulative = self.cumulative_reward + np.cumsum(
+            reward.sum(axis=1, dtype=np.float64)
+        )
         before = self.collected_steps
         self.collected_steps += reward.size
-        self.cumulative_reward = float(cumulative[-1]) if len(reward) else self.cumulative_reward
+        self.cumulative_reward = (
+            float(cumulative[-1]) if len(reward) else self.cumulative_reward
+        )
         for episode, step in zip(episodes, steps.tolist(), strict=True):
             self.episode_count += 1
             self.last_episode_reward = episode.episode_return
@@ -145,7 +149,11 @@ class MetricsTracker:
     def _rows(self, name: str, given: Any) -> Array:
         """Return ``given`` as ``[N, ...]`` float64."""
         try:
-            host = given.detach().cpu().double().numpy() if hasattr(given, "detach") else given
+            host = (
+                given.detach().cpu().double().numpy()
+                if hasattr(given, "detach")
+                else given
+            )
             rows = np.atleast_1d(np.asarray(host, np.float64))
         except (TypeError, ValueError) as error:
             raise BadOption(

@@ -29,7 +29,13 @@ from urllib.parse import parse_qs, urlsplit
 
 from muster.errors import BadOption
 from muster.observing.run_process import ProcessState, RunProcess
-from muster.observing.snapshots import EPISODES, WHICH, RunHistory, SnapshotReader, append_exit
+from muster.observing.snapshots import (
+    EPISODES,
+    WHICH,
+    RunHistory,
+    SnapshotReader,
+    append_exit,
+)
 from muster.utils.addresses import host_and_port, is_loopback, listening
 from muster.utils.strangers import Strangers
 
@@ -82,7 +88,9 @@ class PageAddress:
     def __init__(self, address: str) -> None:
         host, _ = host_and_port(address)
         self.token = (
-            "" if is_loopback(host) else os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+            ""
+            if is_loopback(host)
+            else os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
         )
         if self.token and len(self.token) < _SHORTEST_TOKEN:
             raise BadOption(
@@ -229,7 +237,9 @@ class PageServer(ThreadingHTTPServer):
     ) -> None:
         self.runs = [runs] if isinstance(runs, Path) else list(runs)
         if len(self.runs) > _MOST_RUNS:
-            raise BadOption(f"{len(self.runs)} runs: expected at most {_MOST_RUNS} on a page")
+            raise BadOption(
+                f"{len(self.runs)} runs: expected at most {_MOST_RUNS} on a page"
+            )
         self.names = _names([run if run.is_dir() else run.parent for run in self.runs])
         self._processes = [RunProcess(RunHistory.read(run).about) for run in self.runs]
         host, port = listening.getsockname()[:2]
@@ -241,9 +251,13 @@ class PageServer(ThreadingHTTPServer):
         self.local = is_loopback(host)
         folder = resources.files("muster.observing") / "page"
         self.files = {
-            path: ((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()
+            path: ((folder / name).read_bytes(), kind)
+            for path, (name, kind) in _FILES.items()
         }
-        self._strangers, self._places = Strangers(), threading.BoundedSemaphore(_MOST_VIEWERS)
+        self._strangers, self._places = (
+            Strangers(),
+            threading.BoundedSemaphore(_MOST_VIEWERS),
+        )
         self._parent = parent
         # the last event of viewers
         self.goodbye = {
@@ -261,7 +275,9 @@ class PageServer(ThreadingHTTPServer):
     def episode(self, run: int, which: str) -> Path:
         """Return the path of the file that repeats an episode of a run."""
         given = self.runs[run]
-        return (given if given.is_dir() else given.parent) / EPISODES / f"{which}.episode"
+        return (
+            (given if given.is_dir() else given.parent) / EPISODES / f"{which}.episode"
+        )
 
     def process_request(self, request: Any, client_address: Any) -> None:
         self._strangers.add(request)
@@ -383,8 +399,12 @@ class _Handler(BaseHTTPRequestHandler):
         elif named is None or int(named[1]) >= len(self.server.runs):
             self._reply(404, b"There is no such episode.\n")
         else:
-            answer = self.server.films.make(self.server.episode(int(named[1]), named[2]))
-            self._reply(200, json.dumps(answer).encode(), **{"Content-Type": "application/json"})
+            answer = self.server.films.make(
+                self.server.episode(int(named[1]), named[2])
+            )
+            self._reply(
+                200, json.dumps(answer).encode(), **{"Content-Type": "application/json"}
+            )
 
     def log_message(self, *_: Any) -> None:
         """Print nothing."""
@@ -425,7 +445,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(303, b"", Location="/", **{"Set-Cookie": cookie})
         elif self.server.token and not self._is_token(self._cookie()):
             self._reply(
-                403, b"This page needs the token of the address that muster watch has printed.\n"
+                403,
+                b"This page needs the token of the address that muster watch has printed.\n",
             )
         else:
             return parts.path
@@ -448,7 +469,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _reply(self, status: int, content: bytes, **headers: str) -> None:
-        known = {"Content-Type": "text/plain; charset=utf-8", "Content-Length": str(len(content))}
+        known = {
+            "Content-Type": "text/plain; charset=utf-8",
+            "Content-Length": str(len(content)),
+        }
         self._start(status, known | headers)
         self.wfile.write(content)
 
@@ -495,7 +519,11 @@ class _Handler(BaseHTTPRequestHandler):
                     state = server.process_state(number)  # before the file, too
                     self._send_new(number, reader)
                     if state != known[number]:
-                        shown = {"state": state.state, "signal": state.signal, "code": state.code}
+                        shown = {
+                            "state": state.state,
+                            "signal": state.signal,
+                            "code": state.code,
+                        }
                         self._send("process", {"run": number, **shown})
                     known[number] = state
                 self._send("clock", time.time())  # also detects a viewer that has left
@@ -508,7 +536,9 @@ class _Handler(BaseHTTPRequestHandler):
         if restarted:
             self._send("restart", {"run": number, "name": self.server.names[number]})
         for begin in range(0, len(entries), _AT_ONCE):
-            self._send("entries", {"run": number, "entries": entries[begin : begin + _AT_ONCE]})
+            self._send(
+                "entries", {"run": number, "entries": entries[begin : begin + _AT_ONCE]}
+            )
 
     def _send(self, event: str, content: Any) -> None:
         self.wfile.write(f"event: {event}\ndata: {json.dumps(content)}\n\n".encode())
@@ -522,7 +552,11 @@ def main(arguments: Sequence[str]) -> None:
     fd, run, parent, *film = arguments
     token = os.environ.pop(TOKEN_VARIABLE, "")
     server = PageServer(
-        Path(run), socket.socket(fileno=int(fd)), token, parent=int(parent), film=film or None
+        Path(run),
+        socket.socket(fileno=int(fd)),
+        token,
+        parent=int(parent),
+        film=film or None,
     )
     told = server.serve_until(signal.SIGTERM, signal.SIGINT)
     sys.exit(0 if told == signal.SIGTERM else 130)

@@ -48,15 +48,17 @@ def plot_stats(stats: CollectorStats, points: Points) -> Any:
 def plot_run(history: RunHistory) -> Any:
     """Return the picture of ``muster watch --png``: what the page shows, at the end of a history."""
     figure, axes = _figure(3, 3)
-    about = [str(history.about[name]) for name in ("env", "collector") if name in history.about]
+    about = [
+        str(history.about[name])
+        for name in ("env", "collector")
+        if name in history.about
+    ]
     if not history.snapshots:
         figure.suptitle("  ".join([*about, "no snapshots"]), parse_math=False)
         return figure
     newest, points = history.snapshots[-1], history.points()
     state = _state(history.end)
-    progress = (
-        f"{newest['frames']:,} frames in {clock(newest['time'] - history.snapshots[0]['time'])}"
-    )
+    progress = f"{newest['frames']:,} frames in {clock(newest['time'] - history.snapshots[0]['time'])}"
     figure.suptitle("   ".join([*about, state, progress]), parse_math=False)
     _draw_rate(axes[0], history)
     _draw_means(axes[1], points, "return")
@@ -67,7 +69,9 @@ def plot_run(history: RunHistory) -> Any:
     _draw_workers(axes[6], newest)
     memory = _series(history, "memory") / 2**20
     unknown = "" if np.isfinite(memory).any() else "unknown"
-    _draw_line(axes[7], "Memory of the main process", _series(history, "time"), memory, unknown)
+    _draw_line(
+        axes[7], "Memory of the main process", _series(history, "time"), memory, unknown
+    )
     axes[7].set_ylabel("MiB")
     _draw_means(axes[8], points, "success")
     return figure
@@ -87,7 +91,11 @@ def _state(end: Mapping[str, Any] | None) -> str:
 
 
 def plot_returns(
-    returns: Array, lengths: Array, truncated: Array, interval: tuple[float, float], title: str
+    returns: Array,
+    lengths: Array,
+    truncated: Array,
+    interval: tuple[float, float],
+    title: str,
 ) -> Any:
     """Return the picture of an evaluation.
 
@@ -97,17 +105,23 @@ def plot_returns(
             finite.
     """
     figure, (histogram, scatter) = _figure(1, 2)
-    figure.suptitle("\n".join(textwrap.wrap(title, 110)), fontsize="medium", parse_math=False)
+    figure.suptitle(
+        "\n".join(textwrap.wrap(title, 110)), fontsize="medium", parse_math=False
+    )
     histogram.set_title("Returns")
     scatter.set_title("Return and length")
     if not len(returns):
         _empty(histogram, "no complete episode")
         _empty(scatter, "no complete episode")
         return figure
-    histogram.hist(returns, bins=min(MOST_BINS, max(1, len(returns) // 2)), color=BLUE, alpha=0.6)
+    histogram.hist(
+        returns, bins=min(MOST_BINS, max(1, len(returns) // 2)), color=BLUE, alpha=0.6
+    )
     histogram.axvline(returns.mean(), color=RED, label="mean")
     if np.isfinite(interval).all():
-        histogram.axvspan(*interval, color=RED, alpha=0.15, linewidth=0, label="95 % interval")
+        histogram.axvspan(
+            *interval, color=RED, alpha=0.15, linewidth=0, label="95 % interval"
+        )
     histogram.set_xlabel("return")
     histogram.set_ylabel("episodes")
     histogram.legend()
@@ -116,7 +130,9 @@ def plot_returns(
         ("truncated", truncated, ORANGE),
     ):
         if chosen.any():
-            scatter.scatter(lengths[chosen], returns[chosen], s=14, color=colour, label=label)
+            scatter.scatter(
+                lengths[chosen], returns[chosen], s=14, color=colour, label=label
+            )
     scatter.set_xlabel("steps")
     scatter.set_ylabel("return")
     scatter.legend()
@@ -136,7 +152,9 @@ def plot_spans(spans: Sequence[TimeSpan], tracks: Mapping[int, str]) -> Any:
         _empty(axis, "no spans: call start() first")
         return figure
     first = min(span.begin_ns for span in spans)
-    rows = {track: row for row, track in enumerate(sorted({span.track for span in spans}))}
+    rows = {
+        track: row for row, track in enumerate(sorted({span.track for span in spans}))
+    }
     bars: dict[str, dict[int, list[tuple[float, float]]]] = {}
     for name, begin, end, track in spans:
         of_row = bars.setdefault(name, {}).setdefault(rows[track], [])
@@ -148,7 +166,9 @@ def plot_spans(spans: Sequence[TimeSpan], tracks: Mapping[int, str]) -> Any:
             axis.broken_barh(drawn, (row - 0.4, 0.8), color=colour, label=label)
     figure.set_size_inches(12, 1.6 + 0.35 * len(rows))
     axis.set_yticks(
-        range(len(rows)), [tracks.get(track, f"track {track}") for track in rows], parse_math=False
+        range(len(rows)),
+        [tracks.get(track, f"track {track}") for track in rows],
+        parse_math=False,
     )
     axis.invert_yaxis()
     axis.set_xlabel("ms")
@@ -180,22 +200,34 @@ def _figure(rows: int, columns: int) -> tuple[Any, list[Any]]:
 
 
 def _number(value: float, _: Any = None) -> str:
-    return f"-{short(-value)}" if value < 0 else short(value) if value >= 10 else f"{value:g}"
+    return (
+        f"-{short(-value)}"
+        if value < 0
+        else short(value)
+        if value >= 10
+        else f"{value:g}"
+    )
 
 
 def _empty(axis: Any, text: str) -> None:
     axis.set_axis_off()
-    axis.text(0.5, 0.5, text, ha="center", va="center", color=GREY, transform=axis.transAxes)
+    axis.text(
+        0.5, 0.5, text, ha="center", va="center", color=GREY, transform=axis.transAxes
+    )
 
 
 def _draw_means(axis: Any, points: Points, what: Quantity) -> None:
     axis.set_title(f"Episode {what}" if what != "success" else "Success rate")
     found = running_means(points, what)
     if not len(found):
-        _empty(axis, "no episode has ended" if what != "success" else "no success in info")
+        _empty(
+            axis, "no episode has ended" if what != "success" else "no success in info"
+        )
         return
     frames, mean, half = found.T
-    axis.fill_between(frames, mean - half, mean + half, color=BLUE, alpha=0.25, linewidth=0)
+    axis.fill_between(
+        frames, mean - half, mean + half, color=BLUE, alpha=0.25, linewidth=0
+    )
     axis.plot(frames, mean, color=BLUE, marker="." if len(frames) == 1 else "")
     axis.set_xlabel("frames")
     axis.xaxis.set_major_formatter(_number)
@@ -232,7 +264,12 @@ def _draw_time(axis: Any, newest: dict[str, Any]) -> None:
     shares = {name: part / total for name, part in seconds.items()} if total else {}
     texts = [f"{share:.0%}" for share in shares.values()]
     _draw_bars(
-        axis, "Time of rollouts", shares, list(PARTS.values()), texts, "nothing was measured"
+        axis,
+        "Time of rollouts",
+        shares,
+        list(PARTS.values()),
+        texts,
+        "nothing was measured",
     )
 
 
@@ -242,12 +279,18 @@ def _draw_lag(axis: Any, newest: dict[str, Any]) -> None:
     if more := sum(n for _, n in lags[MOST_BARS - 1 :]):
         shown["more"] = more
     texts = [f"{n:,}" for n in shown.values()]
-    _draw_bars(axis, "Batches by policy lag", shown, [BLUE] * len(shown), texts, "no batches")
+    _draw_bars(
+        axis, "Batches by policy lag", shown, [BLUE] * len(shown), texts, "no batches"
+    )
 
 
 def _draw_frames(axis: Any, newest: dict[str, Any]) -> None:
     discarded = {f"discarded: {why}": n for why, n in newest["discarded"].items() if n}
-    counts = {"executed": newest["executed"], "delivered": newest["frames"], **discarded}
+    counts = {
+        "executed": newest["executed"],
+        "delivered": newest["frames"],
+        **discarded,
+    }
     counts["in flight"] = newest["in_flight"]
     colours = [GREY, GREEN, *([RED] * len(discarded)), ORANGE]
     _draw_bars(axis, "Frames", counts, colours, [f"{n:,}" for n in counts.values()])
@@ -258,7 +301,8 @@ def _draw_workers(axis: Any, newest: dict[str, Any]) -> None:
     rates = {f"{w['index']:g}": w["frames_per_s"] for w in workers}
     colours = [GREEN if w["state"] == "working" else RED for w in workers]
     texts = [
-        f"{short(w['frames_per_s'])}  {w['state']}  restarts {w['restarts']:g}" for w in workers
+        f"{short(w['frames_per_s'])}  {w['state']}  restarts {w['restarts']:g}"
+        for w in workers
     ]
     _draw_bars(
         axis,
@@ -289,11 +333,15 @@ def _draw_rate(axis: Any, history: RunHistory) -> None:
         if time[index] - time[kept[-1]] >= _LEAST_S:
             kept.append(index)
     rate = np.maximum(0.0, np.diff(frames[kept])) / np.diff(time[kept])
-    _draw_line(axis, "Frames per second", time[kept], rate, "" if len(rate) else "one snapshot")
+    _draw_line(
+        axis, "Frames per second", time[kept], rate, "" if len(rate) else "one snapshot"
+    )
     axis.yaxis.set_major_formatter(_number)
 
 
 def _series(history: RunHistory, name: str) -> Any:
     """Return an entry of all snapshots as float64; NaN where it is not a number."""
     values = [s.get(name) for s in history.snapshots]
-    return np.array([v if isinstance(v, (int, float)) else np.nan for v in values], np.float64)
+    return np.array(
+        [v if isinstance(v, (int, float)) else np.nan for v in values], np.float64
+    )

@@ -62,7 +62,9 @@ class ProfileConfig:
             )
         wrong = [name for name in self.activities or () if name not in ACTIVITIES]
         if wrong or (self.activities is not None and not len(self.activities)):
-            raise BadOption(f"activities={self.activities!r}: expected some of {ACTIVITIES}")
+            raise BadOption(
+                f"activities={self.activities!r}: expected some of {ACTIVITIES}"
+            )
         if self.save_path is not None and self.on_trace_ready is not None:
             raise BadOption(
                 "on_trace_ready replaces writing the trace to save_path: give one of the two"
@@ -125,7 +127,9 @@ class RolloutProfiler:
         config = self.config
         # torch warns about a profile without warm-up, which the user has asked for
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*warmup.*", category=UserWarning)
+            warnings.filterwarnings(
+                "ignore", message=".*warmup.*", category=UserWarning
+            )
             schedule = profiler.schedule(
                 wait=0,
                 warmup=config.warmup_rollouts,
@@ -135,7 +139,8 @@ class RolloutProfiler:
         profile = profiler.profile(
             activities=self._activities,
             schedule=schedule,
-            on_trace_ready=config.on_trace_ready or partial(_export, config.path(self.worker_idx)),
+            on_trace_ready=config.on_trace_ready
+            or partial(_export, config.path(self.worker_idx)),
             # there is one cycle; without it, torch warns on a GPU that others are lost
             acc_events=True,
             **{name: getattr(config, name) for name in PASSED_ON},
@@ -177,9 +182,15 @@ def _available(activities: Sequence[str]) -> list[torch.profiler.ProfilerActivit
     from torch.profiler import ProfilerActivity
 
     known = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
-    usable = [known[name] for name in activities if name != "cuda" or torch.cuda.is_available()]
+    usable = [
+        known[name]
+        for name in activities
+        if name != "cuda" or torch.cuda.is_available()
+    ]
     if not usable:
-        raise BadOption(f"activities={list(activities)!r}: there is no CUDA device here to profile")
+        raise BadOption(
+            f"activities={list(activities)!r}: there is no CUDA device here to profile"
+        )
     return usable
 
 

@@ -27,7 +27,9 @@ class Show(Protocol):
     so far.
     """
 
-    def __call__(self, done: int, text: str, rate: float | None = None, /) -> object: ...
+    def __call__(
+        self, done: int, text: str, rate: float | None = None, /
+    ) -> object: ...
 
 
 class CollectionProgress:
@@ -38,7 +40,9 @@ class CollectionProgress:
     the bar.
     """
 
-    def __init__(self, total: int, workers: Callable[[], Sequence[WorkerStats]]) -> None:
+    def __init__(
+        self, total: int, workers: Callable[[], Sequence[WorkerStats]]
+    ) -> None:
         self._total = total
         self._workers = workers
         self._made = ExitStack()
@@ -94,15 +98,23 @@ def progress(
     from rich.live import Live
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-    texts = [TextColumn(f"{{task.fields[{field}]}}", markup=False) for field in ("text", "eta")]
-    bar = Progress(TextColumn(name), BarColumn(bar_width=24), TaskProgressColumn(), *texts)
+    texts = [
+        TextColumn(f"{{task.fields[{field}]}}", markup=False)
+        for field in ("text", "eta")
+    ]
+    bar = Progress(
+        TextColumn(name), BarColumn(bar_width=24), TaskProgressColumn(), *texts
+    )
     task = bar.add_task(name, total=None if total < 0 else total, text="", eta="")
     began = time.monotonic()
     cell = _Cell(below(bar, lines)) if notebook else None
 
     def show(done: int, text: str, rate: float | None = None) -> None:
         bar.update(
-            task, completed=done, text=text, eta=_eta(done, total, rate, time.monotonic() - began)
+            task,
+            completed=done,
+            text=text,
+            eta=_eta(done, total, rate, time.monotonic() - began),
         )
         if cell is not None:
             cell.refresh()
@@ -112,7 +124,9 @@ def progress(
         cell.draw()
         return
     with Live(
-        get_renderable=below(bar, lines), refresh_per_second=10, console=Console(file=stream)
+        get_renderable=below(bar, lines),
+        refresh_per_second=10,
+        console=Console(file=stream),
     ):
         yield show
 
@@ -193,9 +207,13 @@ def below(bar: Any, lines: Callable[[], list[str]]) -> Callable[[], Any]:
     shown: list[str] = []
 
     def render() -> Any:
-        with suppress(RuntimeError):  # the counters may change meanwhile: show the last lines
+        with suppress(
+            RuntimeError
+        ):  # the counters may change meanwhile: show the last lines
             shown[:] = lines()
-        return Group(bar, *(Text(line, no_wrap=True, overflow="ellipsis") for line in shown))
+        return Group(
+            bar, *(Text(line, no_wrap=True, overflow="ellipsis") for line in shown)
+        )
 
     return render
 
@@ -222,7 +240,9 @@ def worker_lines(workers: Sequence[WorkerStats]) -> list[str]:
 
 def troubles(stats: CollectorStats) -> str:
     """Restarted and dropped workers."""
-    restarted = ", ".join(f"worker {w.index}: {w.restarts}" for w in stats.workers if w.restarts)
+    restarted = ", ".join(
+        f"worker {w.index}: {w.restarts}" for w in stats.workers if w.restarts
+    )
     dropped = ", ".join(str(w.index) for w in stats.workers if w.state == "dropped")
     told = [
         (f"restarts {stats.restarts} ({restarted})", restarted),

@@ -69,7 +69,9 @@ class RunProcess:
             self._is_known = here and isinstance(about.get("started"), int)
         if not self._is_known:
             return
-        with suppress(OSError, AttributeError, OverflowError):  # it has exited; no Linux
+        with suppress(
+            OSError, AttributeError, OverflowError
+        ):  # it has exited; no Linux
             self._fd = os.pidfd_open(self._pid)
         # after the descriptor was opened: since then the number cannot be another process's
         if not self._is_same(about["started"]):

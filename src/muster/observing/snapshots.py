@@ -33,7 +33,13 @@ from muster.errors import BadOption
 from muster.observing.loggers import plain
 from muster.observing.own_metrics import joined
 from muster.observing.stats import CollectorStats
-from muster.utils.whole_files import append_whole, explained, make_folder, open_regular, write_whole
+from muster.utils.whole_files import (
+    append_whole,
+    explained,
+    make_folder,
+    open_regular,
+    write_whole,
+)
 
 NAME = "watch.jsonl"
 LIMIT_BYTES = 4 << 20
@@ -45,7 +51,16 @@ _LONGEST = 1 << 20  # bytes of a line
 EPISODES = "episodes"
 WHICH = ("newest", "best", "worst")
 _COUNTS = (
-    *("frames", "executed", "in_flight", "batches", "episodes", "restarts", "unseen", "cut_short"),
+    *(
+        "frames",
+        "executed",
+        "in_flight",
+        "batches",
+        "episodes",
+        "restarts",
+        "unseen",
+        "cut_short",
+    ),
     *("frames_per_s", "env_s", "policy_s", "copy_s", "rest_s", "wait_s"),
 )
 _MEANS = ("return_mean", "length_mean", "success_rate")  # may be None
@@ -75,9 +90,13 @@ def snapshot(
     """
     known = {name: plain(getattr(stats, name)) for name in _COUNTS}
     means = {
-        name: None if (mean := getattr(stats, name)) is None else plain(mean) for name in _MEANS
+        name: None if (mean := getattr(stats, name)) is None else plain(mean)
+        for name in _MEANS
     }
-    named = {name: {str(key): n for key, n in getattr(stats, name).items()} for name in _BY_NAME}
+    named = {
+        name: {str(key): n for key, n in getattr(stats, name).items()}
+        for name in _BY_NAME
+    }
     sums = {name: plain(value) for name, value in asdict(totals).items()}
     policy = {
         "policy_path": stats.policy_path,
@@ -125,7 +144,9 @@ class SnapshotFile:
             self.append("run", **about)
         except BaseException:
             self._file.close()
-            self.path.unlink(missing_ok=True)  # so that the same directory can be given again
+            self.path.unlink(
+                missing_ok=True
+            )  # so that the same directory can be given again
             raise
 
     def append(self, kind: str, **entries: Any) -> None:
@@ -149,7 +170,9 @@ class SnapshotFile:
         """
         with open_regular(self.path) as file:
             entries = [
-                entry for line in file.read().splitlines() if (entry := parsed(line)) is not None
+                entry
+                for line in file.read().splitlines()
+                if (entry := parsed(line)) is not None
             ]
         of = _by_kind(entries)
         newest = {entry["which"]: entry for entry in of["episode"]}
@@ -162,10 +185,14 @@ class SnapshotFile:
         ]
         for entry in of["snapshot"][:-1]:
             entry["workers"] = []
-        for later, removed in zip(of["snapshot"][::-2], of["snapshot"][-2::-2], strict=False):
+        for later, removed in zip(
+            of["snapshot"][::-2], of["snapshot"][-2::-2], strict=False
+        ):
             before, after = removed.get("metrics", {}), later.get("metrics", {})
             if names := {**before, **after}:
-                later["metrics"] = {n: joined(before.get(n), after.get(n)) for n in names}
+                later["metrics"] = {
+                    n: joined(before.get(n), after.get(n)) for n in names
+                }
                 later.setdefault("metrics_at", removed.get("metrics_at"))
         place = {id(entry): n for n, entry in enumerate(entries)}
         kept.sort(key=lambda entry: place[id(entry)])
@@ -186,12 +213,16 @@ def parsed(line: bytes) -> dict[str, Any] | None:
     kind = entry.get("kind") if isinstance(entry, dict) else None
     if not isinstance(kind, str) or kind not in _ENTRIES:
         return None
-    fits = _has(entry, *_ENTRIES[kind]) and (kind != "episode" or entry.get("which") in WHICH)
+    fits = _has(entry, *_ENTRIES[kind]) and (
+        kind != "episode" or entry.get("which") in WHICH
+    )
     return entry if fits and (kind != "snapshot" or _is_snapshot(entry)) else None
 
 
 def _by_kind(entries: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    return {kind: [entry for entry in entries if entry["kind"] == kind] for kind in _ENTRIES}
+    return {
+        kind: [entry for entry in entries if entry["kind"] == kind] for kind in _ENTRIES
+    }
 
 
 def _refuse(name: str) -> None:
@@ -199,7 +230,11 @@ def _refuse(name: str) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and abs(value) < 1e300
+    )
 
 
 def _are_numbers(values: Any) -> bool:
@@ -228,12 +263,17 @@ def _has(entry: Any, numbers: Sequence[str], texts: Sequence[str] = ()) -> bool:
 def _is_snapshot(entry: dict[str, Any]) -> bool:
     totals, workers = entry.get("totals"), entry.get("workers")
     return (
-        all(name in entry and (entry[name] is None or _is_number(entry[name])) for name in _MEANS)
+        all(
+            name in entry and (entry[name] is None or _is_number(entry[name]))
+            for name in _MEANS
+        )
         and all(_are_numbers(entry.get(name)) for name in _BY_NAME)
         and all(str(lag).isdecimal() for lag in entry["policy_lag"])
         and isinstance(totals, dict)
         and totals.keys() == EpisodeTotals.__dataclass_fields__.keys()
-        and _are_numbers({name: value for name, value in totals.items() if value is not None})
+        and _are_numbers(
+            {name: value for name, value in totals.items() if value is not None}
+        )
         and isinstance(workers, list)
         and all(_has(worker, *_OF_WORKER) for worker in workers)
         and _are_metrics(entry.get("metrics", {}))
@@ -269,7 +309,9 @@ class SnapshotReader:
         *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
         if len(self._rest) > _LONGEST:
             self._rest = b""
-        return replaced, [entry for line in lines if (entry := parsed(line)) is not None]
+        return replaced, [
+            entry for line in lines if (entry := parsed(line)) is not None
+        ]
 
     def close(self) -> None:
         """Close the file. May be called again."""
@@ -291,7 +333,9 @@ def append_exit(run: str | os.PathLike[str], exited: Mapping[str, Any]) -> None:
     if not exited:
         return
     path = _file_of(run)
-    line = json.dumps({"kind": "end", "time": time.time(), "error": "", **exited}).encode()
+    line = json.dumps(
+        {"kind": "end", "time": time.time(), "error": "", **exited}
+    ).encode()
     with suppress(OSError, BadOption):  # removed, or the disk is full
         if RunHistory.read(run).end is not None:
             return
@@ -331,7 +375,9 @@ class RunHistory:
             reader.close()
         kinds = _by_kind(entries)
         errors = {entry["id"]: entry for entry in kinds["error"]}
-        about, end = (kinds[kind][-1] if kinds[kind] else None for kind in ("run", "end"))
+        about, end = (
+            kinds[kind][-1] if kinds[kind] else None for kind in ("run", "end")
+        )
         return cls(about or {}, kinds["snapshot"], list(errors.values()), end)
 
     def points(self) -> list[tuple[float, EpisodeTotals]]:

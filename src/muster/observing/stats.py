@@ -9,7 +9,16 @@ from typing import Literal
 from muster.observing.tables import html_of_columns, html_of_rows
 from muster.utils.texts import clock, counted, short
 
-OF_WORKERS = ("worker", "state", "phase", "frames", "share", "frames/s", "restarts", "policy lag")
+OF_WORKERS = (
+    "worker",
+    "state",
+    "phase",
+    "frames",
+    "share",
+    "frames/s",
+    "restarts",
+    "policy lag",
+)
 
 
 @dataclass(frozen=True)
@@ -221,7 +230,11 @@ class CollectorStats:
     def nodes(self) -> int:
         """Number of nodes with a running worker; 0 if all workers are on this machine."""
         return len(
-            {worker.node for worker in self.workers if worker.node and worker.state == "working"}
+            {
+                worker.node
+                for worker in self.workers
+                if worker.node and worker.state == "working"
+            }
         )
 
 
@@ -250,7 +263,9 @@ def _rows(stats: CollectorStats) -> Iterator[tuple[str, str]]:
     if stats.workers:
         yield "waited for workers", clock(stats.wait_s)
     yield "policy", f"{stats.policy_path}, version {stats.policy_version}"
-    lags = (f"{lag}: {counted(number, 'batch')}" for lag, number in stats.policy_lag.items())
+    lags = (
+        f"{lag}: {counted(number, 'batch')}" for lag, number in stats.policy_lag.items()
+    )
     yield "policy lag", ", ".join(lags)
     yield "batches that you hold", f"{stats.slots.get('lent', 0)}"
     if stats.engine:

@@ -20,5 +20,8 @@ def html_of_rows(rows: Iterable[tuple[str, str]]) -> str:
 def html_of_columns(names: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """Return a table with a heading for each column."""
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = (f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
+    body = (
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>"
+        for line in lines
+    )
     return f"<table><tr>{head}</tr>{''.join(body)}</table>"

@@ -89,7 +89,9 @@ class Timeline:
         events = [_label("process_name", pid, 0, self.name)]
         for track in sorted({span.track for span in spans}):
             events.append(
-                _label("thread_name", pid, track, self.tracks.get(track, f"track {track}"))
+                _label(
+                    "thread_name", pid, track, self.tracks.get(track, f"track {track}")
+                )
             )
         events += [
             {
@@ -102,7 +104,10 @@ class Timeline:
             }
             for name, begin, end, track in spans
         ]
-        clock = {"perf_counter_ns": time.perf_counter_ns(), "unix_time_ns": time.time_ns()}
+        clock = {
+            "perf_counter_ns": time.perf_counter_ns(),
+            "unix_time_ns": time.time_ns(),
+        }
         metadata = {"clock": clock, "dropped_spans": dropped}
         trace = {"traceEvents": events, "displayTimeUnit": "ns", "metadata": metadata}
         path = Path(path)

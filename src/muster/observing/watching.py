@@ -88,7 +88,9 @@ class WatchedRun:
         workers: Callable[[], Sequence[WorkerStats]],
         causes: Callable[[], Mapping[int, BaseException | None]],
         address: str | None,
-        save_episodes: Callable[[Path], Iterable[Mapping[str, Any]]] = lambda directory: (),
+        save_episodes: Callable[
+            [Path], Iterable[Mapping[str, Any]]
+        ] = lambda directory: (),
         film: Sequence[str] = (),
         every_s: float = EVERY_S,
     ) -> None:
@@ -113,13 +115,17 @@ class WatchedRun:
         page = None if address is None else PageAddress(address)
         try:
             self.directory = Path(os.path.realpath(directory))
-            self._file = SnapshotFile(self.directory, {**about, "every_s": every_s, **identity()})
+            self._file = SnapshotFile(
+                self.directory, {**about, "every_s": every_s, **identity()}
+            )
             with ExitStack() as made:
                 made.callback(self._file.close)
                 if page is not None:
                     self.url, self._page = page.url, _serve(self.directory, page, film)
                     made.callback(self._end_page)
-                self._thread = threading.Thread(target=self._run, name="muster-watch", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="muster-watch", daemon=True
+                )
                 self._thread.start()
                 made.pop_all()
         finally:
@@ -180,7 +186,9 @@ class WatchedRun:
     def _run(self) -> None:
         self._write()
         count = 0
-        while not self._stop.wait(self._every_s / SAMPLES if self._samples() else self._every_s):
+        while not self._stop.wait(
+            self._every_s / SAMPLES if self._samples() else self._every_s
+        ):
             count += 1
             if count % SAMPLES == 0 or not self._lanes:
                 self._write()
@@ -227,12 +235,15 @@ class WatchedRun:
         }
         before = self._restarts.setdefault(worker.index, worker.restarts)
         if worker.state == "working" and (
-            worker.restarts > before or (worker.restarts and worker.phase in ("construct", "close"))
+            worker.restarts > before
+            or (worker.restarts and worker.phase in ("construct", "close"))
         ):
             row["state"] = "restarting"
         self._restarts[worker.index] = worker.restarts
         row["memory"] = (
-            None if worker.node or worker.pid in (0, os.getpid()) else _memory(worker.pid)
+            None
+            if worker.node or worker.pid in (0, os.getpid())
+            else _memory(worker.pid)
         )
         return row
 
@@ -268,7 +279,9 @@ class WatchedRun:
 
     def _warn(self, error: Exception) -> None:
         if not self._failed:
-            _log.warning("Snapshots for muster watch are missing: %s: %s", self._file.path, error)
+            _log.warning(
+                "Snapshots for muster watch are missing: %s: %s", self._file.path, error
+            )
         self._failed = True
 
 
@@ -288,7 +301,9 @@ def _memory(pid: int) -> int | None:
         return None
 
 
-def _serve(directory: Path, page: PageAddress, film: Sequence[str]) -> subprocess.Popen[bytes]:
+def _serve(
+    directory: Path, page: PageAddress, film: Sequence[str]
+) -> subprocess.Popen[bytes]:
     """Start the process that serves the page.
 
     It exits when this process has exited. ``BadOption`` if it cannot.

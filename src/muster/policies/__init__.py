@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from muster.policies.agents import per_agent
-    from muster.policies.heads import Head, categorical, deterministic, gaussian, tanh_gaussian
+    from muster.policies.heads import (
+        Head,
+        categorical,
+        deterministic,
+        gaussian,
+        tanh_gaussian,
+    )
     from muster.policies.normalization import RewardScaler, RunningNorm
     from muster.policies.states import recurrent
 
@@ -29,6 +35,8 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         elsewhere = {"per_agent": "agents", "recurrent": "states"}
         elsewhere |= dict.fromkeys(("RewardScaler", "RunningNorm"), "normalization")
-        module = importlib.import_module(f"muster.policies.{elsewhere.get(name, 'heads')}")
+        module = importlib.import_module(
+            f"muster.policies.{elsewhere.get(name, 'heads')}"
+        )
         return getattr(module, name)
     raise AttributeError(f"module 'muster.policies' has no attribute {name!r}")

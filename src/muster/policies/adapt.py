@@ -25,11 +25,17 @@ from muster.policies.sampling import all_masks_of, check_masks
 from muster.policies.states import BATCH_DIM
 from muster.protocols import Policy
 from muster.utils.attributes import name_of
-from muster.utils.event_loop import CoroutineCall, CoroutineRunner, is_coroutine_function
+from muster.utils.event_loop import (
+    CoroutineCall,
+    CoroutineRunner,
+    is_coroutine_function,
+)
 
 # Floating dtypes of rows. A network in another dtype (bfloat16) gets float32, and must cast its
 # input itself.
-STORED = {getattr(torch, name): np.dtype(name) for name in ("float16", "float32", "float64")}
+STORED = {
+    getattr(torch, name): np.dtype(name) for name in ("float16", "float32", "float64")
+}
 ACCEPTED = (
     "None, an nn.Module, a TensorDictModule, a head such as muster.policies.categorical(net), or a"
     " function"
@@ -55,7 +61,9 @@ def adapt(
     and ``UnsupportedSpace`` if an action mask does not fit.
     """
     check_masks(env)
-    home = torch.empty(0, device=env.device).device  # device of the rows, with its index
+    home = torch.empty(
+        0, device=env.device
+    ).device  # device of the rows, with its index
     setting = PolicySetting(
         env.observation_specs,
         env.action_specs,
@@ -66,7 +74,11 @@ def adapt(
         exploration_type=exploration_type,
         executor=executor,
     )
-    seen = {key: spec for key, spec in env.observation_specs.items() if key not in env.bookkeeping}
+    seen = {
+        key: spec
+        for key, spec in env.observation_specs.items()
+        if key not in env.bookkeeping
+    }
     only_seen = replace(setting, obs_specs=seen or env.observation_specs)
     if isinstance(policy, Head):
         return HeadPolicy(policy, only_seen)
@@ -78,7 +90,9 @@ def adapt(
     if isinstance(policy, type):
         raise BadOption(f"policy is the class {policy.__name__}, expected {ACCEPTED}")
     if not callable(policy):
-        raise BadOption(f"policy is of type {type(policy).__name__}, expected {ACCEPTED}")
+        raise BadOption(
+            f"policy is of type {type(policy).__name__}, expected {ACCEPTED}"
+        )
     if is_coroutine_policy(policy):
         policy = AwaitedPolicy(policy, timeouts)
     if takes_td is None:
@@ -184,5 +198,9 @@ def takes_tensordict(policy: Callable[..., Any]) -> bool:
     if first.name in ("td", "tensordict"):
         return True
     annotation = first.annotation
-    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    name = (
+        annotation
+        if isinstance(annotation, str)
+        else getattr(annotation, "__name__", "")
+    )
     return name.rpartition(".")[2] in ("TensorDict", "TensorDictBase")

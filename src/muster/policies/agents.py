@@ -58,7 +58,9 @@ class PerAgent(nn.Module):
             )
         self.policies: dict[str, Any] = {}
         for name, policy in policies.items():
-            if policy is not None and (not callable(policy) or isinstance(policy, type)):
+            if policy is not None and (
+                not callable(policy) or isinstance(policy, type)
+            ):
                 raise BadOption(
                     f"the policy of {name!r} is of type {type(policy).__name__}, expected a head or"
                     " callable"
@@ -79,7 +81,9 @@ class PerAgent(nn.Module):
         # values where a policy does not return them
         self._extras: dict[str, torch.Tensor] | None = None
 
-    def bind(self, env_name: str, agents: Sequence[str], setting: PolicySetting) -> None:
+    def bind(
+        self, env_name: str, agents: Sequence[str], setting: PolicySetting
+    ) -> None:
         """Assign policies to the agents of the environments; ``BadOption`` if names or policies do
         not fit them.
         """
@@ -88,7 +92,9 @@ class PerAgent(nn.Module):
                 f"policy: a policy for each agent needs one action, and {env_name} has"
                 f" {list(setting.action_specs)}"
             )
-        unknown = [name for name in self.policies if name != OTHERS and name not in agents]
+        unknown = [
+            name for name in self.policies if name != OTHERS and name not in agents
+        ]
         without = []
         if OTHERS not in self.policies:
             without = [agent for agent in agents if agent not in self.policies]
@@ -117,9 +123,13 @@ class PerAgent(nn.Module):
                         f"the policy of {name!r} is None, and only discrete actions are drawn so,"
                         f" not {spec}"
                     )
-                self._random = mask or ActionMask(env_name, ACTION, (), *choices_of(spec))
+                self._random = mask or ActionMask(
+                    env_name, ACTION, (), *choices_of(spec)
+                )
 
-    def forward(self, obs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def forward(
+        self, obs: dict[str, Any]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Act on rows ``[*batch, *shape]``; ``obs["collector"]["agent"]`` has the numbers of the
         agents.
         """

@@ -27,9 +27,7 @@ from muster.protocols import Outputs
 # Errors of adapters that respect action masks (see ``rollout.acting``); the last: no action is
 # allowed.
 MASKED_RAISES = PolicyError, BadPolicyOutput, BadOption, BadEnvOutput
-NO_BATCH = (
-    "Without num_envs= there is no batch dimension. If the policy expects one, pass num_envs=1."
-)
+NO_BATCH = "Without num_envs= there is no batch dimension. If the policy expects one, pass num_envs=1."
 
 Result = TypeVar("Result")
 
@@ -58,7 +56,9 @@ class PolicySetting:
         return self.exploration_type != "random"
 
 
-def action_problem(action: torch.Tensor, spec: ArraySpec, lead: tuple[int, ...]) -> str | None:
+def action_problem(
+    action: torch.Tensor, spec: ArraySpec, lead: tuple[int, ...]
+) -> str | None:
     """The end of "returned action ..." if ``action`` is wrong, else None; any width of a kind is
     accepted.
     """
@@ -135,10 +135,16 @@ def called_first(
         if "same dtype" in text_of(error):  # the observation's dtype is the problem
             raise
         shapes = {
-            dotted(key): tuple(value.shape) for key, value in obs.items() if torch.is_tensor(value)
+            dotted(key): tuple(value.shape)
+            for key, value in obs.items()
+            if torch.is_tensor(value)
         }
         shown = str(shapes).strip("{}").replace("'", "")
-        begins = f"The first dimension ({lead[0]}) counts environments." if lead else NO_BATCH
+        begins = (
+            f"The first dimension ({lead[0]}) counts environments."
+            if lead
+            else NO_BATCH
+        )
         raise PolicyError(
             f"policy {policy} raised {described(error, ' at row 0 of the batch')}. It got tensors"
             f" of these shapes: {shown}. {begins} No environment was stepped since; the next call"

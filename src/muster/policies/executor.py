@@ -84,7 +84,11 @@ class Program:
             module = watch.module
             cls = type(module)
             # see ``plain``
-            if cls is not watch.cls or module._forward_hooks or module._forward_pre_hooks:
+            if (
+                cls is not watch.cls
+                or module._forward_hooks
+                or module._forward_pre_hooks
+            ):
                 return False
             if module._compiled_call_impl is not None or "forward" in module.__dict__:
                 return False
@@ -92,7 +96,10 @@ class Program:
                 return False
             if watch.config is not None and watch.config(module) != watch.planned:
                 return False
-            if watch.children is not None and tuple(module._modules.values()) != watch.children:
+            if (
+                watch.children is not None
+                and tuple(module._modules.values()) != watch.children
+            ):
                 return False
             parameters = module._parameters
             for name, tensor, address in watch.tensors:
@@ -102,7 +109,9 @@ class Program:
         return True
 
 
-def plan(module: nn.Module, example: torch.Tensor, *, numpy_ok: bool = True) -> Program | None:
+def plan(
+    module: nn.Module, example: torch.Tensor, *, numpy_ok: bool = True
+) -> Program | None:
     """Plan ``module`` (a layer, or nested ``nn.Sequential``) for inputs like ``example``, and check
     the program on it.
 
@@ -144,7 +153,9 @@ def _collect(module: nn.Module, leaves: list[nn.Module], watches: list[_Watch]) 
     children = tuple(module._modules.values())
     if _is_sequential(module):
         watches.append(_Watch(module, type(module), children, (), None, None))
-        return all(child is not None and _collect(child, leaves, watches) for child in children)
+        return all(
+            child is not None and _collect(child, leaves, watches) for child in children
+        )
     kind = _kind(module)
     if kind not in _CONFIG:
         return False
@@ -180,7 +191,13 @@ def _is_sequential(module: nn.Module) -> bool:
 @cache
 def layers_are_known() -> bool:
     """Whether this version of torch has the private names used here; if not, modules are called."""
-    own = ("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks", "_compiled_call_impl")
+    own = (
+        "_modules",
+        "_parameters",
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_compiled_call_impl",
+    )
     everywhere = ("_global_forward_hooks", "_global_forward_pre_hooks")
     return usable("torch", (nn.Module(), own), (module_globals, everywhere))
 
@@ -345,8 +362,12 @@ _CONFIG: dict[type[nn.Module] | str, Call | None] = {
     nn.Softplus: operator.attrgetter("beta", "threshold"),
     nn.LayerNorm: operator.attrgetter("normalized_shape", "eps"),
     nn.Flatten: operator.attrgetter("start_dim", "end_dim"),
-    nn.Conv2d: operator.attrgetter("stride", "padding", "dilation", "groups", "padding_mode"),
+    nn.Conv2d: operator.attrgetter(
+        "stride", "padding", "dilation", "groups", "padding_mode"
+    ),
     RunningNorm: lambda norm: (norm.clip, norm.shift.data_ptr(), norm.scale.data_ptr()),
     "tensordict:NormalParamExtractor": operator.attrgetter("scale_mapping", "scale_lb"),
-    "tensordict:AddStateIndependentNormalScale": operator.attrgetter("scale_mapping", "scale_lb"),
+    "tensordict:AddStateIndependentNormalScale": operator.attrgetter(
+        "scale_mapping", "scale_lb"
+    ),
 }

@@ -79,7 +79,9 @@ class FunctionPolicy:
         self._taken = RESERVED | observed
         if self.takes_state:
             self._taken |= set(STATE)
-        self._object_keys = [key for key, spec in obs_specs.items() if not spec.is_tensor]
+        self._object_keys = [
+            key for key, spec in obs_specs.items() if not spec.is_tensor
+        ]
         self._lead = setting.batch_shape
         self._device = setting.device
         self._on_device = setting.rows_device is not None
@@ -90,7 +92,9 @@ class FunctionPolicy:
         self._plain = one and tensors and not self.takes_state and self._device is None
         self._executor = setting.executor
         self._program: Program | None = None
-        self._state_shape: Any = None  # the state's nesting, with keys in place of tensors
+        self._state_shape: Any = (
+            None  # the state's nesting, with keys in place of tensors
+        )
         self._state_dims: StateDims = {}  # dimensions of environments that are not the first one
         self._initial = initial_of(fn) if self.takes_state else None
 
@@ -244,7 +248,11 @@ class FunctionPolicy:
         def act(t: int) -> None:
             action = fn(rows[t])
             if several or isinstance(action, tuple):
-                extras = action[1] if isinstance(action, tuple) and len(action) == 2 else None
+                extras = (
+                    action[1]
+                    if isinstance(action, tuple) and len(action) == 2
+                    else None
+                )
                 if not isinstance(extras, dict) or len(extras) != len(extra_rows):
                     _, checked, _ = self._split(action)
                     extras = {key[-1]: value for key, value in checked.items()}
@@ -321,12 +329,16 @@ class FunctionPolicy:
         if self._device is not None:
             device = self._device
             obs = {
-                key: value.to(device, non_blocking=True) if torch.is_tensor(value) else value
+                key: value.to(device, non_blocking=True)
+                if torch.is_tensor(value)
+                else value
                 for key, value in obs.items()
             }
             if state:
                 state = {key: value.to(device) for key, value in state.items()}
-        parts = nested(obs)  # the environment's nesting; entries of tuples are keyed by position
+        parts = nested(
+            obs
+        )  # the environment's nesting; entries of tuples are keyed by position
         argument = parts["observation"] if list(parts) == ["observation"] else parts
         if not self.takes_state:
             return self._split(self.fn(argument))
@@ -385,7 +397,9 @@ class FunctionPolicy:
         tensor = self._tensor(key, value)
         problem = action_problem(tensor, spec, self._lead)
         if problem:
-            raise BadPolicyOutput(f"policy {self.name} returned {dotted(key)} {problem}")
+            raise BadPolicyOutput(
+                f"policy {self.name} returned {dotted(key)} {problem}"
+            )
         return tensor
 
     def _state_of(self, fn: Callable[..., Any], obs: Mapping[Key, Any]) -> Leaves:

@@ -39,7 +39,9 @@ class HeadPolicy:
     raises = MASKED_RAISES
 
     def __init__(self, head: Head, setting: PolicySetting) -> None:
-        self._action_key, self._spec, self._width = head.fit(setting.action_specs, setting.masks)
+        self._action_key, self._spec, self._width = head.fit(
+            setting.action_specs, setting.masks
+        )
         self.head = head
         self.name = head.name
         self.path = "module"
@@ -204,7 +206,9 @@ class HeadPolicy:
         if self._program is not None:
             self.path = f"{self._program.kind} executor"
 
-    def _views(self, lane: Lane) -> tuple[InputRows, list[Any], list[Array], ActionRows]:
+    def _views(
+        self, lane: Lane
+    ) -> tuple[InputRows, list[Any], list[Array], ActionRows]:
         inputs = InputRows(lane, self._obs_keys, self.head.name)
         tensors = [inputs.rows(key) for key in self._obs_keys]
         first = lane.arrays[self._obs_keys[0]]

@@ -61,7 +61,9 @@ class Head(nn.Module):
                 f"{self.name}: the network is of type {type(net).__name__}. Pass an nn.Module."
             )
         self.net = net
-        self.action_shape: tuple[int, ...] | None = None  # of one environment; None until bound
+        self.action_shape: tuple[int, ...] | None = (
+            None  # of one environment; None until bound
+        )
 
     def forward(
         self, obs: Any, *, action_mask: torch.Tensor | None = None
@@ -71,7 +73,9 @@ class Head(nn.Module):
         action = distribution.sample()
         return action, {"action_log_prob": distribution.log_prob(action)}
 
-    def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
+    def distribution(
+        self, obs: Any, *, action_mask: torch.Tensor | None = None
+    ) -> D.Distribution:
         """Return the distribution of the environment's actions: ``log_prob`` and ``entropy`` are
         ``[*batch]``.
 
@@ -86,11 +90,15 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
-    def mode(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def mode(
+        self, obs: Any, *, action_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the action without randomness."""
         return self.distribution(obs, action_mask=action_mask).mode
 
-    def fit(self, action_specs: Specs, masks: Sequence[ActionMask]) -> tuple[Key, ArraySpec, int]:
+    def fit(
+        self, action_specs: Specs, masks: Sequence[ActionMask]
+    ) -> tuple[Key, ArraySpec, int]:
         """Bind the head to the one action of an environment, and to its mask.
 
         Returns the action's key and spec, and the result of ``bind``.
@@ -113,7 +121,9 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
-    def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
+    def emitter(
+        self, rows: ActionRows, first: int, rng: np.random.Generator | None
+    ) -> Emit:
         """Return the function that writes the network's output into rows from ``first`` on;
         ``rng=None``: the mode.
         """
@@ -147,7 +157,9 @@ class Head(nn.Module):
         """
         return f"Change the last layer to return {_values(width)}."
 
-    def _refuse(self, spec: ArraySpec, takes: str, instead: str | None = None) -> BadOption:
+    def _refuse(
+        self, spec: ArraySpec, takes: str, instead: str | None = None
+    ) -> BadOption:
         instead = _suitable(spec) if instead is None else instead
         return BadOption(
             f"{self.name}: for {takes}, but the action space has {spec}. Use {instead}."
@@ -243,7 +255,9 @@ class Categorical(Head):
         self.nvec = nvec
         self.low: tuple[int, ...] | None = None
 
-    def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
+    def distribution(
+        self, obs: Any, *, action_mask: torch.Tensor | None = None
+    ) -> D.Distribution:
         logits, action_mask = self._output_and_mask(obs, action_mask)
         joint = action_mask is not None and self._is_joint(logits, action_mask)
         if action_mask is not None:
@@ -297,7 +311,9 @@ class Categorical(Head):
             space = f"several variables, with {self.nvec} choices"
         return f"one logit per choice, and the action space is {space}"
 
-    def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
+    def emitter(
+        self, rows: ActionRows, first: int, rng: np.random.Generator | None
+    ) -> Emit:
         assert self.nvec is not None and self.low is not None  # bound
         low = np.array(self.low)
         return sampling.categorical(rows, first, nvec=self.nvec, low=low, rng=rng)
@@ -371,7 +387,9 @@ class Categoricals(D.Distribution):
         return stacked.reshape((*stacked.shape[:-1], *self.event_shape))
 
 
-def joint_logits(logits: torch.Tensor, nvec: tuple[int, ...], agents: int = 1) -> torch.Tensor:
+def joint_logits(
+    logits: torch.Tensor, nvec: tuple[int, ...], agents: int = 1
+) -> torch.Tensor:
     """Return the logit of each combination of choices, ``[*batch, prod(nvec)]``, from those of the
     variables.
 
@@ -473,7 +491,9 @@ class Gaussian(Head):
 
     name = "gaussian"
 
-    def __init__(self, net: nn.Module, log_std: float | torch.Tensor | None, *, clip: bool) -> None:
+    def __init__(
+        self, net: nn.Module, log_std: float | torch.Tensor | None, *, clip: bool
+    ) -> None:
         super().__init__(net)
         self.clip = clip
         # Not in the state_dict: they belong to the environment, not to the learned weights.
@@ -495,7 +515,9 @@ class Gaussian(Head):
         else:
             self.register_buffer("log_std", log_std)
 
-    def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
+    def distribution(
+        self, obs: Any, *, action_mask: torch.Tensor | None = None
+    ) -> D.Distribution:
         self._no_mask(action_mask)
         mean, log_std = self._parameters_of(self.net(obs))
         if not self.clip:
@@ -549,7 +571,9 @@ class Gaussian(Head):
             " with log_std=None."
         )
 
-    def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
+    def emitter(
+        self, rows: ActionRows, first: int, rng: np.random.Generator | None
+    ) -> Emit:
         n = rows.matrix[0].shape[1]
         of_actions = None
         if self.log_std is None:
@@ -608,7 +632,11 @@ class ClippedNormal(D.Distribution):
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  as in torch
 
     def __init__(
-        self, mean: torch.Tensor, std: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+        self,
+        mean: torch.Tensor,
+        std: torch.Tensor,
+        low: torch.Tensor,
+        high: torch.Tensor,
     ) -> None:
         self.normal = D.Normal(mean, std, validate_args=False)
         self.low = low
@@ -642,7 +670,9 @@ class ClippedNormal(D.Distribution):
         bounds = -below.exp() * below - above.exp() * above
         return bounds + constant * within + 0.5 * squares
 
-    def _tails(self) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    def _tails(
+        self,
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """Return the log-probabilities of the bounds, and the bounds as standard deviations from
         the mean. Infinite bounds are replaced by far ones, whose gradients are numbers.
         """
@@ -689,7 +719,9 @@ class TanhGaussian(Head):
         self.middle: torch.Tensor
         self.halfwidth: torch.Tensor
 
-    def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
+    def distribution(
+        self, obs: Any, *, action_mask: torch.Tensor | None = None
+    ) -> D.Distribution:
         self._no_mask(action_mask)
         base = self._normal(*_mean_and_log_std(self.net(obs), self.log_std_bounds))
         scale = D.AffineTransform(self.middle, self.halfwidth, cache_size=1)
@@ -717,7 +749,9 @@ class TanhGaussian(Head):
     def remedy(self, width: int, returned: int | None) -> str:
         return f"Change the last layer to return {width} values (mean and log_std)."
 
-    def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
+    def emitter(
+        self, rows: ActionRows, first: int, rng: np.random.Generator | None
+    ) -> Emit:
         middle = self.middle.to("cpu", torch.float32).numpy().reshape(-1)
         half = self.halfwidth.to("cpu", torch.float32).numpy().reshape(-1)
         return sampling.gaussian_by_state(
@@ -735,7 +769,9 @@ class TanhGaussian(Head):
         half = self.halfwidth.reshape(-1)
         # rounding can exceed the bounds
         action = (middle + half * u.tanh()).clamp(middle - half, middle + half)
-        log_slope = half.log() + 2 * (math.log(2) - u - F.softplus(-2 * u))  # of ``half * tanh(u)``
+        log_slope = half.log() + 2 * (
+            math.log(2) - u - F.softplus(-2 * u)
+        )  # of ``half * tanh(u)``
         return action, log_prob - log_slope.sum(-1)
 
 
@@ -783,7 +819,9 @@ class Deterministic(Head):
         """Return ``(action, {})``."""
         return self.mode(obs, action_mask=action_mask), {}
 
-    def mode(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def mode(
+        self, obs: Any, *, action_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         out, action_mask = self._output_and_mask(obs, action_mask)
         if action_mask is not None:
             out = self.restrict(out, action_mask)
@@ -799,12 +837,16 @@ class Deterministic(Head):
         choices, low = _choices(self, spec)
         if spec.shape != ():
             raise self._refuse(
-                spec, "Discrete and Box spaces", f"{_suitable(spec)} and exploration_type='mode'"
+                spec,
+                "Discrete and Box spaces",
+                f"{_suitable(spec)} and exploration_type='mode'",
             )
         self.low = low[0]
         return choices[0]
 
-    def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
+    def emitter(
+        self, rows: ActionRows, first: int, rng: np.random.Generator | None
+    ) -> Emit:
         if self.low is None:
             return sampling.identity(rows)
         return sampling.greedy(rows, low=np.array([self.low]))
@@ -837,7 +879,9 @@ def _mean_and_log_std(
 def _choices(head: Head, spec: ArraySpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Number of choices and first choice of each variable of an integer space."""
     if spec.dtype.kind not in "iub" or not _is_bounded(spec):
-        raise head._refuse(spec, "integers with bounds (Discrete, MultiDiscrete, MultiBinary)")
+        raise head._refuse(
+            spec, "integers with bounds (Discrete, MultiDiscrete, MultiBinary)"
+        )
     if spec.one_hot:
         raise head._refuse(spec, "numbered choices")
     return choices_of(spec)
@@ -848,9 +892,7 @@ def _suitable(spec: ArraySpec) -> str:
     if spec.dtype.kind not in "iubf":
         return "a function that returns actions"
     if spec.one_hot:
-        return (
-            "an environment without one-hot actions: GymEnv(..., categorical_action_encoding=True)"
-        )
+        return "an environment without one-hot actions: GymEnv(..., categorical_action_encoding=True)"
     if spec.dtype.kind != "f":
         if not _is_bounded(spec):
             return "an environment whose actions have bounds"
@@ -900,7 +942,9 @@ def _outputs(net: nn.Module) -> int:
     """The output size of the last linear layer."""
     layers = net.modules() if isinstance(net, nn.Module) else ()
     sizes = [layer.out_features for layer in layers if isinstance(layer, nn.Linear)]
-    known = bool(sizes) and not isinstance(sizes[-1], nn.parameter.UninitializedParameter)
+    known = bool(sizes) and not isinstance(
+        sizes[-1], nn.parameter.UninitializedParameter
+    )
     if not known or sizes[-1] == 0:
         raise BadOption(
             f"gaussian: cannot see from {type(net).__name__} how many actions it returns. For n"

@@ -175,7 +175,9 @@ def unchanged_inputs(
     The function raises ``BadPolicyOutput`` if the policy has changed a copy.
     """
     given = dict(obs)
-    copies = {key: value.clone() for key, value in obs.items() if torch.is_tensor(value)}
+    copies = {
+        key: value.clone() for key, value in obs.items() if torch.is_tensor(value)
+    }
     given.update(copies)
 
     def check() -> None:

@@ -73,11 +73,17 @@ class ActingMode:
 
     def enter(self) -> None:
         """Set the modes in which the policy acts."""
-        if self._given is None and self._known is not None and self._known.are_current():
+        if (
+            self._given is None
+            and self._known is not None
+            and self._known.are_current()
+        ):
             known = self._known
             if not INDIFFERENT.issuperset(map(type, known.modules)):
                 self._trained = known.training()
-                for attributes in self._trained:  # ``Module.__setattr__`` takes ten times as long
+                for (
+                    attributes
+                ) in self._trained:  # ``Module.__setattr__`` takes ten times as long
                     attributes["training"] = False
             return
         self._look_and_enter(self._given)
@@ -120,7 +126,9 @@ class _KnownModules:
         """Return whether all modules have their mode as an attribute, as those of TorchScript have
         not.
         """
-        return layers_are_known() and all("training" in module.__dict__ for module in modules)
+        return layers_are_known() and all(
+            "training" in module.__dict__ for module in modules
+        )
 
     def are_current(self) -> bool:
         """Return whether no module has got or lost another one."""

@@ -79,7 +79,9 @@ class RunningNorm(nn.Module):
         return normalised.clamp_(-self.clip, self.clip)
 
     @torch.no_grad()
-    def update(self, observations: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+    def update(
+        self, observations: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> None:
         """Add observations.
 
         Args:
@@ -104,7 +106,9 @@ class RunningNorm(nn.Module):
         if not len(rows):
             return
         if not rows.isfinite().all():
-            raise BadOption("RunningNorm.update: the observations contain NaN or infinity")
+            raise BadOption(
+                "RunningNorm.update: the observations contain NaN or infinity"
+            )
         mean = rows.mean(0)
         total = self.count + len(rows)
         delta = mean - self.mean
@@ -144,7 +148,9 @@ class RewardScaler(nn.Module):
     def __init__(self, gamma: float, *, clip: float = 10.0, eps: float = 1e-8) -> None:
         super().__init__()
         if not 0 <= gamma <= 1:
-            raise BadOption(f"RewardScaler(gamma={gamma!r}): expected a discount from 0 to 1")
+            raise BadOption(
+                f"RewardScaler(gamma={gamma!r}): expected a discount from 0 to 1"
+            )
         self.gamma = gamma
         self.returns = RunningNorm((), clip=clip, eps=eps)
         self.open: dict[int, float] = {}

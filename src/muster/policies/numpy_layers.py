@@ -19,7 +19,9 @@ from muster.policies.normalization import RunningNorm
 Call = Callable[[Any], Any]
 
 
-def numpy_steps(leaves: list[nn.Module], trace: list[torch.Tensor]) -> tuple[Call, ...] | None:
+def numpy_steps(
+    leaves: list[nn.Module], trace: list[torch.Tensor]
+) -> tuple[Call, ...] | None:
     """Calls that compute ``leaves`` on float32 arrays, or None if a layer has no NumPy version."""
     steps: list[Call] = []
     owned = False
@@ -69,7 +71,9 @@ def _elu(layer: Any, y: Array) -> Call:
 
 
 def _leaky_relu(layer: Any, y: Array) -> Call:
-    return _two_sided(y, lambda negative: np.multiply(negative, layer.negative_slope, negative))
+    return _two_sided(
+        y, lambda negative: np.multiply(negative, layer.negative_slope, negative)
+    )
 
 
 def _two_sided(y: Array, of_negative: Call) -> Call:

@@ -35,7 +35,9 @@ def sampler_of(env: EnvBatch) -> Sample:
     return drawing.sample
 
 
-def _draw_actions(env: EnvBatch, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
+def _draw_actions(
+    env: EnvBatch, rng: GroupRng, shape: tuple[int, ...]
+) -> dict[Key, Array]:
     drawn = {}
     for i, (key, spec) in enumerate(env.spec.action_specs.items()):
         drawn[key] = draw(spec, rng.stream(i), shape)
@@ -44,7 +46,9 @@ def _draw_actions(env: EnvBatch, rng: GroupRng, shape: tuple[int, ...]) -> dict[
 
 def random_policy(env: EnvBatch) -> RandomPolicy:
     """Return the policy that draws the actions of an env batch uniformly, among the allowed ones."""
-    return RandomPolicy(sampler_of(env), env.spec.acting_shape, masks=masks_of(env.spec))
+    return RandomPolicy(
+        sampler_of(env), env.spec.acting_shape, masks=masks_of(env.spec)
+    )
 
 
 class RandomPolicy:
@@ -139,7 +143,9 @@ class RandomPolicy:
             elif column.key in of_env:
                 hold = _holds(rows)
                 acts.append(hold)
-                for t in range(begin, lane.acts_from):  # rows that have an action already
+                for t in range(
+                    begin, lane.acts_from
+                ):  # rows that have an action already
                     hold(t)
             elif column.key != IS_INIT:  # the loop writes IS_INIT
                 rows[begin + 1 : until + 1] = 0
@@ -147,7 +153,9 @@ class RandomPolicy:
             return _nothing
         if not lane.mirrored:
             return _all_of(acts)
-        act = lane.cache.get(self)  # the same function each time, as recorded rollouts require
+        act = lane.cache.get(
+            self
+        )  # the same function each time, as recorded rollouts require
         if act is None:
             act = lane.cache[self] = _all_of(acts)
         return act
@@ -165,7 +173,9 @@ class RandomPolicy:
 
         return draw
 
-    def _masked_there(self, mask: ActionMask, lane: Lane, stream: np.random.Generator) -> Act:
+    def _masked_there(
+        self, mask: ActionMask, lane: Lane, stream: np.random.Generator
+    ) -> Act:
         """The same on a device: the same function for all rollouts in a lane."""
         first = lane.acts_from
         most = max(0, lane.acts_until - first)
@@ -220,13 +230,17 @@ def _all_of(acts: Sequence[Act]) -> Act:
     return act
 
 
-def _drawing_there(mask: ActionMask, lane: Lane, uniform: torch.Tensor) -> tuple[torch.Tensor, Act]:
+def _drawing_there(
+    mask: ActionMask, lane: Lane, uniform: torch.Tensor
+) -> tuple[torch.Tensor, Act]:
     """Return the memory of the random numbers of all rows of a lane, and the function that draws an
     action with them.
     """
     rows = lane.data[mask.key]
     actions = lane.data[mask.action]
-    numbers = torch.empty((lane.T, *uniform.shape[1:]), dtype=uniform.dtype, device=rows.device)
+    numbers = torch.empty(
+        (lane.T, *uniform.shape[1:]), dtype=uniform.dtype, device=rows.device
+    )
 
     def draw(t: int) -> None:
         chosen = mask.draw_on_device(rows[t], numbers[t])

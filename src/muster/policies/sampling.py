@@ -123,7 +123,9 @@ class ActionMask:
             chosen += split_index(index, self.own_nvec) if self.joint else [index]
         if self.one_hot:
             one_hot = torch.nn.functional.one_hot
-            vectors = [one_hot(each, n) for each, n in zip(chosen, self.nvec, strict=True)]
+            vectors = [
+                one_hot(each, n) for each, n in zip(chosen, self.nvec, strict=True)
+            ]
             return torch.cat(vectors, 1)
         actions = [each + low for each, low in zip(chosen, self.low, strict=True)]
         return torch.stack(actions, 1)
@@ -153,7 +155,9 @@ def masks_of(spec: EnvSpec) -> list[ActionMask]:
 
 def all_masks_of(spec: EnvSpec) -> list[ActionMask]:
     """Return the action masks, except those that ``check_masks`` refuses."""
-    masks = [_mask_or_problem(spec, action, key) for action, key in spec.action_masks.items()]
+    masks = [
+        _mask_or_problem(spec, action, key) for action, key in spec.action_masks.items()
+    ]
     return [mask for mask in masks if isinstance(mask, ActionMask)]
 
 
@@ -174,7 +178,9 @@ def _mask_or_problem(env: EnvSpec, action: Key, key: Key) -> ActionMask | str:
     mask = env.carried_specs[key]
     place = key[1:] if key[0] == INFO else key
     if place[:1] == ACTION_MASK and place[1:] != action[1:]:
-        parts = [each for each in env.action_specs if env.action_specs[each].is_discrete]
+        parts = [
+            each for each in env.action_specs if env.action_specs[each].is_discrete
+        ]
         if len(place) > 1 or parts != [action]:
             names = [dotted(each) for each in env.action_specs]
             root = (*key[: len(key) - len(place)], *ACTION_MASK)
@@ -201,7 +207,9 @@ def _mask_or_problem(env: EnvSpec, action: Key, key: Key) -> ActionMask | str:
         joint = is_joint_mask(nvec[: len(nvec) // agents], shape)
     except ValueError as error:
         return f"the action mask {dotted(key)} with {error}"
-    return ActionMask(env.name, action, key, nvec, low, joint, agents, bool(spec.one_hot))
+    return ActionMask(
+        env.name, action, key, nvec, low, joint, agents, bool(spec.one_hot)
+    )
 
 
 def split_index(index: torch.Tensor, nvec: tuple[int, ...]) -> list[torch.Tensor]:
@@ -334,7 +342,9 @@ def categorical(
     B = rows.B
     k = len(nvec)
     n = max(nvec)
-    gumbel = np.zeros((rows.T, B * k, n), np.float32)  # rows before the first one are not used
+    gumbel = np.zeros(
+        (rows.T, B * k, n), np.float32
+    )  # rows before the first one are not used
     if rng is not None:
         exponential = rng.standard_exponential((rows.T - first, B * k, n))
         gumbel[first:] = -np.log(np.maximum(exponential, LEAST_EXPONENTIAL))
@@ -441,7 +451,9 @@ def _categorical_one(rows: ActionRows, gumbel: list[list[float]], low: int) -> E
         if legal is not None:
             logits = np.where(legal[t], logits, impossible)
         values = logits.tolist()[0]
-        scores = [value + noise for value, noise in zip(values, gumbel[t], strict=False)]
+        scores = [
+            value + noise for value, noise in zip(values, gumbel[t], strict=False)
+        ]
         action = scores.index(max(scores))
         chosen = values[action]
         total = 0.0
@@ -554,7 +566,9 @@ def gaussian_by_state(
         add(params[:, :n], part, u)
         tanh(u, part)
         add(multiply(part, half, part), middle, part)
-        minimum(maximum(part, low, out=part), high, out=action)  # rounding can exceed the bounds
+        minimum(
+            maximum(part, low, out=part), high, out=action
+        )  # rounding can exceed the bounds
         # log(1 - tanh(u)^2) = 2 (log 2 - |u| - log(1 + exp(-2 |u|))): exact where tanh(u) rounds to
         # 1.
         absolute(u, u)
@@ -594,7 +608,11 @@ def clipped(
         mean = params[:, :n].astype(np.float64)
         of_rows = params[:, n:].clip(*log_std_bounds) if log_std is None else log_std
         std = np.exp(np.broadcast_to(of_rows, mean.shape).astype(np.float64))
-        density = -0.5 * ((action - mean) / std) ** 2 - np.log(std) - 0.5 * math.log(2 * math.pi)
+        density = (
+            -0.5 * ((action - mean) / std) ** 2
+            - np.log(std)
+            - 0.5 * math.log(2 * math.pi)
+        )
         for b, i in np.argwhere(outside).tolist():
             beyond = low[i] - mean[b, i] if below[b, i] else mean[b, i] - high[i]
             density[b, i] = log_normal_cdf(beyond / std[b, i])
@@ -611,7 +629,9 @@ def log_normal_cdf(x: float) -> float:
     # the asymptotic series, since ``erfc`` would soon be 0
     squared = x * x
     series = -1 / squared + 3 / squared**2 - 15 / squared**3
-    return -0.5 * squared - math.log(-x) - 0.5 * math.log(2 * math.pi) + math.log1p(series)
+    return (
+        -0.5 * squared - math.log(-x) - 0.5 * math.log(2 * math.pi) + math.log1p(series)
+    )
 
 
 def greedy(rows: ActionRows, *, low: Array) -> Emit:
@@ -628,7 +648,8 @@ def greedy(rows: ActionRows, *, low: Array) -> Emit:
             values = np.where(legal[t], values, impossible)
         # NaN is the maximum of a row with a NaN. Infinities are allowed, to mask actions.
         if not (
-            isfinite(values.reshape(-1).dot(_ones(values.size))) or np.isfinite(values.max(1)).all()
+            isfinite(values.reshape(-1).dot(_ones(values.size)))
+            or np.isfinite(values.max(1)).all()
         ):
             raise rows.not_finite(t, values)
         if direct:

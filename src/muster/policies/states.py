@@ -135,7 +135,9 @@ def state_dims(
                 " policies.recurrent(policy, batch_dim=...)"
             )
         dims[key] = fits[0]
-        if len(fits) > 1 and B > 1:  # a single environment's states are the same memory either way
+        if (
+            len(fits) > 1 and B > 1
+        ):  # a single environment's states are the same memory either way
             unclear.append(key)
     if unclear:
         grown = _with_one_more(policy, call)
@@ -189,7 +191,9 @@ def _check_initial(policy: Any, given: Any) -> None:
             f" which copies of it have, too; got {given!r}"
         )
     if is_module and not hasattr(policy, given):
-        raise BadOption(f"policies.recurrent: initial_state={given!r}, and {kind} has none")
+        raise BadOption(
+            f"policies.recurrent: initial_state={given!r}, and {kind} has none"
+        )
     if not is_module and not callable(given):
         raise BadOption(
             f"policies.recurrent: initial_state={given!r}: expected a function without arguments"
@@ -280,7 +284,9 @@ def _streams_restored(policy: torch.nn.Module) -> Iterator[None]:
     """
     python = random.getstate()
     numpy = np.random.get_state()
-    devices = {tensor.device for tensor in policy.parameters() if tensor.device.type == "cuda"}
+    devices = {
+        tensor.device for tensor in policy.parameters() if tensor.device.type == "cuda"
+    }
     try:
         with torch.random.fork_rng(devices):
             yield

@@ -69,7 +69,9 @@ class TensorDictPolicy:
         self._action_specs = setting.action_specs
         self._lead = setting.batch_shape
         self._obs_keys = list(obs_specs)
-        self._object_keys = [key for key, spec in obs_specs.items() if not spec.is_tensor]
+        self._object_keys = [
+            key for key, spec in obs_specs.items() if not spec.is_tensor
+        ]
         self._inner: dict[Key, tuple[int, ...]] = {}
         for key, spec in obs_specs.items():
             if spec.inner:
@@ -84,8 +86,13 @@ class TensorDictPolicy:
                 f"exploration_type={setting.exploration_type!r}, expected one of {known}"
             ) from None
         self._state_keys, self._wants_init = self._read_keys()
-        self._copied_keys = {*self._object_keys, *self._state_keys}  # handed out as copies
-        stateless = not self._state_keys and not self._wants_init and not self._object_keys
+        self._copied_keys = {
+            *self._object_keys,
+            *self._state_keys,
+        }  # handed out as copies
+        stateless = (
+            not self._state_keys and not self._wants_init and not self._object_keys
+        )
         self._executor = setting.executor and self._home is None and stateless
         self._program: TensorDictProgram | None = None
         self._columns: list[Column] = []
@@ -169,7 +176,9 @@ class TensorDictPolicy:
 
     # --- one step ---------------------------------------------------------------------------------
 
-    def _act_program(self, inputs: dict[Key, Rows], outputs: list[tuple[Key, Rows]]) -> Act:
+    def _act_program(
+        self, inputs: dict[Key, Rows], outputs: list[tuple[Key, Rows]]
+    ) -> Act:
         program = self._program
         interaction = set_interaction_type(self._interaction)
         assert program is not None
@@ -250,7 +259,9 @@ class TensorDictPolicy:
         writes = {as_key(key) for key in out_keys}
         state = [key for key in dict.fromkeys(reads) if next_of(key) in writes]
         known = {*self._obs_keys, *state, IS_INIT}
-        missing = [dotted(key) for key in reads if key not in known and not _is_private(key)]
+        missing = [
+            dotted(key) for key in reads if key not in known and not _is_private(key)
+        ]
         if missing:
             raise BadPolicyOutput(
                 f"policy {self.name} reads {missing}, which is not available: the observation keys"
@@ -323,7 +334,9 @@ class TensorDictPolicy:
             return {key: out.get(next_of(key)) for key in state}
 
         for key, value in state.items():
-            if not begins_with_environments(self.module, key, value, self._lead, state_of):
+            if not begins_with_environments(
+                self.module, key, value, self._lead, state_of
+            ):
                 raise BadPolicyOutput(
                     f"policy {self.name} returned {dotted(next_of(key))} with shape"
                     f" {tuple(value.shape)}, in which the first dimension does not count"
@@ -362,7 +375,9 @@ class TensorDictPolicy:
             )
         problem = action_problem(action, spec, self._lead)
         if problem:
-            raise BadPolicyOutput(f"policy {self.name} returned {dotted(key)} {problem}")
+            raise BadPolicyOutput(
+                f"policy {self.name} returned {dotted(key)} {problem}"
+            )
         return action
 
     def _refuse_change(

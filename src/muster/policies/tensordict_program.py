@@ -33,7 +33,11 @@ Stage = Callable[[Values], None]
 Sampler = Callable[..., "tuple[torch.Tensor, torch.Tensor | None]"]
 
 SEQUENTIAL = (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward)
-INTERACTIONS = (InteractionType.RANDOM, InteractionType.DETERMINISTIC, InteractionType.MODE)
+INTERACTIONS = (
+    InteractionType.RANDOM,
+    InteractionType.DETERMINISTIC,
+    InteractionType.MODE,
+)
 LOG_SQRT_2PI = math.log(math.sqrt(2 * math.pi))
 
 
@@ -59,10 +63,14 @@ class TensorDictProgram:
     def current(self) -> bool:
         if not all(program.current() for program in self._programs):
             return False
-        return all(plain(module) and _parts(module) == parts for module, parts in self._modules)
+        return all(
+            plain(module) and _parts(module) == parts for module, parts in self._modules
+        )
 
 
-def fuse(module: Any, values: Values, interaction: InteractionType) -> TensorDictProgram | None:
+def fuse(
+    module: Any, values: Values, interaction: InteractionType
+) -> TensorDictProgram | None:
     """Return a program for ``module`` with the inputs ``values`` (outputs are added), or None if
     not supported.
     """
@@ -89,7 +97,9 @@ def as_key(key: Any) -> Key:
     return (key,) if isinstance(key, str) else tuple(key)
 
 
-def _flatten(module: Any, out: list[Any], watched: list[tuple[nn.Module, tuple[Any, ...]]]) -> bool:
+def _flatten(
+    module: Any, out: list[Any], watched: list[tuple[nn.Module, tuple[Any, ...]]]
+) -> bool:
     if not isinstance(module, torch.nn.Module) or not plain(module):
         return False
     part: Any = module
@@ -124,7 +134,9 @@ def _is_torchrl(module: nn.Module) -> bool:
     squashing.
     """
     cls = type(module)
-    return cls.__name__ == "SafeProbabilisticModule" and cls.__module__.startswith("torchrl.")
+    return cls.__name__ == "SafeProbabilisticModule" and cls.__module__.startswith(
+        "torchrl."
+    )
 
 
 def _parts(module: Any) -> tuple[Any, ...]:
@@ -219,7 +231,9 @@ def _sampler(part: Any, interaction: InteractionType) -> Sampler | None:
     independent = torchrl and cls.__name__ == "IndependentNormal"
     if not options and (independent or cls is torch.distributions.Normal):
         return _normal(random, summed=torchrl)
-    squashed = torchrl and cls.__name__ == "TanhNormal" and {*options} <= {"low", "high"}
+    squashed = (
+        torchrl and cls.__name__ == "TanhNormal" and {*options} <= {"low", "high"}
+    )
     if squashed and interaction is not InteractionType.MODE:
         low = options.get("low", -1.0)
         high = options.get("high", 1.0)
@@ -252,7 +266,9 @@ def _categorical(random: bool, *, one_hot: bool) -> Sampler:
 
 
 def _normal(random: bool, *, summed: bool) -> Sampler:
-    def sample(loc: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(
+        loc: torch.Tensor, scale: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         action = _rsample(loc, scale) if random else loc
         _require_finite(action)
         density = _density(action, loc, scale)
@@ -268,14 +284,18 @@ def _tanh_normal(random: bool, low: Any, high: Any, preimage: bool) -> Sampler:
     middle = (high + low) / 2
     half = (high - low) / 2
 
-    def sample(loc: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(
+        loc: torch.Tensor, scale: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         u = _rsample(loc, scale) if random else loc
         _require_finite(u)
         limit = 1.0 - torch.finfo(u.dtype).resolution
         action = u.tanh().clamp(-limit, limit)
         if not trivial:
             action = middle + half * action
-        if not preimage:  # tensordict computes the log-probability of the action it wrote
+        if (
+            not preimage
+        ):  # tensordict computes the log-probability of the action it wrote
             squashed = action if trivial else (action - middle) / half
             u = squashed.clamp(-limit, limit).atanh()
         volume = 2.0 * (math.log(2.0) - u - F.softplus(-2.0 * u))

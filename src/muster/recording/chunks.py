@@ -22,7 +22,14 @@ import torch
 from muster.errors import BadRecording, FileError
 from muster.keys import Key
 from muster.utils import tensor_files
-from muster.utils.whole_files import NO_LINKS, NO_WAIT, is_at, open_regular, try_lock, unlock
+from muster.utils.whole_files import (
+    NO_LINKS,
+    NO_WAIT,
+    is_at,
+    open_regular,
+    try_lock,
+    unlock,
+)
 
 MANIFEST = "recording.json"
 LOCK = ".lock"
@@ -39,7 +46,11 @@ def open_part(path: Path) -> IO[bytes]:
     try:
         return open_regular(path, links=False)
     except FileError as error:
-        link = " It is a symbolic link: put the file itself there." if path.is_symlink() else ""
+        link = (
+            " It is a symbolic link: put the file itself there."
+            if path.is_symlink()
+            else ""
+        )
         raise BadRecording(f"{error}{link}") from error
 
 
@@ -53,7 +64,9 @@ class DirectoryLock:
             self._close = weakref.finalize(self, os.close, fd)
             try:
                 if not try_lock(fd):
-                    holder = os.read(fd, 32).decode("ascii", "replace").strip() or "unknown"
+                    holder = (
+                        os.read(fd, 32).decode("ascii", "replace").strip() or "unknown"
+                    )
                     raise BadRecording(
                         f"{directory} is being recorded into by another recorder (pid {holder}). "
                         "Choose another directory, or close that one."
@@ -132,12 +145,16 @@ def encode(
     lines.
     """
     tensors = {_name(key): tensor for key, tensor in leaves.items()}
-    tensors |= {_name(key): tensor_files.from_bytes(text) for key, text in objects.items()}
+    tensors |= {
+        _name(key): tensor_files.from_bytes(text) for key, text in objects.items()
+    }
     try:
         names = [_name(key) for key in objects]
         return tensor_files.encode(tensors, about | {"objects": names})
     except ValueError as error:
-        raise BadRecording(f"A chunk of {len(tensors)} keys cannot be written: {error}.") from error
+        raise BadRecording(
+            f"A chunk of {len(tensors)} keys cannot be written: {error}."
+        ) from error
 
 
 def read_chunk(path: Path) -> Chunk:
@@ -167,7 +184,9 @@ def _parse(path: Path, size: int, opened: tensor_files.TensorFile) -> Chunk:
     if not texts or len(set(known)) < len(known):
         raise ValueError(f"names {names}")
     if batches * math.prod(batch_size) > size:
-        raise ValueError("more frames than bytes")  # every frame takes at least one byte
+        raise ValueError(
+            "more frames than bytes"
+        )  # every frame takes at least one byte
     stored = (batches, *(batch_size[i] for i in order))
     objects = frozenset(about["objects"])
     for name in opened.names:

@@ -85,7 +85,9 @@ class Recorded(Protocol):
         """Return batch ``i``."""
 
 
-def find_episodes(batches: Iterable[tuple[Mapping[Key, Array], bool]]) -> tuple[Episode, ...]:
+def find_episodes(
+    batches: Iterable[tuple[Mapping[Key, Array], bool]],
+) -> tuple[Episode, ...]:
     """Return the episodes in the order of their first frames (batch, row, env).
 
     Pieces with the same trajectory id are one episode, in whichever environment, worker or chunk
@@ -102,7 +104,9 @@ def find_episodes(batches: Iterable[tuple[Mapping[Key, Array], bool]]) -> tuple[
         all_usable = np.ones(ids.shape, bool)
         none_ended = np.zeros(ids.shape, bool)
         pieces = cut(ids, all_usable, none_ended)
-        for first, length in zip(pieces.first.tolist(), pieces.length.tolist(), strict=True):
+        for first, length in zip(
+            pieces.first.tolist(), pieces.length.tolist(), strict=True
+        ):
             env, start = divmod(first, ids.shape[1])
             stop = start + length
             last = (env, stop - 1)

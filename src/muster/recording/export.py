@@ -58,7 +58,9 @@ class Export:
     left_out: dict[str, int]
 
     def __str__(self) -> str:
-        said = "".join(f"\nleft out  {count:,} ({why})" for why, count in self.left_out.items())
+        said = "".join(
+            f"\nleft out  {count:,} ({why})" for why, count in self.left_out.items()
+        )
         episodes = counted(self.episodes, "episode")
         frames = counted(self.frames, "frame")
         return f"wrote     {self.path}  ({episodes}, {frames}){said}"
@@ -90,7 +92,9 @@ class CompleteEpisodes:
                 self._numbers.append(number)
         if not self._numbers:
             left_out = self._left_out.items()
-            why = "; ".join(f"{count:,} left out ({reason})" for reason, count in left_out)
+            why = "; ".join(
+                f"{count:,} left out ({reason})" for reason, count in left_out
+            )
             reasons = f": {why}" if why else ""
             raise BadRecording(
                 f"{recording.directory} has no complete episode{reasons}; there is nothing to"
@@ -115,7 +119,9 @@ class CompleteEpisodes:
         return Export(path, len(self), sum(self.lengths), dict(self._left_out))
 
 
-def observation_keys(recording: Recorded, given: Sequence[Key | str] | None = None) -> list[Key]:
+def observation_keys(
+    recording: Recorded, given: Sequence[Key | str] | None = None
+) -> list[Key]:
     """Return the root keys of the observations: ``given``, or those that the batches also have
     below "next".
 
@@ -128,7 +134,9 @@ def observation_keys(recording: Recorded, given: Sequence[Key | str] | None = No
     else:
         after = [key for key in keys if next_of(key) in keys and key != STEP_COUNT]
         found = [key for key in after if key[0] not in (*RESERVED, INFO)]
-    missing = [dotted(key) for key in found if key not in keys or next_of(key) not in keys]
+    missing = [
+        dotted(key) for key in found if key not in keys or next_of(key) not in keys
+    ]
     if missing or not found:
         what = "an observation below next"
         if missing:
@@ -165,7 +173,9 @@ def array_of(data: TensorDict, key: Key) -> Array:
     """
     tensor = data.get(key)
     if not torch.is_tensor(tensor):
-        raise BadRecording(f"{dotted(key)} has text or objects, and an export needs numbers there.")
+        raise BadRecording(
+            f"{dotted(key)} has text or objects, and an export needs numbers there."
+        )
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.float()
     array: Array = tensor.numpy()
@@ -200,7 +210,9 @@ def write_parquet(recording: Recorded, path: Any) -> Export:
             }
             for key in keys:
                 columns[dotted(key)] = column_of(data, key)
-            yield pa.table({name: arrow_column(column) for name, column in columns.items()})
+            yield pa.table(
+                {name: arrow_column(column) for name, column in columns.items()}
+            )
 
     with written_elsewhere(target) as made, file_errors(made, "written"):
         write_tables(made, tables())
@@ -240,7 +252,9 @@ def arrow_column(values: Any) -> Any:
     if isinstance(values, list):
         return pa.array(values, pa.string())
     if values.dtype.kind == "c" or 0 in values.shape:
-        raise BadRecording(f"Parquet has no columns of {values.dtype} {list(values.shape[1:])}.")
+        raise BadRecording(
+            f"Parquet has no columns of {values.dtype} {list(values.shape[1:])}."
+        )
     column = pa.array(np.ascontiguousarray(values).reshape(-1))
     for size in reversed(values.shape[1:]):
         column = pa.FixedSizeListArray.from_arrays(column, size)

@@ -81,7 +81,9 @@ def write_lerobot(
     if cameras:
         check_ffmpeg()
     row_bytes = sum(_bytes(column_of(first, key)) for key in columns.values())
-    most = min(FILE_BYTES // max(1, row_bytes), FILE_PICTURES if cameras else FILE_BYTES)
+    most = min(
+        FILE_BYTES // max(1, row_bytes), FILE_PICTURES if cameras else FILE_BYTES
+    )
     stats = {name: _Stats() for name in (*columns, *cameras)}
     numbers = itertools.count()
 
@@ -90,7 +92,9 @@ def write_lerobot(
         seeds[number] = seed_of(data)
         length = len(data)
         frame = np.arange(length)
-        values: dict[str, Any] = {name: column_of(data, key) for name, key in columns.items()}
+        values: dict[str, Any] = {
+            name: column_of(data, key) for name, key in columns.items()
+        }
         for name, rows in values.items():
             if isinstance(rows, np.ndarray):
                 stats[name].add(rows.reshape(length, -1))
@@ -101,7 +105,9 @@ def write_lerobot(
             "index": np.fromiter(itertools.islice(numbers, length), np.int64),
             "task_index": np.zeros(length, np.int64),
         }
-        return pa.table({name: arrow_column(_flat(rows)) for name, rows in values.items()})
+        return pa.table(
+            {name: arrow_column(_flat(rows)) for name, rows in values.items()}
+        )
 
     def pictures(camera: str, file: range) -> Iterator[Array]:
         for number in file:
@@ -114,7 +120,10 @@ def write_lerobot(
     try:
         with file_errors(root, "written"):
             for i, file in enumerate(_files(episodes.lengths, most)):
-                place = {"chunk_index": i // FILES_PER_CHUNK, "file_index": i % FILES_PER_CHUNK}
+                place = {
+                    "chunk_index": i // FILES_PER_CHUNK,
+                    "file_index": i % FILES_PER_CHUNK,
+                }
                 path = root / DATA.format(**place)
                 make_folder(path.parent)
                 write_tables(path, map(table, file))

@@ -93,7 +93,9 @@ def write_minari(
     if env is None:
         seen = [actions_of(data) for data in episodes]
         action_space = action_space or _space_of(seen, is_action=True)
-        observation_space = observation_space or _space_of([buffer(episodes[0]).observations])
+        observation_space = observation_space or _space_of(
+            [buffer(episodes[0]).observations]
+        )
     if not DATASET_ID.fullmatch(dataset_id):
         raise BadOption(
             f"{dataset_id!r} is not an id of a Minari dataset: expected NAME-vN or NAMESPACE/NAME-vN,"
@@ -121,7 +123,9 @@ def write_minari(
     except BaseException as error:
         shutil.rmtree(path, ignore_errors=True)
         if isinstance(error, (ValueError, TypeError, AssertionError)):
-            raise BadOption(f"Minari refuses the dataset {dataset_id!r}: {error}") from error
+            raise BadOption(
+                f"Minari refuses the dataset {dataset_id!r}: {error}"
+            ) from error
         raise
     return episodes.written(Path(dataset.storage.data_path).parent)
 
@@ -192,7 +196,9 @@ class MinariRecording:
         return f"MinariRecording({str(self.directory)!r}: {held})"
 
 
-def load_minari(source: str | os.PathLike[str], dataset_id: str | None) -> MinariRecording:
+def load_minari(
+    source: str | os.PathLike[str], dataset_id: str | None
+) -> MinariRecording:
     """Open the local dataset with an id; without one, the dataset in the directory ``source``.
 
     Raises ``BadRecording`` if there is none.
@@ -230,7 +236,9 @@ def _batch(data: Any) -> TensorDict:
     truncated = torch.from_numpy(np.array(data.truncations, bool))[:, None]
     ends = {TERMINATED: terminated, TRUNCATED: truncated, DONE: terminated | truncated}
     leaves |= {next_of(key): value for key, value in ends.items()}
-    leaves |= {key: torch.zeros_like(terminated) for key in ends}  # no row begins after an end
+    leaves |= {
+        key: torch.zeros_like(terminated) for key in ends
+    }  # no row begins after an end
     rewards = torch.from_numpy(np.array(data.rewards, np.float32))
     leaves[REWARD] = rewards[:, None]
     leaves[TRAJ_IDS] = torch.full((length,), int(data.id), device="cpu")
@@ -296,7 +304,9 @@ def _space_of(values: list[Any], *, is_action: bool = False) -> spaces.Space[Any
     if isinstance(first, dict):
         parts: dict[str, spaces.Space[Any]] = {}
         for name in first:
-            parts[name] = _space_of([value[name] for value in values], is_action=is_action)
+            parts[name] = _space_of(
+                [value[name] for value in values], is_action=is_action
+            )
         return spaces.Dict(parts)
     if isinstance(first, tuple):
         items = []

@@ -17,7 +17,17 @@ import numpy as np
 import torch
 
 from muster.errors import BadRecording
-from muster.keys import DONE, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, Key, dotted, nested, next_of
+from muster.keys import (
+    DONE,
+    REWARD,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    Key,
+    dotted,
+    nested,
+    next_of,
+)
 from muster.recording.chunks import (
     CHUNK,
     MANIFEST,
@@ -44,7 +54,13 @@ if TYPE_CHECKING:
 
 MINARI = "minari:"  # before the id of a dataset
 # to identify episodes
-NEEDED: list[Key] = [TRAJ_IDS, REWARD, next_of(DONE), next_of(TERMINATED), next_of(TRUNCATED)]
+NEEDED: list[Key] = [
+    TRAJ_IDS,
+    REWARD,
+    next_of(DONE),
+    next_of(TERMINATED),
+    next_of(TRUNCATED),
+]
 
 
 def load(
@@ -104,7 +120,9 @@ def load(
         _check_manifest(chunks[0].path, manifest)
     for chunk in chunks:
         if chunk.manifest["id"] != manifest["id"]:
-            raise BadRecording(f"{chunk.path} belongs to another recording. Move it away.")
+            raise BadRecording(
+                f"{chunk.path} belongs to another recording. Move it away."
+            )
     _note_missing_end(root, manifest, found, names, lost)
     return Recording(root, manifest, chunks, lost)
 
@@ -140,7 +158,11 @@ class Recording:
         self._ends = list(accumulate(chunk.batches for chunk in chunks))
         self._checked: set[tuple[int, str]] = set()
         # The chunk that ``batch`` read last, and the places in it that were returned.
-        self._mapped: tuple[Chunk | None, dict[Key, Any], dict[int, object]] = (None, {}, {})
+        self._mapped: tuple[Chunk | None, dict[Key, Any], dict[int, object]] = (
+            None,
+            {},
+            {},
+        )
 
     def __len__(self) -> int:
         return sum(chunk.frames for chunk in self._chunks)
@@ -157,7 +179,9 @@ class Recording:
         return list(self._chunks[0].leaves)
 
     def __iter__(self) -> Iterator[TensorDict]:
-        for chunk in self._chunks:  # each chunk is mapped once: its batches share no memory
+        for (
+            chunk
+        ) in self._chunks:  # each chunk is mapped once: its batches share no memory
             columns = self._columns(chunk, chunk.leaves)
             for place in range(chunk.batches):
                 yield _tensordict(chunk, _values(chunk, columns, place))
@@ -254,7 +278,13 @@ class Recording:
         from muster.recording.minari import write_minari
 
         return write_minari(
-            self, dataset_id, env, observation_space, action_space, observation_keys, metadata or {}
+            self,
+            dataset_id,
+            env,
+            observation_space,
+            action_space,
+            observation_keys,
+            metadata or {},
         )
 
     def to_lerobot(
@@ -285,7 +315,9 @@ class Recording:
         from muster.recording.lerobot import write_lerobot
 
         named = str(self.meta.get("env", "")) if task is None else task
-        return write_lerobot(self, directory, fps=fps, task=named, keys=observation_keys)
+        return write_lerobot(
+            self, directory, fps=fps, task=named, keys=observation_keys
+        )
 
     def verify(self) -> None:
         """Read everything and verify its checksums.
@@ -358,14 +390,19 @@ class Recording:
                 )
             for place in range(chunk.batches):
                 number = chunk.first_batch + place
-                yield {key: rows[place] for key, rows in columns.items()}, number == expected
+                yield (
+                    {key: rows[place] for key, rows in columns.items()},
+                    number == expected,
+                )
                 expected = number + 1
 
 
 def _tensordict(chunk: Chunk, values: dict[Key, Any]) -> TensorDict:
     from tensordict import TensorDict
 
-    return TensorDict(nested(values), batch_size=chunk.batch_size, names=list(chunk.names))
+    return TensorDict(
+        nested(values), batch_size=chunk.batch_size, names=list(chunk.names)
+    )
 
 
 def _has_numbers(column: Any) -> bool:
@@ -408,7 +445,9 @@ def _values(chunk: Chunk, columns: Mapping[Key, Any], place: int) -> dict[Key, A
             values[key] = value
         return values
     except (ValueError, IndexError, RecursionError) as error:
-        raise DamagedChunk(chunk.path, f"objects are not what the header says ({error})") from error
+        raise DamagedChunk(
+            chunk.path, f"objects are not what the header says ({error})"
+        ) from error
 
 
 def _stack(value: Any, size: tuple[int, ...]) -> Any:
@@ -430,14 +469,18 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     with suppress(ValueError):
         found = read_json(text)
         if isinstance(found, dict) and found.get("version") != VERSION:
-            return found  # the caller refuses other versions, which have other checksums
+            return (
+                found  # the caller refuses other versions, which have other checksums
+            )
     raise BadRecording(f"{path} is damaged.")
 
 
 def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
     if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
         # of any type
-        found = [reprlib.repr(manifest.get(key)) for key in ("format", "version", "muster")]
+        found = [
+            reprlib.repr(manifest.get(key)) for key in ("format", "version", "muster")
+        ]
         raise BadRecording(
             f"{path} is of format {found[0]} version {found[1]}; this Muster reads {FORMAT!r}"
             f" version {VERSION}. Read it with the version that wrote it: muster {found[2]}."
@@ -445,12 +488,16 @@ def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
     expected: dict[str, type] = {"id": str, "meta": dict, "fresh": bool}
     if manifest.get("closed"):
         expected["chunks"] = int
-    wrong = [key for key, kind in expected.items() if not isinstance(manifest.get(key), kind)]
+    wrong = [
+        key for key, kind in expected.items() if not isinstance(manifest.get(key), kind)
+    ]
     if wrong:
         raise BadRecording(f"{path} is not as Muster writes it: look at {wrong}.")
 
 
-def _read_chunks(root: Path, found: list[int], lost: list[str], skip_damaged: bool) -> list[Chunk]:
+def _read_chunks(
+    root: Path, found: list[int], lost: list[str], skip_damaged: bool
+) -> list[Chunk]:
     chunks: list[Chunk] = []
     for before, index in zip([-1, *found], found, strict=False):
         try:
@@ -473,7 +520,9 @@ def _read_chunks(root: Path, found: list[int], lost: list[str], skip_damaged: bo
             at_the_end = index == found[-1] and isinstance(error, DamagedChunk)
             if not (skip_damaged or at_the_end):
                 raise
-            lost.append(f"Its frames are lost: {error}" if at_the_end else f"Left out: {error}")
+            lost.append(
+                f"Its frames are lost: {error}" if at_the_end else f"Left out: {error}"
+            )
         else:
             chunks.append(chunk)
     return chunks
@@ -490,7 +539,9 @@ def _note_missing_end(
     if manifest.get("closed"):
         missing = manifest["chunks"] - present
         if missing > 0:
-            lost.append(f"The last {missing} of {manifest['chunks']} chunks are missing.")
+            lost.append(
+                f"The last {missing} of {manifest['chunks']} chunks are missing."
+            )
     elif "closed" in manifest and is_locked(root):
         lost.append("It is still being recorded; load it again for more.")
     elif "closed" in manifest:

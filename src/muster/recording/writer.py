@@ -86,14 +86,17 @@ class Recorder:
             "format": FORMAT,
             "version": VERSION,
             "id": uuid.uuid4().hex,
-            "muster": installed("muster-rl") or "unknown",  # unknown if run from a source tree
+            "muster": installed("muster-rl")
+            or "unknown",  # unknown if run from a source tree
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "fresh": fresh,
             "meta": meta,
         }
         # keys, dtypes and shapes of all batches
         self._signature: dict[Key, tuple[str, tuple[int, ...]]] | None = None
-        self._about: dict[str, Any] = {}  # description of the batches, for the final manifest
+        self._about: dict[
+            str, Any
+        ] = {}  # description of the batches, for the final manifest
         self._owner = Owner("recorder", "files")
         self._lock: chunks.DirectoryLock | None = self._claim()
 
@@ -131,7 +134,10 @@ class Recorder:
         if self._pending is None or not self._pending.takes(content):
             self._pending = _Pending(content, self._chunk_bytes)
         self._pending.add(content)
-        if self._pending.full or time.monotonic() - self._pending.since > self._max_age_s:
+        if (
+            self._pending.full
+            or time.monotonic() - self._pending.since > self._max_age_s
+        ):
             try:
                 self.flush()
             except BaseException:
@@ -243,7 +249,9 @@ class Recorder:
         except FileError as error:
             raise BadRecording(f"Cannot record: {error}") from error
         except OSError as error:
-            raise BadRecording(f"Cannot record into {self.directory}: {error.strerror}.") from error
+            raise BadRecording(
+                f"Cannot record into {self.directory}: {error.strerror}."
+            ) from error
         try:
             for name in sorted(os.listdir(self.directory)):
                 if name == chunks.MANIFEST or chunks.CHUNK.fullmatch(name):
@@ -279,7 +287,9 @@ class Recorder:
         lines += [f"{dotted(key)} is new" for key in new if key not in old]
         both = [key for key in new if key in old]
         lines += [
-            f"{dotted(key)} is {new[key]}, was {old[key]}" for key in both if new[key] != old[key]
+            f"{dotted(key)} is {new[key]}, was {old[key]}"
+            for key in both
+            if new[key] != old[key]
         ]
         return "; ".join(lines)
 
@@ -327,7 +337,9 @@ class _Pending:
         self._signature = first.signature
         dims = range(len(first.batch_size))
         tensors = first.tensors
-        strides = next((tensor.stride() for tensor in tensors.values()), tuple(reversed(dims)))
+        strides = next(
+            (tensor.stride() for tensor in tensors.values()), tuple(reversed(dims))
+        )
         # the memory order, so that a copy transposes nothing
         self.order = sorted(dims, key=lambda d: -strides[d])
         size = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
@@ -361,7 +373,9 @@ class _Pending:
         return self.count == self.capacity or self._text_bytes >= self._chunk_bytes
 
     def takes(self, content: _Content) -> bool:
-        same_size = content.batch_size == self.batch_size and content.names == self._names
+        same_size = (
+            content.batch_size == self.batch_size and content.names == self._names
+        )
         return not self.full and same_size and content.signature == self._signature
 
     def add(self, content: _Content) -> None:
@@ -443,7 +457,9 @@ def _exact_json(value: Any, **options: Any) -> str:
         return json.dumps(value, **options)
     except (ValueError, RecursionError) as error:
         # circular, too deep, or an int of thousands of digits
-        raise TypeError(f"{type(value).__name__} cannot be written as JSON: {error}") from error
+        raise TypeError(
+            f"{type(value).__name__} cannot be written as JSON: {error}"
+        ) from error
 
 
 def _check_plain(value: Any) -> None:
@@ -453,7 +469,9 @@ def _check_plain(value: Any) -> None:
     elif type(value) is dict:
         for key, item in value.items():
             if type(key) is not str:
-                raise TypeError(f"a dict with the key {key!r} ({type(key).__name__}, not str)")
+                raise TypeError(
+                    f"a dict with the key {key!r} ({type(key).__name__}, not str)"
+                )
             _check_plain(item)
     elif value is not None and type(value) not in (str, int, float, bool):
         raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__}")

@@ -101,7 +101,9 @@ class Anchors:
         self.seeds: list[int | None] = [None] * env.spec.num_envs
         self.forget()
 
-    def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def before_reset(
+        self, row: int, which: Sequence[int], seeds: Sequence[int] | None
+    ) -> None:
         """Record a reset.
 
         Call this before every reset, with the arguments of ``EnvBatch.reset``.
@@ -169,7 +171,9 @@ class _Recorded:
     number: int
     actions: dict[Key, Array]  # [n, B, *shape]
     log: ResetLog
-    stepped: Array | None = None  # [n, B]; None: every environment was stepped in every row
+    stepped: Array | None = (
+        None  # [n, B]; None: every environment was stepped in every row
+    )
 
     @property
     def rows(self) -> int:
@@ -225,7 +229,9 @@ class ActionLog:
         self.nbytes = 0
         # chunk, position in its resets
         self._anchors: list[tuple[int, int] | None] = [None] * len(self.env_ids)
-        self._due: dict[int, Special] = {}  # resets that no rollout result has contained yet
+        self._due: dict[
+            int, Special
+        ] = {}  # resets that no rollout result has contained yet
         self._cut = False  # actions were dropped to save memory
 
     def reset(
@@ -293,7 +299,9 @@ class ActionLog:
             index = 0
         chunks = [*self._chunks, _Recorded(self._next, dict(actions), log)]
         anchor = self._anchor(index, phase, log)
-        chosen = slice(index, index + 1) if self.alone and index is not None else slice(None)
+        chosen = (
+            slice(index, index + 1) if self.alone and index is not None else slice(None)
+        )
         full = error.traceback if isinstance(error, MusterError) else ""
         texts = [text for text in (text_of(error), full) if text]
         crash_report = self._replay(
@@ -313,8 +321,12 @@ class ActionLog:
             caveat = "" if anchor is None else TOGETHER
         elif anchor is not None and crash_report.special[0].seed is None:
             caveat = BY_STATE
-        observed = {key: np.array(array[chosen]) for key, array in (observation or {}).items()}
-        return replace(crash_report, observation=observed, missing=missing, caveat=caveat)
+        observed = {
+            key: np.array(array[chosen]) for key, array in (observation or {}).items()
+        }
+        return replace(
+            crash_report, observation=observed, missing=missing, caveat=caveat
+        )
 
     def episode(
         self,
@@ -330,7 +342,9 @@ class ActionLog:
         The environments of the group are replayed ``alone``. ``actions``, ``log``, ``stepped``: as
         for ``add``.
         """
-        count = int((log.resets[:, ROW] < end).sum())  # later ones start the next episodes
+        count = int(
+            (log.resets[:, ROW] < end).sum()
+        )  # later ones start the next episodes
         special = {n: entry for n, entry in log.special.items() if n < count}
         log = ResetLog(log.resets[:count], special)
         last = {key: array[:end] for key, array in actions.items()}
@@ -338,7 +352,9 @@ class ActionLog:
         chunks = [*self._chunks, _Recorded(self._next, last, log, made)]
         anchor = self._anchors_after(self._next, log)[index]
         chosen = slice(index, index + 1)
-        return self._replay(anchor, chunks, chosen, alone=True, phase="close", kind="", message="")
+        return self._replay(
+            anchor, chunks, chosen, alone=True, phase="close", kind="", message=""
+        )
 
     def unpickle_factory(self) -> None:
         """Unpickle the functions that make the environments, for a crash report."""
@@ -403,7 +419,9 @@ class ActionLog:
         special = {n: entry for n, (_, entry) in enumerate(due) if not entry.is_plain}
         return ResetLog(np.array(resets, np.int32).reshape(-1, 3), special)
 
-    def _anchor(self, index: int | None, phase: str, log: ResetLog) -> tuple[int, int] | None:
+    def _anchor(
+        self, index: int | None, phase: str, log: ResetLog
+    ) -> tuple[int, int] | None:
         """The chunk and the reset at which a replay starts, if the next chunk is the last and has
         ``log``.
         """
@@ -416,9 +434,13 @@ class ActionLog:
             return before  # the failure of a reset can depend on the steps before it
         return anchor
 
-    def _anchors_after(self, number: int, log: ResetLog) -> list[tuple[int, int] | None]:
+    def _anchors_after(
+        self, number: int, log: ResetLog
+    ) -> list[tuple[int, int] | None]:
         anchors = list(self._anchors)
-        known = sorted(position for position, special in log.special.items() if special.is_anchor)
+        known = sorted(
+            position for position, special in log.special.items() if special.is_anchor
+        )
         if self.alone:
             for position in known:
                 anchors[log.resets[position, ENV]] = (number, position)
@@ -432,7 +454,9 @@ class ActionLog:
     def _trim(self) -> None:
         needed = [anchor[0] for anchor in self._anchors if anchor is not None]
         oldest = min(needed, default=self._next)
-        while self._chunks and (self._chunks[0].number < oldest or self.nbytes > self.limit_bytes):
+        while self._chunks and (
+            self._chunks[0].number < oldest or self.nbytes > self.limit_bytes
+        ):
             gone = self._chunks.popleft()
             self.nbytes -= gone.nbytes
             self._cut |= gone.number >= oldest

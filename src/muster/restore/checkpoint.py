@@ -55,7 +55,9 @@ def save(path: str | Path, state: Any, *, mode: int = 0o666) -> None:
     except BadCheckpoint:
         raise
     except RecursionError as error:
-        raise BadCheckpoint("The state is nested too deeply, or holds itself.") from error
+        raise BadCheckpoint(
+            "The state is nested too deeply, or holds itself."
+        ) from error
     except ValueError as error:
         raise BadCheckpoint(
             f"The state does not fit into a file: {error}. Put its numbers into arrays."
@@ -99,7 +101,9 @@ def load(path: str | Path) -> Any:
         RuntimeError,
         struct.error,
     ) as error:
-        raise BadCheckpoint(f"{path} is damaged: {error}. Restore it from a copy.") from error
+        raise BadCheckpoint(
+            f"{path} is damaged: {error}. Restore it from a copy."
+        ) from error
 
 
 class _Writer:
@@ -117,14 +121,20 @@ class _Writer:
         if kind is int:
             return value if -SMALL <= value < SMALL else {"int": hex(value)}
         if kind is float:
-            return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
+            return (
+                value
+                if math.isfinite(value)
+                else {"float": struct.pack(">d", value).hex()}
+            )
         if kind in (list, tuple):
             items = [self.encode(item, f"{place}[{i}]") for i, item in enumerate(value)]
             return items if kind is list else {"tuple": items}
         if kind in (dict, OrderedDict):
             entries = []
             for key, item in value.items():
-                entries.append([self._key(key, place), self.encode(item, f"{place}[{key!r}]")])
+                entries.append(
+                    [self._key(key, place), self.encode(item, f"{place}[{key!r}]")]
+                )
             return {"dict": entries}
         if kind is bytes:
             if id(value) not in self._known:
@@ -142,7 +152,9 @@ class _Writer:
         texts = type(key) is tuple and all(type(part) is str for part in key)
         if texts or type(key) in (str, int):
             return self.encode(key, place)
-        raise BadCheckpoint(f"{place} has the key {key!r}; expected str, int, or a tuple of str.")
+        raise BadCheckpoint(
+            f"{place} has the key {key!r}; expected str, int, or a tuple of str."
+        )
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
         tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()

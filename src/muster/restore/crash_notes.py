@@ -63,7 +63,9 @@ class CrashNotes:
         self.kept: KeptEpisodes | None = None  # episodes that are kept
         self._histories: dict[int, ActionLog] = {}
         self._infos = {number: counters[number].info for number in groups}
-        self._begun: dict[int, int] = {}  # by request under way: first row after an earlier result
+        self._begun: dict[
+            int, int
+        ] = {}  # by request under way: first row after an earlier result
         for number, factory in zip(groups, origins, strict=True):
             self._histories[number] = ActionLog(
                 factory,
@@ -81,12 +83,17 @@ class CrashNotes:
             missing = TOGETHER
         elif any(AGENT in info.observation_specs for info in self._infos.values()):
             missing = TURNS
-        elif any(is_environment(history.factory.source) for history in self._histories.values()):
+        elif any(
+            is_environment(history.factory.source)
+            for history in self._histories.values()
+        ):
             missing = OBJECT
         self.kept = KeptEpisodes(missing)
         return self.kept
 
-    def reset(self, which: Mapping[int, Sequence[int]], options: dict[str, Any] | None) -> None:
+    def reset(
+        self, which: Mapping[int, Sequence[int]], options: dict[str, Any] | None
+    ) -> None:
         """Note a reset of these environments, by group."""
         for number, chosen in which.items():
             self._histories[number].reset(chosen, None, options)
@@ -188,7 +195,9 @@ class CrashNotes:
             index = int(ended[-1].argmax())
         known = {"error": error, "phase": phase, "index": index, "ended": ended}
         end = done + (phase == "step")
-        return partial(self._save, self._crash_report(request.group, lane, begin, end, **known))
+        return partial(
+            self._save, self._crash_report(request.group, lane, begin, end, **known)
+        )
 
     def _crash_report(
         self,
@@ -202,11 +211,17 @@ class CrashNotes:
         observed: Mapping[Key, Array] = {}
         if end > begin:
             row = end - (known["phase"] == "step")
-            keys = [key for key in self._infos[group].observation_specs if key in lane.arrays]
+            keys = [
+                key
+                for key in self._infos[group].observation_specs
+                if key in lane.arrays
+            ]
             observed = {key: np.array(lane.arrays[key][row]) for key in keys}
         history.unpickle_factory()
         actions = self._actions(group, lane, begin, end)
-        crash_report = history.crash_report(actions=actions, observation=observed, **known)
+        crash_report = history.crash_report(
+            actions=actions, observation=observed, **known
+        )
         if AGENT in self._infos[group].observation_specs:
             crash_report = replace(crash_report, missing=TURNS)
         history.forget()
@@ -217,8 +232,12 @@ class CrashNotes:
         command = "" if path is None else crash_report.command(path)
         return path, command
 
-    def _actions(self, group: int, lane: Lane, begin: int, end: int) -> dict[Key, Array]:
-        return {key: lane.arrays[key][begin:end] for key in self.action_keys(group, lane)}
+    def _actions(
+        self, group: int, lane: Lane, begin: int, end: int
+    ) -> dict[Key, Array]:
+        return {
+            key: lane.arrays[key][begin:end] for key in self.action_keys(group, lane)
+        }
 
 
 # --- a worker in the user's thread ----------------------------------------------------------------
@@ -302,7 +321,9 @@ class _JoinedRollouts:
         self._anchors.forget()
         self._notes.forget([self._number])
 
-    def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def before_reset(
+        self, row: int, which: Sequence[int], seeds: Sequence[int] | None
+    ) -> None:
         # A rollout begins in row 0 of its lane, or continues after an error, which has forgotten
         # all earlier rows.
         self._anchors.before_reset(self._rows + row, which, seeds)
@@ -316,6 +337,8 @@ class _JoinedRollouts:
         row_bytes = sum(array[0].nbytes for array in like)
         self._full = max(1, min(MOST_STEPS // self._num_envs, MOST_BYTES // row_bytes))
         self._most = self._full + rows
-        self._columns = [np.empty((self._most, *array.shape[1:]), array.dtype) for array in like]
+        self._columns = [
+            np.empty((self._most, *array.shape[1:]), array.dtype) for array in like
+        ]
         for column, old in zip(self._columns, before, strict=False):
             column[:known] = old[:known]

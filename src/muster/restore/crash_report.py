@@ -20,7 +20,13 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from muster.errors import BadCheckpoint, BadCrashReport, BadOption, ImportRefused, described
+from muster.errors import (
+    BadCheckpoint,
+    BadCrashReport,
+    BadOption,
+    ImportRefused,
+    described,
+)
 from muster.keys import Key
 from muster.memory.specs import Array
 from muster.restore.pickling import dumps, loads
@@ -111,7 +117,9 @@ class CrashReport:
     caveat: str = ""
     versions: dict[str, str] = field(default_factory=lambda: versions())
     time: str = field(
-        default_factory=lambda: datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        default_factory=lambda: (
+            datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        )
     )
 
     def command(self, path: Path) -> str:
@@ -226,7 +234,9 @@ class CrashDirectory:
             path = cast(Path, self.path) / f"{stamp}-{number}-env-{who}.crash"
             crash_report.save(path)
         except Exception as error:  # noqa: BLE001  (an error here must not hide the failure)
-            warnings.warn(f"No crash report was written: {described(error)}", stacklevel=2)
+            warnings.warn(
+                f"No crash report was written: {described(error)}", stacklevel=2
+            )
             return None
         return path
 
@@ -239,7 +249,9 @@ class CrashDirectory:
             path = cast(Path, self.path) / Path(name).name
             write_whole(path, [content], mode=0o600)
         except OSError as error:
-            warnings.warn(f"No crash report was written: {described(error)}", stacklevel=2)
+            warnings.warn(
+                f"No crash report was written: {described(error)}", stacklevel=2
+            )
             return None
         return path
 
@@ -284,7 +296,11 @@ _TYPES: dict[str, Any] = {  # types of the fields of a file
     "spec": dict,
     "registered": NOTHING,
 }
-_SPECIAL = ((int, NOTHING), (dict, NOTHING), (dict, NOTHING))  # a seed, a state, options
+_SPECIAL = (
+    (int, NOTHING),
+    (dict, NOTHING),
+    (dict, NOTHING),
+)  # a seed, a state, options
 EPISODE = {"episode_return": float, "length": int, "env_id": int, "traj_id": int}
 
 
@@ -310,7 +326,9 @@ def _is_spec(spec: dict[str, Any]) -> bool:
 
 
 def _is_episode(numbers: dict[str, Any]) -> bool:
-    return not numbers or {name: type(value) for name, value in numbers.items()} == EPISODE
+    return (
+        not numbers or {name: type(value) for name, value in numbers.items()} == EPISODE
+    )
 
 
 def _are_columns(arrays: dict[Any, Any]) -> bool:
@@ -342,7 +360,9 @@ def _ids_for(source: Any) -> tuple[dict[str, Any], SentIds | None]:
     return {}, ids_of_this_process(MOST_ID_BYTES)
 
 
-def _from_file(spec: dict[str, Any], path: str | Path, *, trust: bool) -> SentIds | None:
+def _from_file(
+    spec: dict[str, Any], path: str | Path, *, trust: bool
+) -> SentIds | None:
     """Return the id of a file, for ``installed``; None if this process has it."""
     if not trust and imports_foreign_code(spec):
         raise ImportRefused(
@@ -361,7 +381,11 @@ def _check(state: Any, path: str | Path) -> None:
     # the first files of this format had no ids
     state.setdefault("spec", {})
     state.setdefault("registered", None)
-    wrong = [name for name, kind in _TYPES.items() if not isinstance(state.get(name, ...), kind)]
+    wrong = [
+        name
+        for name, kind in _TYPES.items()
+        if not isinstance(state.get(name, ...), kind)
+    ]
     for name, fits in _PARTS.items():
         if name not in wrong and not fits(state[name]):
             wrong.append(name)

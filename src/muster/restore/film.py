@@ -43,7 +43,9 @@ LIMIT_S = 300  # to make a film
 LIMIT_BYTES = 256 << 20  # of a film
 
 
-def film(moves: CrashReport, path: Path, fps: float | None = None) -> tuple[list[float], float]:
+def film(
+    moves: CrashReport, path: Path, fps: float | None = None
+) -> tuple[list[float], float]:
     """Write a video of the episode that the last reset of the moves starts: a picture of the reset
     and of every step.
 
@@ -111,7 +113,9 @@ def _pictures(
         player.make(move)
         yield _picture(player)
         if move[0] == "step":
-            reward, terminated, truncated = (column.item() for column in player.outcome())
+            reward, terminated, truncated = (
+                column.item() for column in player.outcome()
+            )
             rewards.append(reward)
             if terminated or truncated:
                 return
@@ -211,7 +215,11 @@ def _picture(player: Player) -> Array:
 
 def _takes_render_mode(source: Any) -> bool:
     try:
-        parameters: Mapping[str, inspect.Parameter] = inspect.signature(source).parameters
+        parameters: Mapping[str, inspect.Parameter] = inspect.signature(
+            source
+        ).parameters
     except (TypeError, ValueError):
         return False
-    return any(p.name == "render_mode" or p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return any(
+        p.name == "render_mode" or p.kind is p.VAR_KEYWORD for p in parameters.values()
+    )

@@ -44,7 +44,9 @@ REDUCERS = ("__reduce_ex__", "__reduce__", "__getstate__")
 RENDERER = ("gymnasium.envs.mujoco.mujoco_rendering", "MujocoRenderer")
 MODEL_AT = 1  # offset of the MjModel in the bytes of an MjData
 
-_models: deque[bytes] = deque(maxlen=16)  # saved models, of which equal environments share one
+_models: deque[bytes] = deque(
+    maxlen=16
+)  # saved models, of which equal environments share one
 
 
 class _Ordinary:
@@ -90,7 +92,9 @@ def load(data: bytes, shared: list[bytes], fixed: Mapping[Any, Any]) -> Any:
     return _GraphUnpickler(data, shared, fixed).load()
 
 
-def culprit(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any], path: str) -> str | None:
+def culprit(
+    value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any], path: str
+) -> str | None:
     """A sentence with the path of the part of ``value`` that cannot be pickled, and the reason.
 
     None if all can.
@@ -113,7 +117,9 @@ class _DataFound(Exception):
 
 
 class _GraphUnpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, shared: list[bytes], fixed: Mapping[Any, Any]) -> None:
+    def __init__(
+        self, data: bytes, shared: list[bytes], fixed: Mapping[Any, Any]
+    ) -> None:
         super().__init__(io.BytesIO(data), buffers=shared)
         self._fixed = fixed
 
@@ -125,7 +131,9 @@ class _GraphUnpickler(pickle.Unpickler):
 
 
 class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    def __init__(self, file: io.BytesIO, fixed: Mapping[int, Any], mujoco: list[Any]) -> None:
+    def __init__(
+        self, file: io.BytesIO, fixed: Mapping[int, Any], mujoco: list[Any]
+    ) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._in_band)
         self.shared: list[bytes] = []
         self._fixed = dict(fixed)
@@ -165,7 +173,10 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
             special[torch.UntypedStorage] = self._untyped_storage
         if cls in special:
             return special[cls]
-        if cls.__module__.startswith("mujoco.") and cls.__name__ in ("MjData", "MjModel"):
+        if cls.__module__.startswith("mujoco.") and cls.__name__ in (
+            "MjData",
+            "MjModel",
+        ):
             return self._mujoco_data if cls.__name__ == "MjData" else self._mujoco_model
         if (cls.__module__, cls.__name__) == RENDERER:
             return self._renderer
@@ -174,7 +185,8 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
         if is_env(cls):
             return _by_dict
         changed = any(
-            getattr(cls, name, None) is not getattr(object, name, None) for name in REDUCERS
+            getattr(cls, name, None) is not getattr(object, name, None)
+            for name in REDUCERS
         )
         ordinary = keeps_all_in_dict(cls) and not issubclass(cls, Enum)
         if changed and ordinary and cls not in self.dispatch_table:
@@ -229,7 +241,9 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
             foreign = (*FOREIGN_MEMORY, torch.Tensor)
         of_mujoco = type(owner).__name__ == "PyCapsule" and bool(self._mujoco)
         if of_mujoco or isinstance(owner, foreign):
-            raise pickle.PicklingError(f"it is a view into the memory of a {type(owner).__name__}")
+            raise pickle.PicklingError(
+                f"it is a view into the memory of a {type(owner).__name__}"
+            )
         if not isinstance(base, np.ndarray):
             return NotImplemented
         contiguous = base.flags.c_contiguous or base.flags.f_contiguous
@@ -244,7 +258,9 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
         unusual = unusual or tensor.is_conj() or tensor.is_neg()
         if unusual or tensor.layout != torch.strided or tensor.device.type == "meta":
             return NotImplemented
-        storage = tensor.untyped_storage()  # one object for all its tensors, so it is pickled once
+        storage = (
+            tensor.untyped_storage()
+        )  # one object for all its tensors, so it is pickled once
         return _on_storage, (
             storage,
             tensor.dtype,
@@ -283,7 +299,9 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
             model = known[0]
         else:
             model = data.model.__getstate__()
-            if not state.startswith(model, MODEL_AT):  # a MuJoCo version with another format
+            if not state.startswith(
+                model, MODEL_AT
+            ):  # a MuJoCo version with another format
                 return _with_state, (type(data), state)
             _models.append(model)
         before = state[:MODEL_AT]
@@ -352,8 +370,12 @@ def _storage(data: Any, device: str) -> torch.UntypedStorage:
     return torch.from_numpy(data).clone().to(device).untyped_storage()
 
 
-def _on_storage(storage: Any, dtype: Any, offset: int, size: Any, stride: Any) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+def _on_storage(
+    storage: Any, dtype: Any, offset: int, size: Any, stride: Any
+) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(
+        storage, offset, size, stride
+    )
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:

@@ -21,7 +21,9 @@ from muster.restore.action_log import ActionLog, ResetLog
 from muster.restore.crash_report import EPISODE, CrashReport
 from muster.utils.whole_files import make_folder
 
-LIMIT_BYTES = 4 << 20  # for the actions of an episode, and for the pickle of its environment
+LIMIT_BYTES = (
+    4 << 20
+)  # for the actions of an episode, and for the pickle of its environment
 NEWEST_EVERY_S = 5.0
 
 
@@ -111,7 +113,9 @@ class KeptEpisodes:
 
 def _limited(moves: CrashReport, record: EpisodeRecord) -> CrashReport:
     if sum(array.nbytes for array in moves.actions.values()) > LIMIT_BYTES:
-        missing = f"It cannot be replayed: its actions have more than {LIMIT_BYTES:,} bytes."
+        missing = (
+            f"It cannot be replayed: its actions have more than {LIMIT_BYTES:,} bytes."
+        )
         moves = replace(moves, actions={}, missing=missing)
     return replace(moves, episode={name: getattr(record, name) for name in EPISODE})
 

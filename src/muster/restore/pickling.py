@@ -19,9 +19,16 @@ MAKE_POLICY = (
     " policy."
 )
 MAKE_KWARGS = "Make it inside a function, and pass that function as create_env_fn."
-MAKE_OPTION = "Make it inside the function when it is first called, or leave the option out."
+MAKE_OPTION = (
+    "Make it inside the function when it is first called, or leave the option out."
+)
 DEEPEST = 50  # levels of the search for the culprit
-NOT_OWN = ("__dict__", "__weakref__", "__module__", "__doc__")  # attributes of every class
+NOT_OWN = (
+    "__dict__",
+    "__weakref__",
+    "__module__",
+    "__doc__",
+)  # attributes of every class
 
 
 def dumps(obj: Any, what: str, remedy: str | None = None) -> bytes:
@@ -141,7 +148,9 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+    for name, cell in zip(
+        function.__code__.co_freevars, function.__closure__ or (), strict=True
+    ):
         try:
             yield f"closure variable {name!r}", cell.cell_contents
         except ValueError:  # the cell is still empty

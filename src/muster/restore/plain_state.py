@@ -67,7 +67,9 @@ class Encoder:
         self._layers = layers
         self._compares = compares
         self._seen: dict[int, int] = {}
-        self._alive: list[Any] = []  # keeps the objects alive, so that their ids stay unique
+        self._alive: list[
+            Any
+        ] = []  # keeps the objects alive, so that their ids stay unique
         self._owners: dict[int, Any] = {}  # owners of arrays' memory, by id
 
     def encode(self, value: Any, *, attribute: bool = True) -> Any:
@@ -227,7 +229,9 @@ class Decoder:
                     setattr(space, str(SPACE_GENERATOR), self.decode(generator))
                 return live
             case [kind, *_]:
-                raise Mismatch(f"is saved as {kind!r}, which this version of Muster does not know")
+                raise Mismatch(
+                    f"is saved as {kind!r}, which this version of Muster does not know"
+                )
         return encoded
 
     def _keep(self, made: Any) -> Any:

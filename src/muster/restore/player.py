@@ -60,7 +60,9 @@ class Player:
         order = [(int(resets[n, 1]), ("reset", int(n))) for n in first]
         steps = len(next(iter(self.crash_report.actions.values()), ()))
         order += [(row, ("step", row)) for row in range(steps)]
-        order.sort(key=lambda entry: entry[0])  # keeps resets before the step of the same row
+        order.sort(
+            key=lambda entry: entry[0]
+        )  # keeps resets before the step of the same row
         return [move for _, move in order]
 
     def make(self, move: tuple[str, int]) -> None:
@@ -144,7 +146,9 @@ class Player:
             if resets[row, 0] != call:
                 break
             which.append(int(resets[row, 2]))
-            special.append(self.crash_report.special.get(row, Special(None, None, None)))
+            special.append(
+                self.crash_report.special.get(row, Special(None, None, None))
+            )
         for i, entry in zip(which, special, strict=True):
             if entry.state is not None:
                 self._set_random_state(i, entry.state)

@@ -41,9 +41,7 @@ PLAIN: dict[str, tuple[type, ...]] = {  # fields of a spec in a file, with their
     "reward_threshold": (int, float, type(None)),
     "kwargs": (dict,),
 }
-_IN_A_MODULE = (
-    "or move the environment into a module, and register it with entry_point='my_module:MyEnv'"
-)
+_IN_A_MODULE = "or move the environment into a module, and register it with entry_point='my_module:MyEnv'"
 REMEDIES = {  # by part of a spec that cannot be pickled
     "entry_point": f"Make it inside what entry_point names, {_IN_A_MODULE}.",
     "vector_entry_point": f"Make it inside what vector_entry_point names, {_IN_A_MODULE}.",
@@ -167,13 +165,17 @@ def _packed(spec: EnvSpec) -> bytes:
         named = _named_in_main(spec)
         content = (spec, named)
         if type(spec) is EnvSpec and not named and _is_plain(vars(spec)):
-            return pickle.dumps(content, pickle.HIGHEST_PROTOCOL)  # a tenth of cloudpickle's time
+            return pickle.dumps(
+                content, pickle.HIGHEST_PROTOCOL
+            )  # a tenth of cloudpickle's time
         return bytes(cloudpickle.dumps(content))
     except Exception as error:
         what = f"{spec.id!r} is registered in this program, and cannot be sent to other processes"
         for part, remedy in REMEDIES.items():
             dumps(getattr(spec, part), f"{what}: {part}", remedy)
-        raise BadOption(f"{what}: {described(error)}. {REMEDIES['entry_point']}") from error
+        raise BadOption(
+            f"{what}: {described(error)}. {REMEDIES['entry_point']}"
+        ) from error
 
 
 def _named_in_main(spec: EnvSpec) -> dict[str, Any]:
@@ -200,7 +202,9 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value))
     if kind is dict:
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
-    if isinstance(value, (type, FunctionType)) and str(value.__module__).startswith("gymnasium."):
+    if isinstance(value, (type, FunctionType)) and str(value.__module__).startswith(
+        "gymnasium."
+    ):
         module = sys.modules.get(value.__module__)
         return getattr(module, value.__qualname__, None) is value
     return False
@@ -222,7 +226,9 @@ def installed(sent: SentIds | None) -> Iterator[None]:
         yield
         return
     # In the other process nothing was overridden.
-    warnings.filterwarnings("ignore", message=r".*Overriding environment \S+ already in registry")
+    warnings.filterwarnings(
+        "ignore", message=r".*Overriding environment \S+ already in registry"
+    )
     specs: dict[str, EnvSpec] = {}
     for env_id, packed in sent.packed.items():
         own = registry.get(env_id)
@@ -338,7 +344,9 @@ class _Unusable:
 
 
 def _unusable(env_id: str, reason: str) -> EnvSpec:
-    return EnvSpec(env_id, entry_point=_Unusable(reason), vector_entry_point=_Unusable(reason))
+    return EnvSpec(
+        env_id, entry_point=_Unusable(reason), vector_entry_point=_Unusable(reason)
+    )
 
 
 # --- ids in files ---------------------------------------------------------------------------------
@@ -349,7 +357,11 @@ def plain_spec(env_id: str) -> dict[str, Any]:
     own; else empty.
     """
     spec = spec_of(env_id)
-    if spec is None or spec.additional_wrappers or not str(spec.entry_point).startswith(OWN):
+    if (
+        spec is None
+        or spec.additional_wrappers
+        or not str(spec.entry_point).startswith(OWN)
+    ):
         return {}
     found = {name: getattr(spec, name) for name in PLAIN}
     return found if is_plain_spec(found) and _is_plain(found) else {}
@@ -378,7 +390,11 @@ def imports_foreign_code(found: Mapping[str, Any]) -> bool:
         named = getattr(importlib.import_module(module), name)
     except Exception:  # noqa: BLE001 (making the environment fails likewise: a package is missing)
         return False
-    own = isinstance(named, type) and issubclass(named, Env) and named.__module__.startswith(OWN)
+    own = (
+        isinstance(named, type)
+        and issubclass(named, Env)
+        and named.__module__.startswith(OWN)
+    )
     return not own
 
 

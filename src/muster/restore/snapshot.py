@@ -75,7 +75,10 @@ def take(env: Any) -> Snapshot:
     except Mismatch as error:
         return {"way": "none", "reason": str(error)}
     except Exception as error:  # noqa: BLE001  (foreign code can raise anything; there is no snapshot then)
-        return {"way": "none", "reason": f"saving {_name(env)} raised {described(error)}"}
+        return {
+            "way": "none",
+            "reason": f"saving {_name(env)} raised {described(error)}",
+        }
 
 
 def restore(env: Any, snapshot: Snapshot, trust: bool) -> str | None:
@@ -124,7 +127,10 @@ def _layers(env: Any) -> list[Any]:
     found = [env]
     for layer in found:  # the loop appends to it
         held = getattr(layer, "__dict__", {})
-        held = {**(held.get("_modules") or {}), **held}  # a torch module has its submodules there
+        held = {
+            **(held.get("_modules") or {}),
+            **held,
+        }  # a torch module has its submodules there
         links = [held.get(name) for name in LINKS]
         for link in links:
             children = link if isinstance(link, (list, tuple)) else [link]
@@ -146,7 +152,9 @@ def _own(layer: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
     for get, put in PAIRS:
         functions = [getattr(type(layer), name, None) for name in (get, put)]
         # A torch module's state_dict has its parameters only, not the state of an environment.
-        if not all(callable(f) and not str(f.__module__).startswith("torch") for f in functions):
+        if not all(
+            callable(f) and not str(f.__module__).startswith("torch") for f in functions
+        ):
             continue
         read = getattr(layer, get)
         write = getattr(layer, put)
@@ -280,7 +288,9 @@ def _unpickled(snapshot: Snapshot, layers: list[Any]) -> list[dict[str, Any]]:
         raise Mismatch(
             f"The state was pickled by Python {snapshot['python']}, and this is Python {PYTHON}"
         )
-    fixed: dict[Any, Any] = {("layer", number): layer for number, layer in enumerate(layers)}
+    fixed: dict[Any, Any] = {
+        ("layer", number): layer for number, layer in enumerate(layers)
+    }
     fixed |= {("class", number): type(layer) for number, layer in enumerate(layers)}
     parts: list[dict[str, Any]] = load(snapshot["data"], snapshot["shared"], fixed)
     return parts

@@ -67,7 +67,9 @@ class Abilities:
         """Return the number of environments stepped in the row that raised."""
         return 0 if self._counting is None else self._counting.take_executed()
 
-    def restart_agent(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int]) -> None:
+    def restart_agent(
+        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int]
+    ) -> None:
         """Clear the agent's past in an observation row."""
         if self._restarting is not None:
             self._restarting.restart_agent(arrays, row, which)

@@ -77,7 +77,9 @@ def check_bootstrap(
             "bootstrap evaluates the last row of each environment, and agents that take turns have"
             " one each: compute the values of ('next', 'observation') in the learner"
         )
-    is_recurrent = any(column.carry and column.key not in observed for column in columns)
+    is_recurrent = any(
+        column.carry and column.key not in observed for column in columns
+    )
     if is_recurrent and not reset_when_done:
         raise BadOption(
             "bootstrap: reset_when_done=False forgets recurrent states at the ends of episodes"
@@ -111,14 +113,18 @@ class NextRows:
             if row >= lane.done_steps:
                 del self._kept[cell]
 
-    def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def before_reset(
+        self, row: int, which: Sequence[int], seeds: Sequence[int] | None
+    ) -> None:
         """Keep the recurrent states of environments ``which`` in ``row``."""
         if row == 0:
             return
         for i in which:
             # else it is reset again after an error: ``row`` has the new states
             if (row - 1, i) not in self._kept:
-                states = {key: _copy(self._lane.data[key][row, i]) for key in self._states}
+                states = {
+                    key: _copy(self._lane.data[key][row, i]) for key in self._states
+                }
                 self._kept[row - 1, i] = states
 
     def lost_track(self, which: Sequence[int]) -> None:
@@ -151,7 +157,9 @@ class NextRows:
             cells |= truncated
         t, env = np.nonzero(cells & shown & ~terminated)
         observed = self._group.env.spec.observation_specs
-        rows: dict[Key, Any] = {key: _copy(lane.data[next_of(key)][t, env]) for key in observed}
+        rows: dict[Key, Any] = {
+            key: _copy(lane.data[next_of(key)][t, env]) for key in observed
+        }
         for key in self._states:
             rows[key] = _copy(lane.data[key][t + 1, env])
             for place, cell in enumerate(zip(t.tolist(), env.tolist(), strict=True)):

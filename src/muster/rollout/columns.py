@@ -56,14 +56,20 @@ def lane_columns(
         )
     columns = []
     for key, spec in env_spec.carried_specs.items():
-        column = Column(key, spec.shape, spec.dtype, ragged=spec.ragged, inner=spec.inner)
+        column = Column(
+            key, spec.shape, spec.dtype, ragged=spec.ragged, inner=spec.inner
+        )
         columns.append(replace(column, carry=True, by_policy=key in by_policy))
         if not options.compact_obs:
             columns.append(replace(column, key=next_of(key)))
     for key, spec in env_spec.action_specs.items():
-        columns.append(Column(key, spec.shape, spec.dtype, ragged=spec.ragged, inner=spec.inner))
+        columns.append(
+            Column(key, spec.shape, spec.dtype, ragged=spec.ragged, inner=spec.inner)
+        )
     for key, spec in env_spec.step_specs.items():
-        column = Column(next_of(key), spec.shape, spec.dtype, ragged=spec.ragged, inner=spec.inner)
+        column = Column(
+            next_of(key), spec.shape, spec.dtype, ragged=spec.ragged, inner=spec.inner
+        )
         columns.append(column)
     visible = set(env_spec.flags)
     if options.max_frames_per_traj:
@@ -71,7 +77,9 @@ def lane_columns(
     for flag in FLAGS:
         for key in (flag, next_of(flag)):
             hidden = flag not in visible
-            columns.append(Column(key, (), FLAG, trailing=True, host=True, hidden=hidden))
+            columns.append(
+                Column(key, (), FLAG, trailing=True, host=True, hidden=hidden)
+            )
     if options.traj_done_key is not None:
         columns.append(Column(TRAJ_DONE, (), FLAG, trailing=True, host=True))
     columns.append(
@@ -84,7 +92,9 @@ def lane_columns(
             hidden=env_spec.reward_key == TEAM_REWARD,
         )
     )
-    columns.append(Column(TRAJ_IDS, (), INTEGER, host=True, hidden=not options.track_traj_ids))
+    columns.append(
+        Column(TRAJ_IDS, (), INTEGER, host=True, hidden=not options.track_traj_ids)
+    )
     if options.max_frames_per_traj:
         for key in (STEP_COUNT, next_of(STEP_COUNT)):
             columns.append(Column(key, (), INTEGER, trailing=True, host=True))

@@ -81,7 +81,9 @@ class RolloutContext:
                         self._threads_before = threads
                         torch.set_num_threads(self._num_threads)
                 if self._mode is None:
-                    self._mode = torch.inference_mode() if self._inference else torch.no_grad()
+                    self._mode = (
+                        torch.inference_mode() if self._inference else torch.no_grad()
+                    )
                 self._mode.__enter__()
                 self._is_in_mode = True
         except BaseException:
@@ -111,5 +113,7 @@ class Contexts:
 
     def __init__(self, rng: GroupRng, options: RolloutOptions) -> None:
         self.rng = rng
-        self.usual = RolloutContext(rng, options, inference=options.execution.inference_mode)
+        self.usual = RolloutContext(
+            rng, options, inference=options.execution.inference_mode
+        )
         self.without_inference = RolloutContext(rng, options, inference=False)

@@ -72,7 +72,9 @@ class Waiting:
         if absent or bypass.is_used:
             bypass.set(absent)
 
-    def add(self, lane: Lane, t: int, which: Sequence[int], going_on: Collection[int] = ()) -> bool:
+    def add(
+        self, lane: Lane, t: int, which: Sequence[int], going_on: Collection[int] = ()
+    ) -> bool:
         """Add environments that ended at row ``t``; those in ``going_on`` continue without a reset.
 
         Returns:
@@ -85,7 +87,9 @@ class Waiting:
             specs = self._env.spec.carried_specs
             for i in new:
                 if i in going_on:
-                    self._kept[i] = {key: copied(lane.arrays[key][t + 1, i]) for key in specs}
+                    self._kept[i] = {
+                        key: copied(lane.arrays[key][t + 1, i]) for key in specs
+                    }
             for key, spec in specs.items():
                 if spec.is_tensor:
                     lane.arrays[key][t + 1, new] = 0
@@ -192,12 +196,16 @@ class Ends(Protocol):
     waits: bool
     repeats_flags: bool
 
-    def decide(self, lane: Lane, t: int, over: Sequence[int], going_on: Sequence[int]) -> Decision:
+    def decide(
+        self, lane: Lane, t: int, over: Sequence[int], going_on: Sequence[int]
+    ) -> Decision:
         """Decide on the environments whose episode is ``over`` after row ``t``, and on those that
         only lost a life (``going_on``).
         """
 
-    def without_transition(self, lane: Lane, done: Array, waiting: Waiting) -> Array | None:
+    def without_transition(
+        self, lane: Lane, done: Array, waiting: Waiting
+    ) -> Array | None:
         """Return a mask of the stepped cells without a transition, ``[n, B]``; None: all have one.
 
         Args:
@@ -213,10 +221,14 @@ class ResetNow:
     waits = False
     repeats_flags = False
 
-    def decide(self, lane: Lane, t: int, over: Sequence[int], going_on: Sequence[int]) -> Decision:
+    def decide(
+        self, lane: Lane, t: int, over: Sequence[int], going_on: Sequence[int]
+    ) -> Decision:
         return Decision(over, going_on)
 
-    def without_transition(self, lane: Lane, done: Array, waiting: Waiting) -> Array | None:
+    def without_transition(
+        self, lane: Lane, done: Array, waiting: Waiting
+    ) -> Array | None:
         return waiting.without_transition(len(done))
 
 
@@ -237,16 +249,22 @@ class WaitForBatch:
         self.leaves_out = bypass.is_possible
         self.waits = bypass.is_possible
 
-    def decide(self, lane: Lane, t: int, over: Sequence[int], going_on: Sequence[int]) -> Decision:
+    def decide(
+        self, lane: Lane, t: int, over: Sequence[int], going_on: Sequence[int]
+    ) -> Decision:
         ended = sorted({*over, *going_on})
         all_wait = self._waiting.add(lane, t, ended, going_on)
         if not all_wait and not self.leaves_out:
-            return Decision(over, going_on)  # they are stepped on, and these steps are discarded
+            return Decision(
+                over, going_on
+            )  # they are stepped on, and these steps are discarded
         if self._limit is not None:
             self._limit.let_go(ended)
         return Decision((), (), all_wait)
 
-    def without_transition(self, lane: Lane, done: Array, waiting: Waiting) -> Array | None:
+    def without_transition(
+        self, lane: Lane, done: Array, waiting: Waiting
+    ) -> Array | None:
         return cut_after_end(lane, done, self._reward)
 
 
@@ -270,7 +288,9 @@ class ChosenByRule:
         self.waits = others.waits
         self.repeats_flags = others.repeats_flags
 
-    def decide(self, lane: Lane, t: int, over: Sequence[int], going_on: Sequence[int]) -> Decision:
+    def decide(
+        self, lane: Lane, t: int, over: Sequence[int], going_on: Sequence[int]
+    ) -> Decision:
         self._rule.ended(over)
         complete = self._rule.complete
         if self._others.repeats_flags:
@@ -285,7 +305,9 @@ class ChosenByRule:
         rest = [i for i in over if i not in let_go]
         return Decision(rest, going_on, complete or all_wait)
 
-    def without_transition(self, lane: Lane, done: Array, waiting: Waiting) -> Array | None:
+    def without_transition(
+        self, lane: Lane, done: Array, waiting: Waiting
+    ) -> Array | None:
         return self._others.without_transition(lane, done, waiting)
 
 

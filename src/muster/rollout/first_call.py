@@ -65,7 +65,9 @@ def _call(group: Group, policy: Policy) -> Outputs:
     """Make the policy's first call, on the rows for the next step."""
     with group.contexts.without_inference:
         obs = group.observations()
-        obs |= {key: group.carry.seen(key) for key in group.env.spec.action_masks.values()}
+        obs |= {
+            key: group.carry.seen(key) for key in group.env.spec.action_masks.values()
+        }
         if IS_INIT in group.carry:  # the episodes may have begun with an earlier policy
             obs[IS_INIT] = group.carry.seen(IS_INIT)
         seen = group.can.starting.seen(obs)

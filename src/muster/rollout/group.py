@@ -184,7 +184,9 @@ class Group:
         self.first_call: FirstCall | None = None
         self.contexts = Contexts(rng, options)
         self.can = Abilities(env, options)
-        self.seeding = EpisodeSeeding(options, env.spec, clock, tells=not self.can.write_next)
+        self.seeding = EpisodeSeeding(
+            options, env.spec, clock, tells=not self.can.write_next
+        )
         self.on_device: OnDevice | None = None
         if env.spec.device is not None and isinstance(clock, TrajectoryClock):
             self.on_device = OnDevice(clock, env.spec, options, self.can)
@@ -250,7 +252,9 @@ class Group:
         absent = () if self.open is None else self.open.absent
         return [i for i in self.due.which if i not in absent]
 
-    def reset(self, which: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> None:
+    def reset(
+        self, which: Sequence[int] | None = None, seeds: Sequence[int] | None = None
+    ) -> None:
         """Schedule a reset of the environments ``which`` (default all) before the next step."""
         chosen = range(self.B) if which is None else sorted(set(which))
         self.due.add(chosen, seeds)
@@ -261,7 +265,9 @@ class Group:
         self.due.lose()
         self.reset()
 
-    def begin_episodes(self, *, early: bool = False, reports: Reports | None = None) -> list[int]:
+    def begin_episodes(
+        self, *, early: bool = False, reports: Reports | None = None
+    ) -> list[int]:
         """Execute the resets that are due, and return these environments.
 
         Call it in the group's context.
@@ -278,13 +284,17 @@ class Group:
             reports.progress.begin(Phase.RESET)  # the phase of the error
         undone = self.due.undone(again=self.can.has_reset_options)
         was_lost = self.due.recover()
-        if self.agent_clock is None or was_lost:  # else the environments end the episodes of agents
+        if (
+            self.agent_clock is None or was_lost
+        ):  # else the environments end the episodes of agents
             self.clock.abandon(which)
         if self.agent_returns is not None:
             self.agent_returns.abandon(which)
         self.carry.begin_anew(which)
         for part, seeds in self.due.parts(undone):
-            self.reset_envs(self.carry, 0, part, self.seeding.seeds_of(part, seeds), reports)
+            self.reset_envs(
+                self.carry, 0, part, self.seeding.seeds_of(part, seeds), reports
+            )
         self.discard_call()
         self.due.done(early=early)
         return which
@@ -368,7 +378,9 @@ class Group:
         """Whether an error has left a complete row of a rollout that stays open: the next request
         returns it.
         """
-        return self.open is not None and self.open.stays_open and self.open.has_unsettled
+        return (
+            self.open is not None and self.open.stays_open and self.open.has_unsettled
+        )
 
     @property
     def can_stay_open(self) -> bool:

@@ -165,7 +165,10 @@ def watching(
         step = StepView(lane, t, env_ids, waiting, repeats)
         try:
             call_hook(
-                "on_step", on_step, step, "The row is complete, and the next call goes on after it."
+                "on_step",
+                on_step,
+                step,
+                "The row is complete, and the next call goes on after it.",
             )
         finally:
             if repeats:
@@ -226,7 +229,9 @@ def rendering(env: EnvBatch, seconds: float) -> Watch:
     return watch
 
 
-def call_hook(name: str, function: Callable[[Value], Result], value: Value, advice: str) -> Result:
+def call_hook(
+    name: str, function: Callable[[Value], Result], value: Value, advice: str
+) -> Result:
     """Call a function of the user.
 
     Raises:

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, SEED, TRAJ_IDS, VALID, Key, next_of
+from muster.keys import (
+    IS_INIT,
+    POLICY_VERSION,
+    RESUMED,
+    SEED,
+    TRAJ_IDS,
+    VALID,
+    Key,
+    next_of,
+)
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch
@@ -70,7 +79,9 @@ class LaneViews:
     resumed_there: Rows
 
 
-def views_of(lane: Lane, env: EnvBatch, carry: Carry, options: RolloutOptions) -> LaneViews:
+def views_of(
+    lane: Lane, env: EnvBatch, carry: Carry, options: RolloutOptions
+) -> LaneViews:
     """Return the parts of a lane for a group with these environments; ``carry`` gets memory for the
     carried columns.
     """
@@ -104,7 +115,9 @@ def views_of(lane: Lane, env: EnvBatch, carry: Carry, options: RolloutOptions) -
     host_fills: list[tuple[Fill, bool]] = []
     mirrored: list[Key] = []
     if lane.mirrored:
-        host_fills = [(arrays[key].fill, values[key]) for key in values if key in arrays]
+        host_fills = [
+            (arrays[key].fill, values[key]) for key in values if key in arrays
+        ]
         mirrored = [column.key for column in lane.layout.tensor_columns if column.host]
     flags = (env.spec.reward_key, DONE, TERMINATED, TRUNCATED, TRAJ_IDS)
     return LaneViews(
@@ -136,7 +149,9 @@ def _fills(lane: Lane, values: Mapping[Key, bool]) -> list[tuple[Fill, bool]]:
     fills: list[tuple[Fill, bool]] = []
     block: Any = lane.block
     offsets = lane.layout.offsets
-    runs = groupby(lane.layout.tensor_columns, key=lambda column: values.get(column.key))
+    runs = groupby(
+        lane.layout.tensor_columns, key=lambda column: values.get(column.key)
+    )
     for value, columns in runs:
         if value is None:
             continue

@@ -26,13 +26,17 @@ IN_POLICY = 0
 IN_STEP = 1
 AFTER_STEP = 2
 BETWEEN_ROWS = 3
-TIMED_EVERY = 16  # a power of two; only one of so many steps is timed, so timing is almost free
+TIMED_EVERY = (
+    16  # a power of two; only one of so many steps is timed, so timing is almost free
+)
 
 
 class RolloutRecorder(Protocol):
     """Makes whole rollouts by a recorded function instead of row by row; see ``muster.capture``."""
 
-    def run(self, running: Rollout, prepared: Prepared, by_rows: Callable[[], None]) -> None:
+    def run(
+        self, running: Rollout, prepared: Prepared, by_rows: Callable[[], None]
+    ) -> None:
         """Fill the rest of the lane, or call ``by_rows``, which does."""
 
 
@@ -90,10 +94,19 @@ def rollout(
             acted = running.begin()
         prepared = _prepare(running, policy, acted=acted)
         signals = interrupts.here()
-        if lane.acts_from > lane.done_steps:  # row 0 has the action of the policy's first call
+        if (
+            lane.acts_from > lane.done_steps
+        ):  # row 0 has the action of the policy's first call
             _run(running, prepared, no_act, lane.done_steps, lane.acts_from, signals)
         if not lane.stopped and lane.acts_from < lane.acts_until:
-            run = (running, prepared, prepared.act, lane.acts_from, lane.acts_until, signals)
+            run = (
+                running,
+                prepared,
+                prepared.act,
+                lane.acts_from,
+                lane.acts_until,
+                signals,
+            )
             if recorder is None:
                 _run(*run)
             else:
@@ -159,7 +172,9 @@ def _prepare(running: Rollout, policy: Policy, *, acted: bool) -> Prepared:
     return Prepared(policy, version, act, step)
 
 
-def _catch_up(running: Rollout, policy: Policy, holding: HoldsSteps, acted: bool) -> None:
+def _catch_up(
+    running: Rollout, policy: Policy, holding: HoldsSteps, acted: bool
+) -> None:
     """Make the steps after which rows can be complete, where agents take turns; see
     ``HoldsSteps.late``.
 
@@ -304,7 +319,9 @@ def _cut_short(
     reason = "bad_env_output" if issubclass(type(error), BadEnvOutput) else "env_error"
     running.fail(t, reason, _executed(running, t, at))
     what = "reset" if resetting else "step"
-    return env_error(running.group.env.spec.name, f"{what} (row {t} of the batch)", error)
+    return env_error(
+        running.group.env.spec.name, f"{what} (row {t} of the batch)", error
+    )
 
 
 def _executed(running: Rollout, t: int, at: int) -> int:

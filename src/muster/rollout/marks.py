@@ -37,7 +37,9 @@ else:
     from muster.utils import lazy_torch as torch
 
 NEVER = 1 << 62
-CACHE_BYTES = 1 << 18  # pieces of this size are still in the CPU's cache when they are copied
+CACHE_BYTES = (
+    1 << 18
+)  # pieces of this size are still in the CPU's cache when they are copied
 
 
 @dataclass
@@ -66,7 +68,9 @@ class NextObservations:
         due: the row after which the next copy is due.
     """
 
-    def __init__(self, keys: Sequence[Key], columns: Sequence[tuple[Any, Any]], every: int) -> None:
+    def __init__(
+        self, keys: Sequence[Key], columns: Sequence[tuple[Any, Any]], every: int
+    ) -> None:
         self._keys = keys
         self._columns = columns
         self._every = every
@@ -86,7 +90,9 @@ class NextObservations:
                 else:
                     after[begin:end] = before[begin:end]
 
-    def keep(self, lane: Lane, t: int, envs: Sequence[int], known: Collection[int]) -> None:
+    def keep(
+        self, lane: Lane, t: int, envs: Sequence[int], known: Collection[int]
+    ) -> None:
         """Keep the observations after row ``t`` of ``envs``, except those of ``known``
         environments.
         """
@@ -144,7 +150,9 @@ def nested_truncations(specs: Specs) -> list[Key]:
     return [key for key in truncated if (*key[:-1], "done") in specs]
 
 
-def mark_end(lane: Lane, t: int, env_spec: EnvSpec, *, limited: bool, there: bool = False) -> None:
+def mark_end(
+    lane: Lane, t: int, env_spec: EnvSpec, *, limited: bool, there: bool = False
+) -> None:
     """For ``set_truncated``: mark the last row ``t`` as truncated where no episode ended.
 
     Nested flags are marked in the ``next`` columns only, since the episode continues. The root is

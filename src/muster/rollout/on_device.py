@@ -62,7 +62,8 @@ def needs_of_request(request: RolloutRequest, watch: Watch | None) -> list[str]:
     """Return the reasons why the host has to wait for this rollout."""
     reasons = {
         "a rule on episodes (n_episode)": request.rule is not None,
-        "frames_per_batch that environments cannot share equally": request.limit is not None,
+        "frames_per_batch that environments cannot share equally": request.limit
+        is not None,
         "bootstrap": request.bootstrap is not None,
         "rendering": request.pause is not None,
         "environments that are left out": bool(request.absent),

@@ -8,14 +8,23 @@ from typing import Annotated, Any, Literal
 
 from muster.errors import BadOption
 from muster.protocols import PolicyMode
-from muster.utils.checked import Checked, Details, Limit, Number, PositiveNumber, list_of_seeds
+from muster.utils.checked import (
+    Checked,
+    Details,
+    Limit,
+    Number,
+    PositiveNumber,
+    list_of_seeds,
+)
 
 Validate = Literal["off", "fast", "full"]
 
 
 def _interruptor(name: str, value: Any) -> Any:
     if value is not None and not callable(getattr(value, "collection_stopped", None)):
-        raise BadOption(f"{name}={value!r}: expected an object with a method collection_stopped()")
+        raise BadOption(
+            f"{name}={value!r}: expected an object with a method collection_stopped()"
+        )
     return value
 
 
@@ -27,7 +36,9 @@ def _version_counter(name: str, value: Any) -> Any:
 
 def _entry_of_info(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise BadOption(f"{name}={value!r}: expected the name of an entry of info, or None")
+        raise BadOption(
+            f"{name}={value!r}: expected the name of an entry of info, or None"
+        )
     return value
 
 

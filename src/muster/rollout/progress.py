@@ -114,7 +114,9 @@ def reward_key(lane: Lane) -> Key:
     return next(c.key for c in lane.layout.columns if c.key[-1] in names and c.host)
 
 
-def steps_made(cells: Any, lane: Lane, reward_key: Key, rule: Rule | None = None) -> int:
+def steps_made(
+    cells: Any, lane: Lane, reward_key: Key, rule: Rule | None = None
+) -> int:
     """Return the number of steps of a dead worker's current request, in all rows of its lane.
 
     ``rule`` is that of the request: see ``Group.rule``.

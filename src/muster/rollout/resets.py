@@ -12,7 +12,9 @@ from typing_extensions import Self
 class ResetListener(Protocol):
     """What is told of a group's resets, for instance a log of actions."""
 
-    def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def before_reset(
+        self, row: int, which: Sequence[int], seeds: Sequence[int] | None
+    ) -> None:
         """Note a reset that comes now; the arguments are those of ``EnvBatch.reset``."""
 
     def lost_track(self, which: Sequence[int]) -> None:
@@ -30,7 +32,9 @@ class Due:
         is_lost: the environments failed: their states, and open turns of agents, are lost.
     """
 
-    def __init__(self, which: Sequence[int], seeds: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self, which: Sequence[int], seeds: Mapping[int, int] | None = None
+    ) -> None:
         self.which = list(which)
         self.seeds = dict(seeds or {})
         self.error: BaseException | None = None
@@ -81,7 +85,9 @@ class Due:
         if error is not None:
             self.error = None
             raise error
-        return [i for i in self.which if again or i in self.seeds or i not in self.begun]
+        return [
+            i for i in self.which if again or i in self.seeds or i not in self.begun
+        ]
 
     def leave_out(self, which: Collection[int]) -> Self:
         """Remove these environments, and return them with their seeds, for ``done``."""

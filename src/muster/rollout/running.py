@@ -95,9 +95,13 @@ class Rollout:
         self.tally = tally
         views: LaneViews | None = lane.cache.get(group)
         if views is None:
-            views = lane.cache[group] = views_of(lane, group.env, group.carry, group.options)
+            views = lane.cache[group] = views_of(
+                lane, group.env, group.carry, group.options
+            )
         self.views = views
-        self.next_obs = NextObservations(views.observed, views.next_rows, views.copied_every)
+        self.next_obs = NextObservations(
+            views.observed, views.next_rows, views.copied_every
+        )
         self.paused: Prepared | None = None
         self._settled = 0  # number of rows that ``settle`` has completed
         self.reports = group.reports
@@ -167,7 +171,9 @@ class Rollout:
             first[...] = group.carry[key]
         for array, is_init in views.states:
             if is_init:
-                array[1:] = False  # resets set it; the slot may hold values of an earlier rollout
+                array[1:] = (
+                    False  # resets set it; the slot may hold values of an earlier rollout
+                )
         call = None
         if group.first_call is not None and not lane.stopped:
             call = group.take_call()
@@ -178,7 +184,9 @@ class Rollout:
         if views.seed is not None:
             views.seed[...] = group.seeding.current
         if call is not None:
-            store_outputs(call.outputs, lane)  # also the version, if the policy tells it itself
+            store_outputs(
+                call.outputs, lane
+            )  # also the version, if the policy tells it itself
         if request.stays_open:
             lane.act_until(1)
         return call is not None
@@ -203,7 +211,9 @@ class Rollout:
             self._cut(self.lane.done_steps - 1)
         if self.reports.progress.watched:
             self.reports.progress.count(waits=self.ends.leaves_out)
-        version = self.views.version if self._there is None else self.views.version_there
+        version = (
+            self.views.version if self._there is None else self.views.version_there
+        )
         if version is not None:
             self._stamp(version, self.lane.done_steps, None)
 
@@ -225,7 +235,9 @@ class Rollout:
             return None
         rows: DeviceRows | None = self.lane.cache.get(DeviceRows)
         if rows is None:
-            rows = self.lane.cache[DeviceRows] = device_rows(self.lane, self.group.env.spec)
+            rows = self.lane.cache[DeviceRows] = device_rows(
+                self.lane, self.group.env.spec
+            )
         return rows
 
     def _begin_episodes(self) -> None:
@@ -239,16 +251,22 @@ class Rollout:
             self.absent = unneeded
         held = group.due.leave_out(unneeded)
         group.begin_episodes(reports=self.reports)
-        group.due.done(held)  # environments that were reset early are stepped in this rollout
+        group.due.done(
+            held
+        )  # environments that were reset early are stepped in this rollout
 
     def _choose_ends(self) -> Ends:
         group = self.group
         ends: Ends = RESET_NOW
         if not group.options.reset_when_done and not self.request.is_random_start:
-            ends = WaitForBatch(self.waiting, group.bypass, self._limit, group.env.spec.reward_key)
+            ends = WaitForBatch(
+                self.waiting, group.bypass, self._limit, group.env.spec.reward_key
+            )
         if self.request.rule is None:
             return ends
-        return ChosenByRule(self.request.rule, ends, self.waiting, group.bypass, self._limit)
+        return ChosenByRule(
+            self.request.rule, ends, self.waiting, group.bypass, self._limit
+        )
 
     def _choose_watchers(self) -> tuple[Watch, ...]:
         group = self.group
@@ -257,7 +275,9 @@ class Rollout:
             env_ids = group.env_ids
             on_step = group.options.on_step
             repeats = group.env.spec.repeats
-            watchers.append(watching(on_step, env_ids, self.waiting, repeats, self.next_obs))
+            watchers.append(
+                watching(on_step, env_ids, self.waiting, repeats, self.next_obs)
+            )
         if self.request.pause is not None:
             watchers.append(rendering(group.env, self.request.pause))
         if self._watch is not None:
@@ -324,11 +344,15 @@ class Rollout:
         if self._limit is not None:
             late = self._limit.reached(t)
             if late:
-                cut = late if finished is None else [i for i in late if i not in finished]
+                cut = (
+                    late if finished is None else [i for i in late if i not in finished]
+                )
                 lane.arrays[TRUNCATED][t, cut] = True
                 finished = sorted({*cut, *(finished or ())})
         if finished is not None:
-            self.next_obs.copy(t + 1)  # before the reset overwrites the true last observations
+            self.next_obs.copy(
+                t + 1
+            )  # before the reset overwrites the true last observations
             if self.group.options.compact_obs:
                 self.next_obs.keep(lane, t, finished, self.waiting.all)
             self._end_episodes(t, finished, late)
@@ -340,7 +364,9 @@ class Rollout:
             lane.stop()
         return STOP if lane.stopped else self.next_call(t + 1)
 
-    def _end_episodes(self, t: int, finished: Sequence[int], late: Sequence[int]) -> None:
+    def _end_episodes(
+        self, t: int, finished: Sequence[int], late: Sequence[int]
+    ) -> None:
         """End the episodes of ``finished`` at row ``t``; those of ``late`` reached the limit."""
         lane = self.lane
         lost = self.group.can.lives_lost
@@ -394,7 +420,9 @@ class Rollout:
             self._reset_rows(t + 1, part, seeds)
         group.due.done(group.due.leave_out(self.absent))
 
-    def _reset_rows(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def _reset_rows(
+        self, row: int, which: Sequence[int], seeds: Sequence[int] | None
+    ) -> None:
         seeding = self.group.seeding
         if seeding.is_chosen:
             seeds = seeding.seeds_of(which, seeds, self._ended_before(row))
@@ -411,7 +439,9 @@ class Rollout:
         arrays = self.lane.arrays
         if self.group.options.traj_done_key is not None:
             return np.asarray(arrays[TRAJ_DONE][:row].sum(axis=0))
-        return np.asarray((arrays[TERMINATED][:row] | arrays[TRUNCATED][:row]).sum(axis=0))
+        return np.asarray(
+            (arrays[TERMINATED][:row] | arrays[TRUNCATED][:row]).sum(axis=0)
+        )
 
     def _restart_states(self, row: int, which: Sequence[int]) -> None:
         for array, value in self.views.states:
@@ -435,7 +465,9 @@ class Rollout:
         """
         lane = self.lane
         group = self.group
-        found = first_bad_value(lane, group.env.spec, group.options.validate, without, begin)
+        found = first_bad_value(
+            lane, group.env.spec, group.options.validate, without, begin
+        )
         if found is None:
             return
         t, message, by_policy = found
@@ -447,14 +479,18 @@ class Rollout:
         self._unmark()
         group.lose()
         error = BadPolicyOutput if by_policy else BadEnvOutput
-        raise error(f"{message}. The {t} rows before it are kept; the environments are reset.")
+        raise error(
+            f"{message}. The {t} rows before it are kept; the environments are reset."
+        )
 
     def _unmark(self) -> None:
         """Undo the entries of incomplete rows."""
         begin = self.lane.done_steps
         self.next_obs.take_back(begin)
         self.waiting.take_back(begin)
-        self.reports.progress.mark_unwritten(self.lane, self.group.env.spec.reward_key, begin)
+        self.reports.progress.mark_unwritten(
+            self.lane, self.group.env.spec.reward_key, begin
+        )
         for marks, value in self.views.marks:
             marks[begin:] = value
 
@@ -475,7 +511,9 @@ class Rollout:
         clock = self.group.clock
         episodes = NO_EPISODES
         options = self.group.options
-        if not (ends or options.max_frames_per_traj) and isinstance(clock, TrajectoryClock):
+        if not (ends or options.max_frames_per_traj) and isinstance(
+            clock, TrajectoryClock
+        ):
             clock.advance_row(ids[t], reward[t])
         else:
             flags = [rows[t:n] for rows in self.views.flags]
@@ -557,7 +595,12 @@ class Rollout:
         without = None
         if self.ends.repeats_flags or not self.waiting.is_idle:
             without = self.ends.without_transition(lane, done, self.waiting)
-        if without is not None or n < lane.T or views.is_fine is None or not views.is_fine():
+        if (
+            without is not None
+            or n < lane.T
+            or views.is_fine is None
+            or not views.is_fine()
+        ):
             self._check_values(without)
         over = done if options.traj_done_key is None else lane.arrays[TRAJ_DONE][:n]
         clock = group.clock
@@ -576,7 +619,9 @@ class Rollout:
         closes = self.request.closes and not self.request.is_random_start
         # a mark for the learner; the episode continues
         if options.set_truncated and closes and n:
-            mark_end(lane, n - 1, group.env.spec, limited=bool(options.max_frames_per_traj))
+            mark_end(
+                lane, n - 1, group.env.spec, limited=bool(options.max_frames_per_traj)
+            )
         for key, rows, _, last in views.carried:
             row = last if n == lane.T else rows[n : n + 1]
             group.carry.take(key, row, self.absent)
@@ -636,7 +681,9 @@ class Rollout:
         assert isinstance(clock, TrajectoryClock)  # agents that take turns do not wait
         ended = [i for i, t in self.waiting.since.items() if over[t, i]]
         if self.group.can.write_next and self.ends.repeats_flags:
-            ended = np.flatnonzero(over.any(axis=0)).tolist()  # no step has told of them
+            ended = np.flatnonzero(
+                over.any(axis=0)
+            ).tolist()  # no step has told of them
         clock.take_back(without.sum(axis=0), ended)
         self.group.due.add(ended)
         if not self.group.bypass.is_possible:
@@ -645,7 +692,9 @@ class Rollout:
     def _mark_valid(self, n: int, without: Array | None) -> int:
         """Mark the cells with a transition, and return the number of valid ones."""
         limit = self.request.limit
-        shared = None if limit is None else (*places_of(self.group, self.request), limit)
+        shared = (
+            None if limit is None else (*places_of(self.group, self.request), limit)
+        )
         frames, surplus = mark_valid(
             self.lane, n, without, repeat_flags=self.ends.repeats_flags, shared=shared
         )
@@ -663,7 +712,9 @@ def places_of(group: Group, request: RolloutRequest) -> tuple[Array, int]:
     return np.arange(first, first + group.B), sharing
 
 
-def _reports_of(group: Group, request: RolloutRequest, listener: ResetListener | None) -> Reports:
+def _reports_of(
+    group: Group, request: RolloutRequest, listener: ResetListener | None
+) -> Reports:
     if request.is_random_start:
         return Reports(Progress(), [])
     if listener is None:

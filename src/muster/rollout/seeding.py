@@ -75,7 +75,10 @@ class EpisodeSeeding:
         self._restarts[...] = True
 
     def seeds_of(
-        self, which: Sequence[int], given: Sequence[int] | None, ended: Array | None = None
+        self,
+        which: Sequence[int],
+        given: Sequence[int] | None,
+        ended: Array | None = None,
     ) -> Sequence[int] | None:
         """Return the seeds of the episodes that begin now in the environments ``which``.
 

@@ -38,7 +38,9 @@ class Starting(Protocol):
     def seen(self, obs: Seen) -> Seen:
         """Return the observations of the environments that the policy's first call acts for."""
 
-    def start(self, policy: Policy, lane: Lane, rng: GroupRng, cells: Array) -> tuple[Act, Step]:
+    def start(
+        self, policy: Policy, lane: Lane, rng: GroupRng, cells: Array
+    ) -> tuple[Act, Step]:
         """Return the functions that act and step in the lane; ``cells`` show the phase."""
 
 
@@ -61,7 +63,9 @@ class Together:
     def seen(self, obs: Seen) -> Seen:
         return obs
 
-    def start(self, policy: Policy, lane: Lane, rng: GroupRng, cells: Array) -> tuple[Act, Step]:
+    def start(
+        self, policy: Policy, lane: Lane, rng: GroupRng, cells: Array
+    ) -> tuple[Act, Step]:
         phase = cells[PHASE]
         cells[PHASE] = Phase.POLICY
         try:
@@ -86,7 +90,9 @@ class WhenReady:
     def seen(self, obs: Seen) -> Seen:
         return {key: rows[self._env.ready_envs] for key, rows in obs.items()}
 
-    def start(self, policy: Policy, lane: Lane, rng: GroupRng, cells: Array) -> tuple[Act, Step]:
+    def start(
+        self, policy: Policy, lane: Lane, rng: GroupRng, cells: Array
+    ) -> tuple[Act, Step]:
         written = [column.key for column in policy.columns()]
         prepare = partial(_acting_in_phase, policy, rng, cells)
         acted_last = self._last is policy

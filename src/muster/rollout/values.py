@@ -23,33 +23,43 @@ WHOLE = slice(None)  # all rows
 FEW = 16  # values to check; for fewer of them, Python is faster than ufuncs
 
 
-def quick_check(lane: Lane, env_spec: EnvSpec, mode: Validate) -> Callable[[], bool] | None:
+def quick_check(
+    lane: Lane, env_spec: EnvSpec, mode: Validate
+) -> Callable[[], bool] | None:
     """Return a function that tests whether all rows are free of bad values; None: use
     ``first_bad_value``.
     """
     if mode != "fast" or lane.mirrored:
         return None
     floats, bounds = _to_check(lane, env_spec)
-    checked = sum(rows.size for rows in floats) + sum(rows.size for _, rows, _ in bounds)
+    checked = sum(rows.size for rows in floats) + sum(
+        rows.size for _, rows, _ in bounds
+    )
     if checked <= FEW:
         return _few_are_fine(floats, bounds)
     return partial(_are_fine(floats, bounds), WHOLE)
 
 
-def quick_row_check(lane: Lane, env_spec: EnvSpec, mode: Validate) -> Callable[[int], bool] | None:
+def quick_row_check(
+    lane: Lane, env_spec: EnvSpec, mode: Validate
+) -> Callable[[int], bool] | None:
     """Return a function that tests whether a row is free of bad values; None: use
     ``first_bad_value``.
     """
     if mode != "fast" or lane.mirrored:
         return None
     floats, bounds = _to_check(lane, env_spec)
-    checked = sum(rows[0].size for rows in floats) + sum(rows[0].size for _, rows, _ in bounds)
+    checked = sum(rows[0].size for rows in floats) + sum(
+        rows[0].size for _, rows, _ in bounds
+    )
     if checked <= FEW:
         return _few_of_row_are_fine(floats, bounds)
     return _are_fine(floats, bounds)
 
 
-def _are_fine(floats: list[Array], bounds: list[tuple[Any, Array, Array]]) -> Callable[[Any], bool]:
+def _are_fine(
+    floats: list[Array], bounds: list[tuple[Any, Array, Array]]
+) -> Callable[[Any], bool]:
     """Return a function that tests whether a row, or some rows, are free of bad values."""
     isfinite = np.isfinite
 
@@ -66,7 +76,9 @@ def _are_fine(floats: list[Array], bounds: list[tuple[Any, Array, Array]]) -> Ca
     return are_fine
 
 
-def _to_check(lane: Lane, env_spec: EnvSpec) -> tuple[list[Array], list[tuple[Any, Array, Array]]]:
+def _to_check(
+    lane: Lane, env_spec: EnvSpec
+) -> tuple[list[Array], list[tuple[Any, Array, Array]]]:
     """Return the columns that have to be finite; and those with bounds, each with a comparison that
     finds values beyond one of them, and the bound.
     """
@@ -187,11 +199,17 @@ def first_bad_value(
         places = [place for place in shown if place is not None]
         if places:
             t, b, what = min(places, key=lambda place: place[0])
-            return t, f"{env_spec.name}[{b}] (row {t} of the batch): {dotted(key)} {what}", False
+            return (
+                t,
+                f"{env_spec.name}[{b}] (row {t} of the batch): {dotted(key)} {what}",
+                False,
+            )
     return None
 
 
-def _first(values: Array, spec: ArraySpec, made: Array | None) -> tuple[int, int, str] | None:
+def _first(
+    values: Array, spec: ArraySpec, made: Array | None
+) -> tuple[int, int, str] | None:
     """Return row and environment of the first value outside the bounds of ``spec``, and the reason.
 
     Args:

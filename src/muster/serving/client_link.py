@@ -61,7 +61,9 @@ class WireFormat:
         UnsupportedSpace: a part of the space has no fixed shape.
     """
 
-    def __init__(self, codec: SpaceCodec, name: str, *, check_bounds: bool = False) -> None:
+    def __init__(
+        self, codec: SpaceCodec, name: str, *, check_bounds: bool = False
+    ) -> None:
         check_arrays(name, codec.specs)
         self._codec = codec
         self.description = [
@@ -138,20 +140,27 @@ class Connection:
         try:
             about = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ClientLost("bad_message", f"the text of a message is no JSON: {error}") from None
+            raise ClientLost(
+                "bad_message", f"the text of a message is no JSON: {error}"
+            ) from None
         kind = about.get("type") if isinstance(about, dict) else None
         if not isinstance(kind, str) or kind not in sizes:
             raise ClientLost(
-                "bad_message", f"a message has the type {kind!r:.60}, expected {' or '.join(sizes)}"
+                "bad_message",
+                f"a message has the type {kind!r:.60}, expected {' or '.join(sizes)}",
             )
         if nbytes != sizes[kind]:
             raise ClientLost(
-                "bad_message", f"{kind} has {nbytes} bytes of values, expected {sizes[kind]}"
+                "bad_message",
+                f"{kind} has {nbytes} bytes of values, expected {sizes[kind]}",
             )
         return about, self._take(nbytes, deadline)
 
     def send(
-        self, about: Mapping[str, Any], values: bytes = b"", within_s: float | None = None
+        self,
+        about: Mapping[str, Any],
+        values: bytes = b"",
+        within_s: float | None = None,
     ) -> None:
         """Send a message. Raises ``ClientLost``."""
         text = json.dumps(about).encode()
@@ -161,7 +170,8 @@ class Connection:
                 self._socket.sendall(SIZES.pack(len(text), len(values)) + text + values)
             except TimeoutError:
                 raise ClientLost(
-                    "timeout", f"the client has not read a message within {within_s:g} s"
+                    "timeout",
+                    f"the client has not read a message within {within_s:g} s",
                 ) from None
             except (OSError, ValueError) as error:
                 raise ClientLost("closed", str(error)) from None
@@ -171,7 +181,8 @@ class Connection:
         with suppress(ClientLost, OSError):
             if lost.reason != "closed":
                 self.send(
-                    {"type": "error", "error": lost.reason, "message": str(lost)}, within_s=DRAIN_S
+                    {"type": "error", "error": lost.reason, "message": str(lost)},
+                    within_s=DRAIN_S,
                 )
                 self._socket.shutdown(socket.SHUT_WR)
                 # closed with unread bytes, the client's end would be reset
@@ -193,7 +204,8 @@ class Connection:
             if self._sending.acquire(timeout=max(0.0, within_s)):
                 try:
                     self._socket.send(
-                        SIZES.pack(len(text), 0) + text, getattr(socket, "MSG_DONTWAIT", 0)
+                        SIZES.pack(len(text), 0) + text,
+                        getattr(socket, "MSG_DONTWAIT", 0),
                     )
                 finally:
                     self._sending.release()

@@ -57,7 +57,9 @@ class ClientSpaces:
         return {"observation": self.observations, "action": self.actions}
 
 
-def _spaces(observation_space: Any, action_space: Any, *, check_bounds: bool) -> ClientSpaces:
+def _spaces(
+    observation_space: Any, action_space: Any, *, check_bounds: bool
+) -> ClientSpaces:
     observations = WireFormat(
         observation_codec(observation_space), "observation", check_bounds=check_bounds
     )
@@ -100,7 +102,9 @@ class Clients:
         timeouts: Mapping[str, float | None],
         check_bounds: bool,
     ) -> None:
-        self.spaces = _spaces(observation_space, action_space, check_bounds=check_bounds)
+        self.spaces = _spaces(
+            observation_space, action_space, check_bounds=check_bounds
+        )
         self.count = count
         self.timeouts = timeouts
         self.lost: Counter[str] = Counter()
@@ -115,7 +119,9 @@ class Clients:
         self._token = _checked_token(token, host)
         self._listener = listening(address, "address")
         self._listener.settimeout(LOOK_S)
-        self.address = f"{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"
+        self.address = (
+            f"{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"
+        )
         # At the end of a program it closes: environments wait for their clients without a deadline.
         listening_thread = EndingThread(self._accept, "muster-serve", self.close)
         try:
@@ -158,7 +164,9 @@ class Clients:
             CollectorClosed: ``close`` was called.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._connected[number] in self._welcomed or self.closed)
+            self._changed.wait_for(
+                lambda: self._connected[number] in self._welcomed or self.closed
+            )
             self.check_open()
             connection = self._connected[number]
             assert connection is not None
@@ -212,7 +220,10 @@ class Clients:
             self._strangers.add(sock)
             try:
                 threading.Thread(
-                    target=self._welcome, args=(sock,), name="muster-handshake", daemon=True
+                    target=self._welcome,
+                    args=(sock,),
+                    name="muster-handshake",
+                    daemon=True,
                 ).start()
             except RuntimeError:  # the system allows no more threads
                 self._strangers.remove(sock)
@@ -236,9 +247,13 @@ class Clients:
 
     def _check(self, hello: Mapping[str, Any]) -> None:
         given = hello.get("token", "")
-        secret = given.encode("utf-8", "backslashreplace") if isinstance(given, str) else b""
+        secret = (
+            given.encode("utf-8", "backslashreplace") if isinstance(given, str) else b""
+        )
         if self._token and not hmac.compare_digest(secret, self._token.encode()):
-            raise ClientLost("bad_token", "the token of the message hello is missing or wrong")
+            raise ClientLost(
+                "bad_token", "the token of the message hello is missing or wrong"
+            )
         if hello.get("protocol") != PROTOCOL:
             raise ClientLost(
                 "bad_protocol",
@@ -252,7 +267,9 @@ class Clients:
                 )
 
     def _admit(self, connection: Connection) -> None:
-        with self._changed:  # a client that was replaced by this one may not be missed yet
+        with (
+            self._changed
+        ):  # a client that was replaced by this one may not be missed yet
             self._waiting += 1
             within_s = HANDSHAKE_S if self._waiting <= MOST_WAITING else 0.0
             has_room = self._changed.wait_for(
@@ -263,10 +280,13 @@ class Clients:
                 raise ClientLost("closed")
             if not has_room:
                 raise ClientLost(
-                    "full", f"{self.connected} clients are connected, which is the maximum"
+                    "full",
+                    f"{self.connected} clients are connected, which is the maximum",
                 )
             self._connected[self._connected.index(None)] = connection
-        described = {name: wire.description for name, wire in self.spaces.formats.items()}
+        described = {
+            name: wire.description for name, wire in self.spaces.formats.items()
+        }
         connection.send(
             {"type": "welcome", "protocol": PROTOCOL, **described}, within_s=HANDSHAKE_S
         )
@@ -304,7 +324,9 @@ class ClientEnv:
             "close": 0,
         }
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: Any = None
+    ) -> tuple[Any, dict[str, Any]]:
         clients = self._clients
         if clients.laying_out:
             wire = clients.spaces.observations
@@ -323,7 +345,11 @@ class ClientEnv:
                 self._first = obs
                 if kind == "step":
                     self._first = None
-                    self._lose(ClientLost("bad_message", "a step before the reset of its episode"))
+                    self._lose(
+                        ClientLost(
+                            "bad_message", "a step before the reset of its episode"
+                        )
+                    )
         self._last = self._first
         self._first = None
         self._playing = True
@@ -335,7 +361,9 @@ class ClientEnv:
         assert self._connection is not None, "step before reset"
         try:
             self._connection.send(
-                {"type": "action"}, clients.spaces.actions.encode(action), clients.timeouts["step"]
+                {"type": "action"},
+                clients.spaces.actions.encode(action),
+                clients.timeouts["step"],
             )
             kind, obs, reward, terminated, truncated = self._receive("step")
         except ClientLost as lost:
@@ -362,7 +390,9 @@ class ClientEnv:
         self._playing = False
         try:
             if self._connection is not None:
-                self._connection.send({"type": "reset"}, within_s=self._clients.timeouts["step"])
+                self._connection.send(
+                    {"type": "reset"}, within_s=self._clients.timeouts["step"]
+                )
         except ClientLost as lost:
             self._lose(lost)
 
@@ -371,7 +401,9 @@ class ClientEnv:
         step.
         """
         assert self._connection is not None
-        about, values = self._connection.receive(self._expected, self._clients.timeouts[phase])
+        about, values = self._connection.receive(
+            self._expected, self._clients.timeouts[phase]
+        )
         if about["type"] == "close":
             raise ClientLost("closed")
         obs = self._clients.spaces.observations.decode(values)
@@ -379,11 +411,17 @@ class ClientEnv:
             return "reset", obs, 0.0, False, False
         reward: Any = about.get("reward")
         flags: list[Any] = [about.get(name) for name in ("terminated", "truncated")]
-        if type(reward) not in (int, float) or not -LARGEST_REWARD <= reward <= LARGEST_REWARD:
-            raise ClientLost("bad_message", f"reward is {reward!r:.60}, expected a finite number")
+        if (
+            type(reward) not in (int, float)
+            or not -LARGEST_REWARD <= reward <= LARGEST_REWARD
+        ):
+            raise ClientLost(
+                "bad_message", f"reward is {reward!r:.60}, expected a finite number"
+            )
         if not all(isinstance(flag, bool) for flag in flags):
             raise ClientLost(
-                "bad_message", f"terminated and truncated are {flags!r:.60}, expected true or false"
+                "bad_message",
+                f"terminated and truncated are {flags!r:.60}, expected true or false",
             )
         return "step", obs, float(reward), flags[0], flags[1]
 

@@ -84,7 +84,9 @@ class PolicyServer(MultiCollector):
 
     def __init__(self, clients: Clients, policy: Any, **options: Any) -> None:
         self._clients = clients
-        factories = [partial(clients.make_env, number) for number in range(clients.count)]
+        factories = [
+            partial(clients.make_env, number) for number in range(clients.count)
+        ]
         super().__init__(factories, policy, backend="threads", **options)
 
     @property
@@ -107,7 +109,8 @@ class PolicyServer(MultiCollector):
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Not available. Raises ``BadOption``."""
         raise self._refusal(
-            "reset", "clients decide when an episode ends; max_frames_per_traj= limits it"
+            "reset",
+            "clients decide when an episode ends; max_frames_per_traj= limits it",
         )
 
     def set_seed(self, seed: int | Sequence[int], static_seed: bool = False) -> int:
@@ -121,17 +124,23 @@ class PolicyServer(MultiCollector):
     def state_dict(self) -> dict[str, Any]:
         """Not available. Raises ``BadOption``."""
         raise self._refusal(
-            "state_dict", "the state of a client cannot be saved; save that of the policy"
+            "state_dict",
+            "the state of a client cannot be saved; save that of the policy",
         )
 
-    def load_state_dict(self, state_dict: Any, *, trust: bool = False, strict: bool = True) -> Any:
+    def load_state_dict(
+        self, state_dict: Any, *, trust: bool = False, strict: bool = True
+    ) -> Any:
         """Not available. Raises ``BadOption``."""
         raise self._refusal(
-            "load_state_dict", "the state of a client cannot be restored; load that of the policy"
+            "load_state_dict",
+            "the state of a client cannot be restored; load that of the policy",
         )
 
     def _ask(self, request: Request) -> Any:
-        raise self._refusal("this method", "environments are clients, which Muster cannot ask")
+        raise self._refusal(
+            "this method", "environments are clients, which Muster cannot ask"
+        )
 
     def _refusal(self, method: str, why: str) -> BadOption:
         return BadOption(f"{method} is not available for muster.serve: {why}.")
@@ -151,7 +160,9 @@ class PolicyServer(MultiCollector):
             self._engine.weights.catch_up()
             source.lay_out_all("policy")
         source.pool.call(Reset({number: [0] for number in range(source.pool.num_envs)}))
-        source.pool.call(Seed(self.options.seed, False))  # the policy's first calls have drawn
+        source.pool.call(
+            Seed(self.options.seed, False)
+        )  # the policy's first calls have drawn
         self._is_set_up = True
 
     def _end(self, *, close_env: bool, raise_on_error: bool) -> None:
@@ -219,11 +230,17 @@ def serve(
         address=address,
         token=token,
         count=integer("max_clients", max_clients, 1),
-        timeouts={phase: given.get(phase, seconds) for phase, seconds in CLIENT_TIMEOUTS.items()},
+        timeouts={
+            phase: given.get(phase, seconds)
+            for phase, seconds in CLIENT_TIMEOUTS.items()
+        },
         check_bounds=options.get("validate") == "full",
     )
     try:
-        waits = {**given, **dict.fromkeys(CLIENT_TIMEOUTS)}  # clients have deadlines of their own
+        waits = {
+            **given,
+            **dict.fromkeys(CLIENT_TIMEOUTS),
+        }  # clients have deadlines of their own
         return PolicyServer(clients, policy, timeouts=waits, **options)
     except BaseException:
         clients.close()

@@ -29,6 +29,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "EnvContract":  # needs torch; workers with environments of this module do not
+    if (
+        name == "EnvContract"
+    ):  # needs torch; workers with environments of this module do not
         return importlib.import_module("muster.testing.contracts").EnvContract
     raise AttributeError(f"module 'muster.testing' has no attribute {name!r}")

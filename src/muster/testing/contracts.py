@@ -72,9 +72,9 @@ class EnvContract:
         flags = ("done", "terminated", "truncated")
         own = [flag for flag in flags if flag in after.keys()]  # noqa: SIM118
         if len(own) == 3:
-            assert torch.equal(after["done"], after["terminated"] | after["truncated"]), (
-                "done = terminated | truncated"
-            )
+            assert torch.equal(
+                after["done"], after["terminated"] | after["truncated"]
+            ), "done = terminated | truncated"
         for flag in own:
             assert not batch[flag].any(), (
                 f"{flag} at the root: the environment was not reset before the step"
@@ -105,7 +105,9 @@ class EnvContract:
             "differs between two collections with one seed",
         )
 
-    def test_neither_the_size_of_batches_nor_their_layout_changes_the_data(self) -> None:
+    def test_neither_the_size_of_batches_nor_their_layout_changes_the_data(
+        self,
+    ) -> None:
         whole = self.collect(batches=1)
         quarter = self._frames() // 4
         parts = self.collect(batches=4, frames_per_batch=quarter)
@@ -122,7 +124,9 @@ class EnvContract:
         at_limit = counts == 5
         assert ended.unsqueeze(-1)[at_limit].all(), "an episode ends at its limit"
         following = batch["step_count"][..., 1:, 0]
-        assert not following[ended[..., :-1]].any(), "the first row of an episode has step_count 0"
+        assert not following[ended[..., :-1]].any(), (
+            "the first row of an episode has step_count 0"
+        )
 
     def test_batches_stay_unchanged_while_collecting_goes_on(self) -> None:
         with self._collector() as collector:
@@ -150,7 +154,9 @@ class EnvContract:
             collector.rollout()
             stats = collector.stats()
             frames = 2 * self._frames()
-            assert stats.executed == stats.frames == frames, "executed = delivered, without errors"
+            assert stats.executed == stats.frames == frames, (
+                "executed = delivered, without errors"
+            )
             assert stats.discarded == {}, "nothing is discarded"
             assert stats.in_flight == 0, "nothing waits"
 
@@ -167,7 +173,9 @@ class EnvContract:
         have any.
         """
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*info .* is ignored", UserWarning)  # it comes later
+            warnings.filterwarnings(
+                "ignore", ".*info .* is ignored", UserWarning
+            )  # it comes later
             try:
                 collector = self._collector(make, info=True)
             except BadOption:  # there are none
@@ -175,7 +183,9 @@ class EnvContract:
             with collector:
                 return _joined(collector, 2)
 
-    def _collector(self, make: Callable[[], Any] | None = None, **options: Any) -> Collector:
+    def _collector(
+        self, make: Callable[[], Any] | None = None, **options: Any
+    ) -> Collector:
         defaults = {
             "num_envs": self.num_envs,
             "frames_per_batch": self._frames(),

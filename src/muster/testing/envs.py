@@ -53,7 +53,9 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         self.tally: list[tuple[float, int]] = []
         self._buffer = np.zeros(shape, np.float32) if reuse else None
 
-    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
+    def reset(
+        self, *, seed: int | None = None, options: Info | None = None
+    ) -> tuple[Any, Info]:
         super().reset(seed=seed)
         self.seeds.append(seed)
         self.t = 0
@@ -99,7 +101,9 @@ class InfoEnv(CountingEnv):
         "success": spaces.Discrete(2),
     }
 
-    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
+    def reset(
+        self, *, seed: int | None = None, options: Info | None = None
+    ) -> tuple[Any, Info]:
         obs, _ = super().reset(seed=seed, options=options)
         return obs, {"t": 0, "stage": "begin"}
 
@@ -144,7 +148,9 @@ class ChainEnv(gymnasium.Env[Any, Any]):
         self.episode = -1
         self._obs: Array = np.zeros(3, np.int64)
 
-    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Array, Info]:
+    def reset(
+        self, *, seed: int | None = None, options: Info | None = None
+    ) -> tuple[Array, Info]:
         super().reset(seed=seed)
         self.episode += 1
         state = self.np_random.integers(2**31)
@@ -195,7 +201,9 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
         self.observations: list[Any] = []
         self.t = 0
 
-    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
+    def reset(
+        self, *, seed: int | None = None, options: Info | None = None
+    ) -> tuple[Any, Info]:
         super().reset(seed=seed)
         if seed is not None:
             self.observation_space.seed(seed)
@@ -260,7 +268,9 @@ class FaultyEnv(CountingEnv):
         returned = super().step(action)
         return self._answer(names, returned, faulty=faulty)
 
-    def _answer(self, names: tuple[str, ...], values: tuple[Any, ...], *, faulty: bool) -> Any:
+    def _answer(
+        self, names: tuple[str, ...], values: tuple[Any, ...], *, faulty: bool
+    ) -> Any:
         """Return the correct ``values``, or their replacements in ``output``."""
         if not faulty:
             return values

@@ -164,7 +164,9 @@ def follow(obs: Any, action: Any) -> tuple[Any, Any, Any, Any]:
     return after, reward, terminated, truncated
 
 
-def check_stream(batches: Iterable[TensorDict], *, gaps: int = 0) -> Counter[tuple[int, int]]:
+def check_stream(
+    batches: Iterable[TensorDict], *, gaps: int = 0
+) -> Counter[tuple[int, int]]:
     """Check that batches of ``OracleEnv`` (time last) have every step of every run once, in order,
     up to some step.
 
@@ -197,7 +199,9 @@ class _Stream:
         self.gaps = 0
         # by environment: observation after its last row; done
         self._last: dict[int, tuple[Array, bool]] = {}
-        self._ids: dict[tuple[int, ...], int] = {}  # trajectory ids by environment, run and episode
+        self._ids: dict[
+            tuple[int, ...], int
+        ] = {}  # trajectory ids by environment, run and episode
         self._used: dict[int, tuple[int, ...]] = {}  # the inverse of ``_ids``
 
     def add(self, batch: TensorDict, where: str) -> None:
@@ -211,7 +215,9 @@ class _Stream:
         if marks is not None:
             valid = marks.numpy().reshape(rows)
         actions = batch["action"].numpy().reshape(rows)
-        expected_after, reward, terminated, truncated = follow(np.moveaxis(obs, -1, 0), actions)
+        expected_after, reward, terminated, truncated = follow(
+            np.moveaxis(obs, -1, 0), actions
+        )
         flags = {
             flag: batch["next", flag].numpy().reshape(rows)
             for flag in ("reward", "terminated", "truncated", "done")
@@ -242,7 +248,9 @@ class _Stream:
                 )
                 self._append(*parts, f"{where}, lane {lane}")
 
-    def _append(self, obs: Array, after: Array, done: Array, ids: Array, where: str) -> None:
+    def _append(
+        self, obs: Array, after: Array, done: Array, ids: Array, where: str
+    ) -> None:
         """Check and add rows of one environment."""
         env, run = (int(number) for number in obs[0, :2])
         before, ended = self._last.get(env, (None, True))
@@ -251,7 +259,9 @@ class _Stream:
             self._join(before[None], np.array([ended]), first, f"{where}, row 0")
         else:
             known = -1 if before is None else int(before[1])
-            assert run > known, f"{where}: run {run} of environment {env} after run {known}"
+            assert run > known, (
+                f"{where}: run {run} of environment {env} after run {known}"
+            )
             counters = obs[0, 3:5].tolist()
             assert counters == [0, 0], (
                 f"{where}: run {run} of environment {env} begins with {obs[0].tolist()}"
@@ -270,7 +280,9 @@ class _Stream:
             known_key = self._used.setdefault(number, key)
             assert known_key == key, f"{where}: {known_key} and {key} share an id"
         unchanged = ids[1:] == ids[:-1]
-        assert unchanged[~done[:-1]].all(), f"{where}: the trajectory changes within an episode"
+        assert unchanged[~done[:-1]].all(), (
+            f"{where}: the trajectory changes within an episode"
+        )
 
     def _join(self, before: Array, ended: Array, obs: Array, where: str) -> None:
         """Check that the rows ``obs`` directly follow the observations ``before``."""

@@ -45,7 +45,9 @@ def _is_functional(env: Any) -> bool:
     return hasattr(env, "step_env") or hasattr(env, "observation_size")
 
 
-def _spoiling(method: Callable[..., Any], name: str, results: dict[Any, Any]) -> Callable[..., Any]:
+def _spoiling(
+    method: Callable[..., Any], name: str, results: dict[Any, Any]
+) -> Callable[..., Any]:
     """Return the method, with memory for its results that it shares with other methods."""
 
     def place(args: Any) -> Any:
@@ -92,7 +94,9 @@ def spoil(value: Any) -> None:
         for part in value.values():
             spoil(part)
         value.clear()
-    elif hasattr(value, "masked_fill_") or hasattr(value, "apply_"):  # a tensor, or a TensorDict
+    elif hasattr(value, "masked_fill_") or hasattr(
+        value, "apply_"
+    ):  # a tensor, or a TensorDict
         _spoil_tensors(value)
     elif hasattr(value, "__dict__"):
         for part in vars(value).values():

@@ -51,12 +51,16 @@ class _TorchEnvs:
         self.metadata = {"autoreset_mode": autoreset}
         self.single_observation_space = observation_space
         self.single_action_space = action_space
-        self.muster_exact = final_obs  # masks are respected, and every last observation is returned
+        self.muster_exact = (
+            final_obs  # masks are respected, and every last observation is returned
+        )
         self._generator = torch.Generator(self.device)
         self._generator.seed()
         self._steps = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
 
-    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
+    def reset(
+        self, *, seed: int | None = None, options: Info | None = None
+    ) -> tuple[Any, Info]:
         """Start new episodes, in all environments or those of ``options["reset_mask"]`` (bool
         ``[B]``).
         """
@@ -328,7 +332,9 @@ class TorchGridWorld(_TorchEnvs):
         max_steps: int | None = None,
     ) -> None:
         if size < 5:
-            raise ValueError(f"size={size}: two rooms between walls need at least 5 cells")
+            raise ValueError(
+                f"size={size}: two rooms between walls need at least 5 cells"
+            )
         shape = (size * cell, size * cell, 3)
         observation_space = spaces.Dict(
             {
@@ -393,7 +399,9 @@ class TorchGridWorld(_TorchEnvs):
         kinds.masked_fill_(agent & has_key, 6)
         pixels = self._colours[kinds]
         if self.cell > 1:
-            pixels = pixels.repeat_interleave(self.cell, 1).repeat_interleave(self.cell, 2)
+            pixels = pixels.repeat_interleave(self.cell, 1).repeat_interleave(
+                self.cell, 2
+            )
         return pixels
 
     def _at(self, place: torch.Tensor) -> torch.Tensor:

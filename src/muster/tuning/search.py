@@ -79,7 +79,9 @@ class Setup:
     def options(self) -> dict[str, Any]:
         """Keyword arguments of the collector, without its defaults."""
         chosen: dict[str, Any] = (
-            {"num_workers": self.workers} if self.workers not in (0, self.groups) else {}
+            {"num_workers": self.workers}
+            if self.workers not in (0, self.groups)
+            else {}
         )
         if not self.from_vector:
             chosen["num_envs"] = self.num_envs
@@ -88,14 +90,22 @@ class Setup:
             defaults = Setup(num_envs=1)
             names = ("backend", "inference")
             chosen |= {
-                n: getattr(self, n) for n in names if getattr(self, n) != getattr(defaults, n)
+                n: getattr(self, n)
+                for n in names
+                if getattr(self, n) != getattr(defaults, n)
             }
         return chosen
 
-    def make(self, create_env_fn: Any, policy: Any = None, **options: Any) -> BaseCollector:
+    def make(
+        self, create_env_fn: Any, policy: Any = None, **options: Any
+    ) -> BaseCollector:
         """Make the collector. ``options`` are added to those of the setup, or replace them."""
         several = is_several(create_env_fn)
-        factories = [create_env_fn] * self.groups if self.workers and not several else create_env_fn
+        factories = (
+            [create_env_fn] * self.groups
+            if self.workers and not several
+            else create_env_fn
+        )
         return self.collector_class(factories, policy, **{**self.options(), **options})
 
 
@@ -148,12 +158,20 @@ class Tuning:
             more: further arguments, as Python code that begins with a comma.
         """
         setup = self.best.setup
-        options = "".join(f", {name}={value!r}" for name, value in setup.options().items())
-        factories = f"[{env}] * {setup.groups}" if setup.workers and not self.groups_given else env
+        options = "".join(
+            f", {name}={value!r}" for name, value in setup.options().items()
+        )
+        factories = (
+            f"[{env}] * {setup.groups}"
+            if setup.workers and not self.groups_given
+            else env
+        )
         return f"{setup.collector_class.__name__}({factories}, {policy}{options}{more})"
 
     @passes_on(MultiOptions)
-    def make(self, create_env_fn: Any, policy: Any = None, **options: Any) -> BaseCollector:
+    def make(
+        self, create_env_fn: Any, policy: Any = None, **options: Any
+    ) -> BaseCollector:
         """Make the best collector. ``options`` are added to those of its setup, or replace them."""
         return self.best.setup.make(create_env_fn, policy, **options)
 
@@ -202,9 +220,12 @@ def tune(
         raise BadOption(f"seconds={seconds!r}: expected more than 0")
     _check_totals(num_envs, groups)
     if any(is_environment(factory) for factory in factories):
-        raise BadOption("create_env_fn is an environment: give an id, or a function that makes one")
+        raise BadOption(
+            "create_env_fn is an environment: give an id, or a function that makes one"
+        )
     checked = CollectorOptions(
-        create_env_fn, **{**options, "frames_per_batch": frames_per_batch, "num_envs": 1}
+        create_env_fn,
+        **{**options, "frames_per_batch": frames_per_batch, "num_envs": 1},
     )
     if checked.record is not None:
         raise BadOption(
@@ -238,9 +259,13 @@ def tune(
         )
     candidates = []
     for n, setup in enumerate(setups, 1):
-        say(f"{n} of {len(setups)}: {setup.kind}, {setup.groups} x {setup.num_envs} environments")
+        say(
+            f"{n} of {len(setups)}: {setup.kind}, {setup.groups} x {setup.num_envs} environments"
+        )
         candidates.append(
-            _timed(setup, create_env_fn, copied, options, seconds * SURVEY / len(setups))
+            _timed(
+                setup, create_env_fn, copied, options, seconds * SURVEY / len(setups)
+            )
         )
     candidates.sort(key=lambda c: -(c.rate or 0.0))
     say(f"the fastest {FINALISTS}, in turns")
@@ -250,8 +275,12 @@ def tune(
             "no setup can collect from this environment with these options:"
             f" {candidates[0].refused}"
         )
-    final = _in_turns(finalists, create_env_fn, copied, options, seconds * (1 - MEASURING - SURVEY))
-    return Tuning((*final, *candidates[len(final) :]), load.cpu_share, cores, groups is not None)
+    final = _in_turns(
+        finalists, create_env_fn, copied, options, seconds * (1 - MEASURING - SURVEY)
+    )
+    return Tuning(
+        (*final, *candidates[len(final) :]), load.cpu_share, cores, groups is not None
+    )
 
 
 def grid(
@@ -308,19 +337,32 @@ def grid(
 
 
 def _check_totals(num_envs: Sequence[int] | int | None, groups: int | None) -> None:
-    for total in () if num_envs is None else [num_envs] if isinstance(num_envs, int) else num_envs:
+    for total in (
+        ()
+        if num_envs is None
+        else [num_envs]
+        if isinstance(num_envs, int)
+        else num_envs
+    ):
         if (
             isinstance(total, bool)
             or not isinstance(total, int)
             or total < 1
             or total % (groups or 1)
         ):
-            of = f"multiples of the {groups} groups" if groups else "integers of at least 1"
+            of = (
+                f"multiples of the {groups} groups"
+                if groups
+                else "integers of at least 1"
+            )
             raise BadOption(f"num_envs={num_envs!r}: expected {of}")
 
 
 def _totals(
-    num_envs: Sequence[int] | int | None, groups: int | None, env_batch: int, cores: float
+    num_envs: Sequence[int] | int | None,
+    groups: int | None,
+    env_batch: int,
+    cores: float,
 ) -> list[int]:
     if num_envs is not None:
         return [num_envs] if isinstance(num_envs, int) else list(num_envs)
@@ -332,7 +374,11 @@ def _totals(
 
 
 def _timed(
-    setup: Setup, create_env_fn: Any, policy: Any, options: dict[str, Any], seconds: float
+    setup: Setup,
+    create_env_fn: Any,
+    policy: Any,
+    options: dict[str, Any],
+    seconds: float,
 ) -> Candidate:
     try:
         with setup.make(create_env_fn, policy, **options) as collector:
@@ -354,17 +400,22 @@ def _in_turns(
     """
     with ExitStack() as made:
         collectors = [
-            made.enter_context(setup.make(create_env_fn, policy, **options)) for setup in setups
+            made.enter_context(setup.make(create_env_fn, policy, **options))
+            for setup in setups
         ]
         for collector in collectors:
             collector.rollout()
         rates = [
-            [_rate(collector, seconds / SLICES / len(collectors)) for collector in collectors]
+            [
+                _rate(collector, seconds / SLICES / len(collectors))
+                for collector in collectors
+            ]
             for _ in range(SLICES)
         ]
     medians = [statistics.median(of_one) for of_one in zip(*rates, strict=True)]
     found = [
-        Candidate(setup, rate, final=True) for setup, rate in zip(setups, medians, strict=True)
+        Candidate(setup, rate, final=True)
+        for setup, rate in zip(setups, medians, strict=True)
     ]
     return sorted(found, key=lambda c: -(c.rate or 0.0))
 

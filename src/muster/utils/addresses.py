@@ -16,7 +16,9 @@ def host_and_port(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     is_port = port.isdecimal() and int(port) < 1 << 16
     if not colon or not host or not is_port:
-        raise BadOption(f"address={address!r}: expected 'host:port', such as 127.0.0.1:8000")
+        raise BadOption(
+            f"address={address!r}: expected 'host:port', such as 127.0.0.1:8000"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -35,7 +37,9 @@ def listening(address: str, option: str) -> socket.socket:
     """
     host, port = host_and_port(address)
     try:
-        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, where = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         return socket.create_server(where[:2], family=family)
     except OSError as error:
         raise BadOption(

@@ -21,7 +21,14 @@ def resolve(root: Any, path: str) -> Any:
         expression = f"root{path}" if path.startswith("[") else f"root.{path}"
         tree = ast.parse(expression, mode="eval").body
         return _walk(root, tree)
-    except (SyntaxError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+    except (
+        SyntaxError,
+        AttributeError,
+        KeyError,
+        IndexError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise BadOption(
             f"the path {path!r} leads nowhere from {type(root).__name__}: {text_of(error)}"
         ) from error

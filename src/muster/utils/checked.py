@@ -96,7 +96,9 @@ def one_of(*known: str) -> Check:
 
     def check(name: str, value: Any) -> str:
         if value not in known:
-            raise BadOption(f"{name}={value!r}: expected {' or '.join(map(repr, known))}")
+            raise BadOption(
+                f"{name}={value!r}: expected {' or '.join(map(repr, known))}"
+            )
         return str(value)
 
     return check
@@ -139,7 +141,9 @@ def check_bool(name: str, value: Any) -> bool:
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     """Return the value. Raise ``BadOption`` unless it is one of the choices."""
     if value not in choices:
-        raise BadOption(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
+        raise BadOption(
+            f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}"
+        )
     return str(value)
 
 
@@ -153,7 +157,9 @@ def _check_function(name: str, value: Any) -> Any:
 def _checks(record: type) -> dict[str, Check]:
     """Return the checks of a record's fields, by name."""
     kinds = get_type_hints(record, include_extras=True)
-    found = {f.name: _check_of(kinds[f.name]) for f in dataclasses.fields(record) if f.init}
+    found = {
+        f.name: _check_of(kinds[f.name]) for f in dataclasses.fields(record) if f.init
+    }
     return {name: check for name, check in found.items() if check is not None}
 
 
@@ -163,7 +169,11 @@ def _check_of(kind: Any) -> Check | None:
     allows_none = NoneType in members
     literals = [member for member in members if get_origin(member) is Literal]
     texts = tuple(text for literal in literals for text in get_args(literal))
-    others = [member for member in members if member is not NoneType and member not in literals]
+    others = [
+        member
+        for member in members
+        if member is not NoneType and member not in literals
+    ]
     check = _check_of_members(texts, others)
     if check is None:
         return None
@@ -195,7 +205,11 @@ def _check_of_members(texts: tuple[str, ...], others: list[Any]) -> Check | None
         return check_text
     if others == [bool]:
         return check_bool
-    if len(others) == 1 and isinstance(others[0], type) and issubclass(others[0], Details):
+    if (
+        len(others) == 1
+        and isinstance(others[0], type)
+        and issubclass(others[0], Details)
+    ):
         return _check_details(others[0])
     if any(get_origin(member) is Callable for member in others):
         return _check_function

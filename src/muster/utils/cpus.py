@@ -68,7 +68,9 @@ def pinned(
 
 def _quota(folder: Path) -> float:
     """Return a cgroup's limit as a number of cores; 0: no limit."""
-    text = read(folder / "cpu.max").split()  # version 2: "200000 100000", or "max 100000"
+    text = read(
+        folder / "cpu.max"
+    ).split()  # version 2: "200000 100000", or "max 100000"
     if not text:
         text = [read(folder / "cpu.cfs_quota_us"), read(folder / "cpu.cfs_period_us")]
     if len(text) < 2 or not text[0].isdigit() or not text[1].isdigit():

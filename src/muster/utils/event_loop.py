@@ -26,7 +26,9 @@ else:
     from muster.utils import lazy_torch as torch
 
 CANCEL_S = 1.0  # time for cancelled coroutines to clean up
-BLOCKED_S = 1.0  # time after which an event loop that does not cancel its coroutines is blocked
+BLOCKED_S = (
+    1.0  # time after which an event loop that does not cancel its coroutines is blocked
+)
 LOOK_S = 0.1  # interval at which a thread that waits for coroutines calls ``CoroutineRunner.look``
 
 
@@ -122,7 +124,9 @@ class CoroutineRunner:
         drivers: list[asyncio.Task[None]] = []
 
         def begin() -> None:
-            drivers.append(asyncio.get_running_loop().create_task(_finish(calls, seconds, phase)))
+            drivers.append(
+                asyncio.get_running_loop().create_task(_finish(calls, seconds, phase))
+            )
             drivers[0].add_done_callback(lambda _: finished.set())
 
         blocked_at = None
@@ -134,7 +138,9 @@ class CoroutineRunner:
                 home = self._home = _event_loop()
             while not finished.wait(LOOK_S):
                 if self.look():
-                    raise MusterError("This worker was ended while it waited for coroutines.")
+                    raise MusterError(
+                        "This worker was ended while it waited for coroutines."
+                    )
                 if not home.thread.is_alive():
                     break
                 if blocked_at is not None and time.monotonic() > blocked_at:
@@ -167,7 +173,9 @@ class EventLoop:
             daemon=True,
         )
         self.thread.start()
-        self._end = weakref.finalize(self, _stop, self.loop, self._door, self.thread, os.getpid())
+        self._end = weakref.finalize(
+            self, _stop, self.loop, self._door, self.thread, os.getpid()
+        )
 
     @property
     def is_open(self) -> bool:
@@ -228,10 +236,14 @@ def _forget() -> None:
     _making = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forget)  # the thread of the loop is in the other process
+os.register_at_fork(
+    after_in_child=_forget
+)  # the thread of the loop is in the other process
 
 
-async def _finish(calls: Sequence[CoroutineCall], seconds: float | None, phase: str) -> None:
+async def _finish(
+    calls: Sequence[CoroutineCall], seconds: float | None, phase: str
+) -> None:
     # as in all threads that step environments
     if "torch" in sys.modules and torch.is_grad_enabled():
         torch.set_grad_enabled(False)
@@ -311,7 +323,9 @@ def _serve(loop: asyncio.AbstractEventLoop, door: _Door) -> None:
         loop.close()
 
 
-def _stop(loop: asyncio.AbstractEventLoop, door: _Door, thread: threading.Thread, pid: int) -> None:
+def _stop(
+    loop: asyncio.AbstractEventLoop, door: _Door, thread: threading.Thread, pid: int
+) -> None:
     if os.getpid() != pid or not thread.is_alive():
         return
     with door.lock:

@@ -35,7 +35,9 @@ class EndingThread(threading.Thread):
             for at most ``GRACE_S``.
     """
 
-    def __init__(self, target: Callable[[], object], name: str, ask: Callable[[], object]) -> None:
+    def __init__(
+        self, target: Callable[[], object], name: str, ask: Callable[[], object]
+    ) -> None:
         super().__init__(target=target, name=name, daemon=True)
         self.ask = ask
 

@@ -32,5 +32,7 @@ def integer(
     if number is None or (at_least is not None and number < at_least):
         given = f"{of}({name}={value!r})" if of else f"{name}={value!r}"
         bound = "" if at_least is None else f" of at least {at_least}"
-        raise BadOption(f"{given}: expected an integer{bound}{or_else and f', or {or_else}'}")
+        raise BadOption(
+            f"{given}: expected an integer{bound}{or_else and f', or {or_else}'}"
+        )
     return number

@@ -9,7 +9,9 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def while_held(lock: threading.Lock, seconds: float, function: Callable[[bool], Result]) -> Result:
+def while_held(
+    lock: threading.Lock, seconds: float, function: Callable[[bool], Result]
+) -> Result:
     """Call a function while a lock is held, and return its result.
 
     Args:

@@ -79,7 +79,9 @@ def encode(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> byt
     content = save(dict(tensors), {"muster": text.decode()})
     size = int.from_bytes(content[:8], "little")
     if size > MOST_HEADER_BYTES:
-        raise ValueError(f"{size:,} bytes of names and JSON, more than {MOST_HEADER_BYTES:,}")
+        raise ValueError(
+            f"{size:,} bytes of names and JSON, more than {MOST_HEADER_BYTES:,}"
+        )
     return content
 
 

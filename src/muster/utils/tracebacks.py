@@ -15,7 +15,9 @@ from muster.errors import MusterError
 
 MUSTER = os.path.join(Path(errors.__file__).parent, "")
 _TESTING = os.path.join(MUSTER, "testing", "")
-_INSTALLED = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+_INSTALLED = [
+    sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")
+]
 _INSTALLED += [*site.getsitepackages(), site.getusersitepackages()]
 INSTALLED = tuple(os.path.join(folder, "") for folder in _INSTALLED)
 # a subclass's may do anything
@@ -43,7 +45,9 @@ class _Trimmed(ContextDecorator):
     ) -> None:
         if error is not None and issubclass(type(error), Exception):
             every = [_file(entry) for entry in _entries(error)]
-            files = [file for file in every if is_muster(file) or not is_installed(file)]
+            files = [
+                file for file in every if is_muster(file) or not is_installed(file)
+            ]
             of_user = bool(files) and not is_muster(files[-1])
             if of_user or issubclass(type(error), MusterError):
                 trim(error)

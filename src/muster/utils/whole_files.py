@@ -26,7 +26,9 @@ if sys.platform != "win32":
 TEMPORARY = ".tmp"
 CLOSED_IN_PROGRAMS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | CLOSED_IN_PROGRAMS
-NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # to open a FIFO without a process at its other end
+NO_WAIT = getattr(
+    os, "O_NONBLOCK", 0
+)  # to open a FIFO without a process at its other end
 REMEDIES = {
     errno.ENOSPC: "Free space on its disk, or choose another path.",
     errno.EDQUOT: "Free space within your quota, or choose another path.",
@@ -54,7 +56,9 @@ def explained(path: str | os.PathLike[str], what: str, error: OSError) -> FileEr
     return _file_error(path, what, error.errno or 0, why)
 
 
-def _file_error(path: str | os.PathLike[str], what: str, number: int, why: str) -> FileError:
+def _file_error(
+    path: str | os.PathLike[str], what: str, number: int, why: str
+) -> FileError:
     remedy = REMEDIES.get(number, "")
     message = f"{os.fspath(path)} cannot be {what}: {why}. {remedy}".rstrip()
     return file_error(message, number or None, why, os.fspath(path))
@@ -85,7 +89,9 @@ def check_folder(path: str | os.PathLike[str]) -> None:
     while not os.path.lexists(folder):
         folder = folder.parent
     if not folder.is_dir():
-        raise _file_error(folder, "used as a folder", errno.EEXIST, os.strerror(errno.EEXIST))
+        raise _file_error(
+            folder, "used as a folder", errno.EEXIST, os.strerror(errno.EEXIST)
+        )
 
 
 def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> IO[bytes]:
@@ -133,7 +139,9 @@ def _check_regular(path: str | os.PathLike[str], mode: int, what: str) -> None:
     raise _file_error(path, what, errno.EINVAL, f"it is {kind}, not an ordinary file")
 
 
-def append_whole(file: FileIO, line: bytes, end: int, path: str | os.PathLike[str]) -> None:
+def append_whole(
+    file: FileIO, line: bytes, end: int, path: str | os.PathLike[str]
+) -> None:
     """Append a line to a file of length ``end``, completely or not at all, with one write.
 
     Raises:
@@ -205,7 +213,9 @@ def written_elsewhere(path: Path) -> Iterator[Path]:
 
 
 def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    with file_errors(tempfile.tempdir or "the folder for temporary files (TMPDIR)", "used"):
+    with file_errors(
+        tempfile.tempdir or "the folder for temporary files (TMPDIR)", "used"
+    ):
         return tempfile.TemporaryDirectory(prefix="muster-")
 
 
@@ -241,7 +251,9 @@ def read_json(text: bytes | bytearray | str) -> Any:
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise ValueError(f"JSON that is nested too deeply ({len(text):,} bytes)") from error
+        raise ValueError(
+            f"JSON that is nested too deeply ({len(text):,} bytes)"
+        ) from error
 
 
 def _create(path: Path, mode: int) -> tuple[Path, int]:

@@ -28,7 +28,9 @@ from muster.vector.rows import VectorRows, part_of
 if TYPE_CHECKING:
     from muster.workers.main import WorkerMain
 
-Infos = list[tuple[int, dict[str, Any]]]  # of environments, by their number; one can have two
+Infos = list[
+    tuple[int, dict[str, Any]]
+]  # of environments, by their number; one can have two
 # the same, pickled at once: the environment may change them in its next call
 PackedInfos = list[tuple[int, bytes]]
 
@@ -57,7 +59,9 @@ def serve(main: WorkerMain, number: int) -> bytes | None:
     try:
         while (call := exchange.call()) is not None:
             calls += 1
-            cells[ORDER] += 1  # a sign of life, also if the worker has only one environment
+            cells[ORDER] += (
+                1  # a sign of life, also if the worker has only one environment
+            )
             method, args = call
             result: bytes | None = method(envs, *args)
             if cells[STOP] or (result is not None and len(result) > exchange.ROOM):
@@ -116,7 +120,9 @@ class EnvSlice(EnvBatch):
         name = type(self.envs[0]).__name__
         # no rollout is made
         self.spec = EnvSpec(name, self.num_envs, (self.num_envs,), {}, {})
-        self._due = [False] * self.num_envs  # environments to be reset before the next step
+        self._due = [
+            False
+        ] * self.num_envs  # environments to be reset before the next step
         self._histories = [_History(None) for _ in env_fns]
 
     def objects(self) -> Sequence[object]:
@@ -221,7 +227,9 @@ class EnvSlice(EnvBatch):
             self._truncate(i, infos)
         return self.shared.write(half, infos)
 
-    def reset_envs(self, half: int, arguments: Mapping[int, dict[str, Any]]) -> bytes | None:
+    def reset_envs(
+        self, half: int, arguments: Mapping[int, dict[str, Any]]
+    ) -> bytes | None:
         """Reset environments with these arguments, by index; see ``step`` for the result."""
         infos: PackedInfos = []
         for i, given in arguments.items():
@@ -229,7 +237,9 @@ class EnvSlice(EnvBatch):
             self._add(infos, i, self._reset(i, given, infos))
         return self.shared.write(half, infos)
 
-    def _reset(self, i: int, given: dict[str, Any], infos: PackedInfos) -> dict[str, Any]:
+    def _reset(
+        self, i: int, given: dict[str, Any], infos: PackedInfos
+    ) -> dict[str, Any]:
         """Reset an environment, keep its observation, and return the info."""
         cells = self.shared.cells
         cells[PHASE] = Phase.RESET
@@ -243,7 +253,9 @@ class EnvSlice(EnvBatch):
             self._replace(i, "reset", error, infos)
             self._streams.use(i, history.next_seed)
             try:
-                obs, info = self.envs[i].reset(**(arguments | {"seed": history.next_seed}))
+                obs, info = self.envs[i].reset(
+                    **(arguments | {"seed": history.next_seed})
+                )
             except Exception as again:
                 raise self._error(i, "reset", again) from again
         history.was_reset()
@@ -275,7 +287,9 @@ class EnvSlice(EnvBatch):
 
     # --- failures ---------------------------------------------------------------------------------
 
-    def _replace(self, i: int, method: str, error: Exception, infos: PackedInfos) -> None:
+    def _replace(
+        self, i: int, method: str, error: Exception, infos: PackedInfos
+    ) -> None:
         """Make an environment again, after it raised an error; or raise that."""
         failure = self._error(i, method, error)
         if not self._replaces:
@@ -410,7 +424,9 @@ class _EnvStreams:
 
     def __init__(self, count: int) -> None:
         self._streams = [GroupRng(None) for _ in range(count)]
-        self._drawing: int | None = None  # the environment whose streams are the global ones
+        self._drawing: int | None = (
+            None  # the environment whose streams are the global ones
+        )
         self._replaced: UserStreams | None = None  # those that they have replaced
         self._has_torch = False  # torch was loaded by then
 

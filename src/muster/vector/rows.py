@@ -54,7 +54,8 @@ class VectorRows:
         self.obs: list[Any] | None = None
         if shared and _has_arrays(space):
             self.obs = [
-                create_empty_array(space, n=num_envs, fn=self._array) for _ in range(HALVES)
+                create_empty_array(space, n=num_envs, fn=self._array)
+                for _ in range(HALVES)
             ]
 
     def _array(self, shape: tuple[int, ...], dtype: Any) -> Array:

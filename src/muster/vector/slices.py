@@ -43,7 +43,9 @@ from muster.workers.proxy import WorkerProxy
 from muster.workers.supervision import NotAnswered, value_of
 from muster.workers.worker_pool import WorkerPool
 
-SliceCall = tuple[Callable[..., Any], Sequence[Any]]  # a method of ``EnvSlice``, and its arguments
+SliceCall = tuple[
+    Callable[..., Any], Sequence[Any]
+]  # a method of ``EnvSlice``, and its arguments
 # last observations (None: none), seeds and pickled attributes of environments, for ``open_rows``
 Inheritance = tuple[Sequence[Any] | None, Sequence[int | None], bytes]
 PROTOCOL = pickle.HIGHEST_PROTOCOL
@@ -232,7 +234,9 @@ class Slices:
         """Detect workers that have died or hang."""
         self._pool.wait(0.0, revives=False)
 
-    def results(self, calls: Mapping[int, Any], deadline: float | None = None) -> dict[int, Any]:
+    def results(
+        self, calls: Mapping[int, Any], deadline: float | None = None
+    ) -> dict[int, Any]:
         """Return the results of calls, by worker.
 
         The successor of a lost worker gets its call again.
@@ -259,7 +263,9 @@ class Slices:
         Starts a lost worker if its pool does not.
         """
         handle = self.handles[n]
-        while self.rows is not None and (not handle.alive or handle.starts != self._opened[n]):
+        while self.rows is not None and (
+            not handle.alive or handle.starts != self._opened[n]
+        ):
             if not handle.alive and not handle.reviving:
                 self._pool.begin_or_raise(handle)
             self._pool.wait_for(handle, partial(getattr, handle, "alive"))
@@ -282,7 +288,10 @@ class Slices:
     def _locate(self, n: int, error: MusterError) -> None:
         """Add the environment at work to the error of a worker, and what to do."""
         part = self.parts[n]
-        if isinstance(error, (WorkerDied, WorkerHung)) and error.phase in ("step", "reset"):
+        if isinstance(error, (WorkerDied, WorkerHung)) and error.phase in (
+            "step",
+            "reset",
+        ):
             error.env_index = int(self.handles[n].process.status_page.cells[STEPPING])
         index = getattr(error, "env_index", None)
         if index is None:
@@ -349,7 +358,9 @@ def config_of(
     configs = []
     for n, factory in enumerate(factories):
         packed = [dumps(factory, "env_fns")]
-        configs.append(WorkerConfig(n, [n], packed, kwargs, b"", False, options, served_by=count))
+        configs.append(
+            WorkerConfig(n, [n], packed, kwargs, b"", False, options, served_by=count)
+        )
     origins = [EnvFactory(factory) for factory in factories]
     config = PoolConfig(
         configs,

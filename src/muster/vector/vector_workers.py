@@ -13,12 +13,22 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gymnasium import spaces
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.error import (
+    AlreadyPendingCallError,
+    ClosedEnvironmentError,
+    NoAsyncCallError,
+)
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from muster.errors import BadOption, CollectorClosed, CollectorTimeout, EnvError, MusterError
+from muster.errors import (
+    BadOption,
+    CollectorClosed,
+    CollectorTimeout,
+    EnvError,
+    MusterError,
+)
 from muster.restore.pickling import dumps
 from muster.rng import seeds_of
 from muster.utils.forks import Owner
@@ -169,7 +179,9 @@ class VectorWorkers:
         if self.failure is not None:
             raise MusterError(self._refusal()) from self.failure
         if len(actions) != self.num_envs:
-            raise ValueError(f"{len(actions)} actions were given for {self.num_envs} environments.")
+            raise ValueError(
+                f"{len(actions)} actions were given for {self.num_envs} environments."
+            )
         calls: dict[int, SliceCall] = {}
         for n, part in enumerate(self._slices.parts):
             own = actions[part.start : part.stop]
@@ -189,7 +201,9 @@ class VectorWorkers:
         _, answers = self._receive(AsyncState.WAITING_STEP, timeout)
         self._take(answers)
         for n, cause in self._slices.lost.items():
-            self.infos += [(i, {"muster": {"error": cause}}) for i in self._slices.parts[n]]
+            self.infos += [
+                (i, {"muster": {"error": cause}}) for i in self._slices.parts[n]
+            ]
         self._slices.lost.clear()
 
     def drop(self) -> None:
@@ -221,14 +235,18 @@ class VectorWorkers:
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def each(self, function: Callable[[Any], Any], which: Iterable[int] | None = None) -> list[Any]:
+    def each(
+        self, function: Callable[[Any], Any], which: Iterable[int] | None = None
+    ) -> list[Any]:
         """Return the results of a function that is called with each environment, or with those of
         these numbers.
         """
         self.send_each(function, which)
         return self.receive_each()
 
-    def send_each(self, function: Callable[[Any], Any], which: Iterable[int] | None = None) -> None:
+    def send_each(
+        self, function: Callable[[Any], Any], which: Iterable[int] | None = None
+    ) -> None:
         """Send a function that is called with environments; see ``each``."""
         self.check_idle("call_async")
         called = list(range(self.num_envs) if which is None else which)
@@ -283,7 +301,11 @@ class VectorWorkers:
             return
         self._closed = True
         try:
-            if timeout is not None and not terminate and self.state is not AsyncState.DEFAULT:
+            if (
+                timeout is not None
+                and not terminate
+                and self.state is not AsyncState.DEFAULT
+            ):
                 self._receive(self.state, timeout)
         except CallTimeout:
             terminate = True
@@ -327,7 +349,9 @@ class VectorWorkers:
             raise
         self._sent = sent
 
-    def _receive(self, state: AsyncState, timeout: float | None) -> tuple[_Sent, dict[int, Any]]:
+    def _receive(
+        self, state: AsyncState, timeout: float | None
+    ) -> tuple[_Sent, dict[int, Any]]:
         """Return the call that was sent, and its results by worker."""
         sent = self._sent
         if sent is None or sent.state is not state:
@@ -364,7 +388,9 @@ class VectorWorkers:
                 seed = self._seeds[i]
                 if seed is not None:
                     (seeds[place],) = seeds_of(seed, [i], generation)
-        attributes = {i - part.start: self._attributes[i] for i in part if i in self._attributes}
+        attributes = {
+            i - part.start: self._attributes[i] for i in part if i in self._attributes
+        }
         return last, seeds, dumps(attributes, "attributes")
 
 
@@ -437,5 +463,7 @@ def method_of(context: str) -> Literal["forkserver", "spawn"] | None:
         "fork": None,
     }
     if context not in known:
-        raise BadOption(f"cannot find context for {context!r}: expected one of {sorted(known)}.")
+        raise BadOption(
+            f"cannot find context for {context!r}: expected one of {sorted(known)}."
+        )
     return known[context]

@@ -73,7 +73,9 @@ class Buffer:
         self.memory = memory
         self._manifest = manifest
         self._header = memory[:HEADER_BYTES].view(np.int64)
-        self.tensors = {name: _view(memory, entry) for name, entry in manifest.entries.items()}
+        self.tensors = {
+            name: _view(memory, entry) for name, entry in manifest.entries.items()
+        }
 
     @classmethod
     def private(cls, manifest: Manifest) -> Buffer:
@@ -100,7 +102,9 @@ class Buffer:
         text: bytes = self._header[_TEXT:].tobytes()
         return text[:length].decode()
 
-    def write(self, weights: Mapping[str, torch.Tensor], version: int | str, sequence: int) -> None:
+    def write(
+        self, weights: Mapping[str, torch.Tensor], version: int | str, sequence: int
+    ) -> None:
         """Copy everything in, between two changes of ``sequence``.
 
         Raises:

@@ -16,7 +16,10 @@ from muster.weights import added_schemes
 from muster.weights.shared_memory import SharedMemory
 from muster.weights.transport import NoSync, Transport
 
-_TRANSPORTS: dict[str, SharedMemory | NoSync] = {"shared": SharedMemory(), "none": NoSync()}
+_TRANSPORTS: dict[str, SharedMemory | NoSync] = {
+    "shared": SharedMemory(),
+    "none": NoSync(),
+}
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,9 @@ def transport_for(given: Any) -> Transport:
     if isinstance(meaning, Transport) and not isinstance(meaning, type):
         return meaning
     kinds = SharedMemory | NoSync
-    local = [name for name, meant in added_schemes().items() if isinstance(meant, kinds)]
+    local = [
+        name for name, meant in added_schemes().items() if isinstance(meant, kinds)
+    ]
     if isinstance(meaning, NodeScheme):
         raise BadOption(
             f"{meaning.name} is for {meaning.collector}, whose workers are on other machines. Leave"
@@ -95,11 +100,17 @@ def meaning_of(given: Any) -> Any:
         return _TRANSPORTS[given]
     schemes = added_schemes()
     # a class derived from a scheme means the same
-    names = [given] if isinstance(given, str) else [cls.__name__ for cls in type(given).__mro__]
+    names = (
+        [given]
+        if isinstance(given, str)
+        else [cls.__name__ for cls in type(given).__mro__]
+    )
     return next((schemes[name] for name in names if name in schemes), given)
 
 
 def node_schemes(engine: str) -> list[NodeScheme]:
     """Return the schemes for nodes that this engine connects; all, if none is for it alone."""
-    schemes = [meant for meant in added_schemes().values() if isinstance(meant, NodeScheme)]
+    schemes = [
+        meant for meant in added_schemes().values() if isinstance(meant, NodeScheme)
+    ]
     return [scheme for scheme in schemes if scheme.engine == engine] or schemes

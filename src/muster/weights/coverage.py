@@ -25,7 +25,9 @@ from muster.weights.names import (
     weight_bearer,
 )
 
-ModelId = Callable[[str], "str | None"]  # of a part of the policy, by its path; None: it has none
+ModelId = Callable[
+    [str], "str | None"
+]  # of a part of the policy, by its path; None: it has none
 OF_COLLECTOR = (
     "Call update_policy_weights_() to publish the policy that the collector was made with, or give"
     " the weights of all of it"
@@ -73,7 +75,9 @@ def taken(
         given = frozenset(weights)
         if held is not None:
             inside = {place_of(tensor) for tensor in tensors_in(held)}
-            given = frozenset(n for n, tensor in weights.items() if place_of(tensor) in inside)
+            given = frozenset(
+                n for n, tensor in weights.items() if place_of(tensor) in inside
+            )
         if own is not target:
             _check_not_lazy(weights)
             check_fit(weights, tensors_of(target))
@@ -146,10 +150,16 @@ def _fitted(
     path, (weights, part) = next(iter((fitting or parts).items()))
     check_fit(weights, {name: part[name] for name in weights})
     covered = {place_of(tensor) for tensor in part.values()}
-    missing = sorted(name for name, tensor in whole.items() if place_of(tensor) not in covered)
+    missing = sorted(
+        name for name, tensor in whole.items() if place_of(tensor) not in covered
+    )
     if missing:
         named_part = None if model_id is None else model_id(path)
-        which = "" if named_part is None else f", or publish only this part with {named_part}"
+        which = (
+            ""
+            if named_part is None
+            else f", or publish only this part with {named_part}"
+        )
         raise BadWeights(
             f"the weights are those of {path}, which is only a part of the policy: missing"
             f" {missing}. {remedy}{which}. Nothing was changed."
@@ -162,7 +172,9 @@ def _have_shapes(weights: Weights, part: Weights) -> bool:
     return all(tensor.shape == part[name].shape for name, tensor in weights.items())
 
 
-def _parts_named_like(new: Weights, target: torch.nn.Module) -> dict[str, tuple[Weights, Weights]]:
+def _parts_named_like(
+    new: Weights, target: torch.nn.Module
+) -> dict[str, tuple[Weights, Weights]]:
     """The parts of the target that have these names, by path: the new weights and the part's
     tensors, by name in it.
     """

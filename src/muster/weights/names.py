@@ -28,7 +28,9 @@ MAX_ITEMS = 256  # longer lists and dicts hold data
 LIBRARIES = {"torch", "numpy", "gymnasium"}
 # torch's name in a state_dict for what ``get_extra_state`` returns, with underscores
 EXTRA_STATE = "extra_state"
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))  # attributes: parameters, submodules, hooks
+_OF_EVERY_MODULE = frozenset(
+    vars(torch.nn.Module())
+)  # attributes: parameters, submodules, hooks
 
 
 def named_weights(source: Any) -> Weights:
@@ -82,7 +84,9 @@ def _named_in_dict(given: Mapping[Any, Any]) -> Weights:
             )
         twice = named.keys() & found.keys()
         if twice:
-            raise BadWeights(f"the dict of weights has {sorted(twice)} twice. Nothing was changed.")
+            raise BadWeights(
+                f"the dict of weights has {sorted(twice)} twice. Nothing was changed."
+            )
         named |= found
     return named
 
@@ -149,7 +153,9 @@ def with_unregistered(module: torch.nn.Module) -> torch.nn.Module:
     The network of ``TensorDictModule(lambda obs: net(obs), ...)`` is not in the ``state_dict``, and
     acts.
     """
-    functions = [function for part in module.modules() for function in _functions_of(part)]
+    functions = [
+        function for part in module.modules() for function in _functions_of(part)
+    ]
     if not functions:
         return module
     modules, parameters = _reached(functions)
@@ -185,7 +191,11 @@ def replica(module: torch.nn.Module, *, only_weights: bool = False) -> torch.nn.
         return copy.deepcopy(module).cpu()
     except Exception as error:
         skeleton = _skeleton(module) if only_weights else torch.nn.Module()
-        named = {name for name, value in module.state_dict().items() if torch.is_tensor(value)}
+        named = {
+            name
+            for name, value in module.state_dict().items()
+            if torch.is_tensor(value)
+        }
         if skeleton.state_dict().keys() == named:
             return skeleton
         raise BadWeights(
@@ -206,7 +216,9 @@ def _skeleton(module: torch.nn.Module) -> torch.nn.Module:
         if is_known:
             continue
         saved = part.state_dict(keep_vars=True).keys()
-        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+        for name, parameter in part.named_parameters(
+            recurse=False, remove_duplicate=False
+        ):
             data = parameter.detach().to("cpu", copy=True)
             copied = torch.nn.Parameter(data, parameter.requires_grad)
             copied = copies.setdefault(id(parameter), copied)
@@ -224,7 +236,9 @@ def acting_modules(policy: Any) -> list[torch.nn.Module]:
     """
     if not isinstance(policy, torch.nn.Module):
         return modules_of(policy)
-    functions = [function for part in policy.modules() for function in _functions_of(part)]
+    functions = [
+        function for part in policy.modules() for function in _functions_of(part)
+    ]
     reached, _ = _reached(functions)
     return [policy, *reached]
 
@@ -315,7 +329,9 @@ def overwrite(old: Weights, new: Weights) -> None:
         copy_tensor(tensor, new[name])
 
 
-def check_fit(new: Mapping[str, torch.Tensor], old: Mapping[str, Any], remedy: str = "") -> None:
+def check_fit(
+    new: Mapping[str, torch.Tensor], old: Mapping[str, Any], remedy: str = ""
+) -> None:
     """Raise BadWeights unless ``new`` has the names, shapes and dtypes of ``old``: of tensors, or
     of what has both.
     """

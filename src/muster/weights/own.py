@@ -38,7 +38,9 @@ class OwnWeights:
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self._attributes: list[dict[str, Any]] = []
-        self._held: list[Any] = []  # the modules and tensors in it; they are kept, so are their ids
+        self._held: list[
+            Any
+        ] = []  # the modules and tensors in it; they are kept, so are their ids
         self._ids: list[int] = []
         self._small: list[Callable[[], torch.Tensor]] = []  # sums of tensors
         self._large: list[torch.Tensor] = []
@@ -62,7 +64,9 @@ class OwnWeights:
 
     def _held_now(self) -> chain[Any]:
         every = self._attributes
-        kinds = chain(map(_MODULES, every), map(_PARAMETERS, every), map(_BUFFERS, every))
+        kinds = chain(
+            map(_MODULES, every), map(_PARAMETERS, every), map(_BUFFERS, every)
+        )
         return chain.from_iterable(map(dict.values, kinds))
 
     def _look(self) -> None:
@@ -73,13 +77,17 @@ class OwnWeights:
         inside = set(self._ids)
         # else a hook makes them for each ``state_dict``, or they have to be looked at with care
         self._can_tell = all(id(tensor) in inside for tensor in weights) and all(
-            type(tensor) in PLAIN and tensor.device.type == "cpu" and not tensor.is_complex()
+            type(tensor) in PLAIN
+            and tensor.device.type == "cpu"
+            and not tensor.is_complex()
             for tensor in weights
         )
         if not self._can_tell:
             return
         floats = [tensor for tensor in weights if tensor.is_floating_point()]
-        self._small = [t.sum for t in floats if t.numel() <= TORCH_GRAIN and t.itemsize > 1]
+        self._small = [
+            t.sum for t in floats if t.numel() <= TORCH_GRAIN and t.itemsize > 1
+        ]
         self._large = [t for t in floats if t.numel() > TORCH_GRAIN or t.itemsize == 1]
 
 

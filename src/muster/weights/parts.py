@@ -11,7 +11,13 @@ import torch
 from muster.errors import BadWeights
 from muster.utils.attributes import name_of
 from muster.weights.coverage import is_own
-from muster.weights.names import is_finite, place_of, replica, weight_bearer, with_unregistered
+from muster.weights.names import (
+    is_finite,
+    place_of,
+    replica,
+    weight_bearer,
+    with_unregistered,
+)
 
 
 @dataclass(frozen=True)
@@ -61,18 +67,34 @@ class PolicyModules:
         self.has_model_ids = has_model_ids
         self.name = name
         self._roots = roots  # objects that stand for the whole policy
-        bearer = policy if isinstance(policy, torch.nn.Module) else weight_bearer(policy)
+        bearer = (
+            policy if isinstance(policy, torch.nn.Module) else weight_bearer(policy)
+        )
         # buffers that were infinite from the start, such as masks
         self._unbounded = _infinite(bearer)
 
     @classmethod
-    def here(cls, policy: Any, original: Any, roots: Sequence[Any], name: str) -> PolicyModules:
+    def here(
+        cls, policy: Any, original: Any, roots: Sequence[Any], name: str
+    ) -> PolicyModules:
         """Return the modules of a policy that acts in this process."""
-        users = with_unregistered(original) if isinstance(original, torch.nn.Module) else None
-        acting = with_unregistered(policy) if isinstance(policy, torch.nn.Module) else policy
+        users = (
+            with_unregistered(original)
+            if isinstance(original, torch.nn.Module)
+            else None
+        )
+        acting = (
+            with_unregistered(policy) if isinstance(policy, torch.nn.Module) else policy
+        )
         is_whole = isinstance(policy, torch.nn.Module) and acting is policy
         return cls(
-            acting, original, users, roots, in_workers=False, has_model_ids=is_whole, name=name
+            acting,
+            original,
+            users,
+            roots,
+            in_workers=False,
+            has_model_ids=is_whole,
+            name=name,
         )
 
     @classmethod
@@ -97,7 +119,9 @@ class PolicyModules:
 
     def with_copy(self, policy: torch.nn.Module) -> PolicyModules:
         """Return the modules after a copy of the policy has taken its place."""
-        return PolicyModules.here(policy, self.policy, [*self._roots, policy], self.name)
+        return PolicyModules.here(
+            policy, self.policy, [*self._roots, policy], self.name
+        )
 
     @property
     def lazy(self) -> bool:

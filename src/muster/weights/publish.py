@@ -57,7 +57,9 @@ class PolicyWeights:
         counter: Any = None,
         mode: ActingMode | None = None,
     ) -> None:
-        modules = PolicyModules.here(policy, original, [policy, original], name_of(policy))
+        modules = PolicyModules.here(
+            policy, original, [policy, original], name_of(policy)
+        )
         self._connect(modules, counter, mode)
 
     def _connect(
@@ -175,7 +177,9 @@ class PolicyWeights:
         pairs = changes.pairs
         with self._lock:
             if self._in_rollout:
-                pairs = {place: (new.clone(), old) for place, (new, old) in pairs.items()}
+                pairs = {
+                    place: (new.clone(), old) for place, (new, old) in pairs.items()
+                }
             self._elsewhere = (self._elsewhere - changes.own) | changes.elsewhere
             version = self.versions.increment()
             if pairs or self.workers is not None:
@@ -325,7 +329,11 @@ class PolicyWeights:
             part = modules.part(source, model)
             if part is None:  # no weights
                 continue
-            if source is None and part.own is part.acting and self._own_are_finite(part.acting):
+            if (
+                source is None
+                and part.own is part.acting
+                and self._own_are_finite(part.acting)
+            ):
                 continue
             model_id = partial(_model_id, part.path) if modules.has_model_ids else None
             new = taken(source, part.acting, part.own, model_id)
@@ -356,7 +364,11 @@ class PolicyWeights:
             if model is None and name not in new.given and place in self._elsewhere:
                 continue
             first, _ = pairs.setdefault(place, (tensor, old[name]))
-            if first is not tensor and not new.is_own and not torch.equal(first, tensor):
+            if (
+                first is not tensor
+                and not new.is_own
+                and not torch.equal(first, tensor)
+            ):
                 raise BadWeights(
                     f"weight {name} has another name in the policy, too (tied weights), and the two"
                     " have different values. Nothing was changed."
@@ -366,7 +378,9 @@ class PolicyWeights:
     def _open(self) -> None:
         assert self._transport is not None
         assert self.workers is not None
-        self._updates.open(self._transport, each_once(self.policy), self.workers, self.version)
+        self._updates.open(
+            self._transport, each_once(self.policy), self.workers, self.version
+        )
 
 
 class _Changes:

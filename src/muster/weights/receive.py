@@ -31,7 +31,9 @@ class Receivers:
         schemes: by model id.
     """
 
-    def __init__(self, weights: PolicyWeights, collector: Any, worker_idx: int | None) -> None:
+    def __init__(
+        self, weights: PolicyWeights, collector: Any, worker_idx: int | None
+    ) -> None:
         self._weights = weights
         self._collector = weakref.ref(collector)
         self._worker_idx = worker_idx
@@ -55,7 +57,9 @@ class Receivers:
             before = self.schemes.get(model_id)
             if before is not None and before is not scheme:
                 before.shutdown()
-            context = self._contexts[model_id] = _Context(self, model_id, self._worker_idx)
+            context = self._contexts[model_id] = _Context(
+                self, model_id, self._worker_idx
+            )
             if not getattr(scheme, "initialized_on_receiver", False):
                 scheme.init_on_receiver(
                     model_id=model_id, context=context, worker_idx=self._worker_idx
@@ -113,7 +117,9 @@ class Receivers:
 class _Context:
     """What a scheme sees of the collector."""
 
-    def __init__(self, receivers: Receivers, model_id: str, worker_idx: int | None) -> None:
+    def __init__(
+        self, receivers: Receivers, model_id: str, worker_idx: int | None
+    ) -> None:
         model = receivers.model(model_id)
         if not isinstance(model, torch.nn.Module):
             raise BadWeights(

@@ -32,7 +32,9 @@ from muster.weights.transport import Ticket, chosen
 if TYPE_CHECKING:
     from muster.weights.transport import Weights
 
-BUFFERS = 3  # with two, a worker has to start again whenever a publish follows on a publish
+BUFFERS = (
+    3  # with two, a worker has to start again whenever a publish follows on a publish
+)
 _NOTHING = 0  # is the offset of the cells
 
 
@@ -114,7 +116,9 @@ class SharedMemoryPublisher:
     def ticket(self, worker: int) -> Ticket:
         chosen([worker], self._workers)
         place = (self._cells_at, self._workers, worker)
-        opener = functools.partial(SharedMemorySubscriber, self._manifest, place, self._deadline_s)
+        opener = functools.partial(
+            SharedMemorySubscriber, self._manifest, place, self._deadline_s
+        )
         return Ticket(opener, [os.dup(self._arena.fd)])
 
     def close(self) -> None:
@@ -184,7 +188,9 @@ class SharedMemorySubscriber:
                 return False
             self.version = shared.read(into)
             keep_order()  # the weights were read before the mark is gone
-            return shared.sequence == sequence  # always, unless another worker has the same number
+            return (
+                shared.sequence == sequence
+            )  # always, unless another worker has the same number
         finally:
             self._reading[self._worker] = _NOTHING
 

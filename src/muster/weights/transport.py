@@ -86,7 +86,9 @@ class Ticket:
         while self.fds:
             os.close(self.fds.pop())
 
-    def __reduce__(self) -> tuple[type[Ticket], tuple[Callable[[Sequence[int]], Subscriber]]]:
+    def __reduce__(
+        self,
+    ) -> tuple[type[Ticket], tuple[Callable[[Sequence[int]], Subscriber]]]:
         return Ticket, (self._opener,)
 
 
@@ -125,7 +127,9 @@ class Publisher(Protocol):
 class Transport(Protocol):
     """A transport: a small object with its options."""
 
-    def publisher(self, weights: Weights, workers: int, version: int | str = 0) -> Publisher:
+    def publisher(
+        self, weights: Weights, workers: int, version: int | str = 0
+    ) -> Publisher:
         """A publisher for workers ``0 .. workers - 1``, which start with these weights."""
 
 
@@ -140,7 +144,9 @@ def chosen(workers: Collection[int] | None, count: int) -> Collection[int]:
     for worker in workers:
         is_number = isinstance(worker, int) and not isinstance(worker, bool)
         if not is_number or not 0 <= worker < count:
-            raise BadOption(f"there is no worker {worker!r}: workers are numbered 0 to {count - 1}")
+            raise BadOption(
+                f"there is no worker {worker!r}: workers are numbered 0 to {count - 1}"
+            )
     return workers
 
 
@@ -150,7 +156,9 @@ class NoSync:
     counts versions.
     """
 
-    def publisher(self, weights: Weights, workers: int, version: int | str = 0) -> NoPublisher:
+    def publisher(
+        self, weights: Weights, workers: int, version: int | str = 0
+    ) -> NoPublisher:
         return NoPublisher(workers)
 
 

@@ -11,7 +11,9 @@ from muster.errors import BadWeights
 from muster.weights.names import Weights, copy_tensor
 from muster.weights.transport import Publisher, Ticket, Transport
 
-Pairs = dict[Any, tuple[torch.Tensor, torch.Tensor]]  # new and old, by ``place_of`` the old one
+Pairs = dict[
+    Any, tuple[torch.Tensor, torch.Tensor]
+]  # new and old, by ``place_of`` the old one
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,16 @@ class Versions:
         self.counter = counter
         self.publishes = 0
         self._count = 0
-        self._born: dict[int | str, int] = {}  # publishes before each of the last versions
+        self._born: dict[
+            int | str, int
+        ] = {}  # publishes before each of the last versions
 
     @property
     def newest(self) -> int | str:
         """The version of the newest publish."""
-        version: int | str = self._count if self.counter is None else self.counter.version
+        version: int | str = (
+            self._count if self.counter is None else self.counter.version
+        )
         return version
 
     def increment(self) -> int | str:

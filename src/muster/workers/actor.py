@@ -127,14 +127,20 @@ class Actor:
         self._in_place = self._device is None or self._device.type == "cpu"
         self._into = named_tensors(self._policy)
         self._infos: Mapping[int, EnvSpec] = {}
-        self._streams = ServedStreams(self._device, exclusive=exclusive, keeps=keeps_streams)
+        self._streams = ServedStreams(
+            self._device, exclusive=exclusive, keeps=keeps_streams
+        )
         self._policies: dict[tuple[int, ...], Policy] = {}  # by shape of the batch
-        self._buffers: dict[tuple[int, int], Lane] = {}  # by number of environments and of steps
+        self._buffers: dict[
+            tuple[int, int], Lane
+        ] = {}  # by number of environments and of steps
         # likewise; used if runs need not be reproducible
         self._prepared: dict[tuple[int, int], _Prepared] = {}
         self._columns: list[Column] = []
         self._grad = False
-        self._epoch = 0  # grows with each change after which policies have to prepare again
+        self._epoch = (
+            0  # grows with each change after which policies have to prepare again
+        )
 
     def open(self, infos: Mapping[int, EnvSpec]) -> None:
         """Register groups by number.
@@ -173,7 +179,10 @@ class Actor:
     # --- random streams ---------------------------------------------------------------------------
 
     def reseed(
-        self, groups: Sequence[int], seed: int | Sequence[int] | None, generation: int = 0
+        self,
+        groups: Sequence[int],
+        seed: int | Sequence[int] | None,
+        generation: int = 0,
     ) -> None:
         """Replace the random streams of groups that have some here; ``adopt`` brings the streams of
         the others.
@@ -182,7 +191,9 @@ class Actor:
         if not generation:  # a restart must not change the rollouts of other groups
             self._epoch += 1
 
-    def add_streams(self, groups: Sequence[int], states: Sequence[dict[str, Any]]) -> None:
+    def add_streams(
+        self, groups: Sequence[int], states: Sequence[dict[str, Any]]
+    ) -> None:
         """Write the policy's random streams into the states of groups; the environments' streams
         are unchanged.
         """
@@ -215,7 +226,8 @@ class Actor:
                 rollout.lane.arrays[POLICY_VERSION][row] = version
         # The first call for groups is ``Policy.first``, as in workers that run the policy.
         first = all(
-            row == 0 and not self._streams.has_acted(rollout.group) for rollout, row in asked
+            row == 0 and not self._streams.has_acted(rollout.group)
+            for rollout, row in asked
         )
         if len(asked) == 1 and self._in_place:
             self._act_alone(*asked[0], first=first)
@@ -284,7 +296,9 @@ class Actor:
                 act = rollout.act
             act(row)
 
-    def _act_together(self, asked: Sequence[tuple[ServedRollout, int]], *, first: bool) -> None:
+    def _act_together(
+        self, asked: Sequence[tuple[ServedRollout, int]], *, first: bool
+    ) -> None:
         """Gather rows, act on all of them in one call, and copy the outputs to the lanes."""
         leader, row = asked[0]
         B = sum(rollout.lane.B for rollout, _ in asked)
@@ -300,7 +314,9 @@ class Actor:
         if first:
             here = 0
         elif ready is None:
-            left = leader.lane.T - row  # start so late in the buffer that all noise drawn is used
+            left = (
+                leader.lane.T - row
+            )  # start so late in the buffer that all noise drawn is used
             here = max(0, buffer.T - left)
         else:
             here = ready.row
@@ -328,7 +344,9 @@ class Actor:
 
     def _act_first(self, policy: Policy, lane: Lane, row: int, rng: GroupRng) -> None:
         with self._context(policy, rng, first=True):
-            outputs = call_policy(policy, lambda: policy.first(self._seen(lane, row), rng))
+            outputs = call_policy(
+                policy, lambda: policy.first(self._seen(lane, row), rng)
+            )
         store_outputs(keep(outputs), lane, row)
 
     def _parts(
@@ -357,7 +375,9 @@ class Actor:
             begin += rollout.lane.B
         return parts
 
-    def _pairs(self, buffer: Lane, begin: int, rollouts: Sequence[ServedRollout]) -> _Pairs3 | None:
+    def _pairs(
+        self, buffer: Lane, begin: int, rollouts: Sequence[ServedRollout]
+    ) -> _Pairs3 | None:
         """Pair arrays of a buffer (from environment ``begin``) and lanes: inputs, outputs, outputs
         of the next row.
 
@@ -453,7 +473,9 @@ class Actor:
         return self._policies[shape]
 
     @contextmanager
-    def _context(self, policy: Policy, rng: GroupRng, *, first: bool = False) -> Iterator[None]:
+    def _context(
+        self, policy: Policy, rng: GroupRng, *, first: bool = False
+    ) -> Iterator[None]:
         """Return the context for a call of the policy; like ``Group.context``."""
         inference = self._setting.options.execution.inference_mode
         inference &= not (first or self._grad)
@@ -476,7 +498,9 @@ class Actor:
             self._epoch += 1
 
 
-def _batched(arrays: Mapping[Key, Array], lead: tuple[int, ...]) -> dict[Key, torch.Tensor]:
+def _batched(
+    arrays: Mapping[Key, Array], lead: tuple[int, ...]
+) -> dict[Key, torch.Tensor]:
     """Return a tensor over each array ``[B, *shape]``, with these batch dimensions."""
     tensors = {}
     for key, array in arrays.items():

@@ -118,7 +118,9 @@ def build_envs(
         if options.info is not False:
             source = id(factory), id(keywords)
             if source not in looks:
-                looks[source] = cache(partial(_infos_of, env, factory, keywords, setting))
+                looks[source] = cache(
+                    partial(_infos_of, env, factory, keywords, setting)
+                )
             env = with_infos(env, options.info, looks[source])
         if options.prev_action_reward:
             env = with_previous(env)
@@ -134,7 +136,10 @@ def build_envs(
 
 
 def _infos_of(
-    built: EnvBatch, factory: Any, kwargs: Mapping[str, Any] | None, setting: WorkerSetting
+    built: EnvBatch,
+    factory: Any,
+    kwargs: Mapping[str, Any] | None,
+    setting: WorkerSetting,
 ) -> Seen:
     """What infos look like: of a reset and a random step of an environment that is made for this
     and closed.
@@ -148,9 +153,14 @@ def _infos_of(
         steps = False
         if not is_environment(factory):
             probe = build_env(
-                factory, None if setting.options.num_envs is None else 1, kwargs, setting.env_device
+                factory,
+                None if setting.options.num_envs is None else 1,
+                kwargs,
+                setting.env_device,
             )
-            if steps := mine.isdisjoint(id(_innermost(each)) for each in probe.objects()):
+            if steps := mine.isdisjoint(
+                id(_innermost(each)) for each in probe.objects()
+            ):
                 env = probe
                 made.callback(env.close)
                 telling = capability(env, TellsInfos)
@@ -169,7 +179,10 @@ def _infos_of(
         look_at(env, seen)
         if steps:
             # the action must be allowed
-            if isinstance(seen.get(ACTION_MASK), ArraySpec) and not env.spec.action_masks:
+            if (
+                isinstance(seen.get(ACTION_MASK), ArraySpec)
+                and not env.spec.action_masks
+            ):
                 env = with_infos(env, [ACTION_MASK], lambda: seen)
                 lane = _one_row(env)
                 env.reset(lane.arrays, 0, every, every)
@@ -209,7 +222,9 @@ def make_group(
     )
 
 
-def recorders_for(groups: Sequence[Group], options: WorkerOptions) -> dict[int, GraphRecorder]:
+def recorders_for(
+    groups: Sequence[Group], options: WorkerOptions
+) -> dict[int, GraphRecorder]:
     """Return what records the rollouts of groups, by their numbers.
 
     Raises:
@@ -322,7 +337,11 @@ def _check_env(env: EnvBatch, options: RolloutOptions) -> None:
             " steps. Remove the option (max_episode_steps of envpool.make_gymnasium limits"
             " episodes), or leave batch_size out"
         )
-    refused = {"set_truncated": options.set_truncated, "compact_obs": options.compact_obs, **others}
+    refused = {
+        "set_truncated": options.set_truncated,
+        "compact_obs": options.compact_obs,
+        **others,
+    }
     name = next(filter(refused.get, refused), None)
     if env.spec.agents and name is not None:
         raise BadOption(
@@ -358,7 +377,8 @@ def _innermost(env: Any) -> Any:
     slower (CPython 3.11: 15 % of a CartPole step).
     """
     wraps = any(
-        kind.__module__.startswith(("gymnasium.", "muster.envs.")) for kind in type(env).__mro__
+        kind.__module__.startswith(("gymnasium.", "muster.envs."))
+        for kind in type(env).__mro__
     )
     for name in ("env", "pool") if wraps else ():
         if (inner := getattr(env, name, None)) is not None and inner is not env:

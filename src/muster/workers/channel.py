@@ -77,7 +77,9 @@ class Channel:
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def send(self, message: Any, fds: Sequence[int] = (), timeout: float | None = None) -> None:
+    def send(
+        self, message: Any, fds: Sequence[int] = (), timeout: float | None = None
+    ) -> None:
         """Send an object that can be pickled, and duplicates of descriptors (at most 253).
 
         Raises:
@@ -87,7 +89,11 @@ class Channel:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        ancillary = (
+            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+            if fds
+            else []
+        )
         if self._rest or self._sent:
             self._flush(deadline)
         frame = memoryview(_HEADER.pack(len(payload), len(fds)) + payload)
@@ -96,7 +102,9 @@ class Channel:
             self._push(ancillary, deadline)  # descriptors go with the first part
         finally:
             if not self._sent:
-                self._rest = _NOTHING  # no call here, after which another handler could raise
+                self._rest = (
+                    _NOTHING  # no call here, after which another handler could raise
+                )
         self._flush(deadline)
 
     def receive(self, timeout: float | None = None) -> tuple[Any, list[int]]:
@@ -161,7 +169,9 @@ class Channel:
         while True:
             self._check_open()
             try:
-                self._sent.extend(map(self._sock.sendmsg, ((self._rest,),), (ancillary,), (flags,)))
+                self._sent.extend(
+                    map(self._sock.sendmsg, ((self._rest,),), (ancillary,), (flags,))
+                )
                 return
             except BlockingIOError:
                 self._wait(self._writable, deadline, "read")
@@ -179,7 +189,9 @@ class Channel:
             if deadline is not None:
                 self._wait(self._readable, deadline, "sent a message")
             try:
-                self._arrived.extend(map(self._sock.recvmsg, (_SIZE,), (_SPACE,), (_CLOEXEC,)))
+                self._arrived.extend(
+                    map(self._sock.recvmsg, (_SIZE,), (_SPACE,), (_CLOEXEC,))
+                )
             except (
                 ConnectionResetError
             ):  # closed with unread messages; all its messages have arrived
@@ -204,7 +216,8 @@ class Channel:
         if flags & _TRUNCATED:  # descriptors of an unknown message are missing
             self.close()
             raise OSError(
-                errno.EMFILE, "descriptors that another process sent are lost: too many open files"
+                errno.EMFILE,
+                "descriptors that another process sent are lost: too many open files",
             )
         if not data:
             raise EOFError("The other end of the channel is closed.")
@@ -214,7 +227,9 @@ class Channel:
             raise EOFError("This end of the channel is closed.")
 
     def _wait(self, poller: select.poll, deadline: float | None, what: str) -> None:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+        left = (
+            None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+        )
         if not poller.poll(left):
             raise TimeoutError(f"The other end of the channel has not {what} in time.")
 
@@ -239,7 +254,9 @@ class WakeUp:
         self._read = fds[0]
         self._closing = threading.Lock()
         self._senders: dict[Any, None] = {}  # as an ordered set
-        self._close = weakref.finalize(self, _close_all, fds)  # a thread may never reach this
+        self._close = weakref.finalize(
+            self, _close_all, fds
+        )  # a thread may never reach this
         self._close.atexit = False
         for fd in fds:
             os.set_blocking(fd, False)
@@ -252,7 +269,10 @@ class WakeUp:
 
     def ring(self, sender: Any = None) -> None:
         """Ring, in the name of a sender (hashable) of this process, for ``senders``."""
-        with self._closing, contextlib.suppress(BlockingIOError):  # it is ringing already
+        with (
+            self._closing,
+            contextlib.suppress(BlockingIOError),
+        ):  # it is ringing already
             if sender is not None:
                 self._senders[sender] = None
             if self.fds:  # after ``close`` the number may be that of another file
@@ -280,7 +300,9 @@ class WakeUp:
 
     def wait(self, seconds: float | None) -> bool:
         """Wait until it rings, at most ``seconds``; return whether it rang, and clear it."""
-        rings = bool(self._poller.poll(None if seconds is None else max(0.0, seconds) * 1000))
+        rings = bool(
+            self._poller.poll(None if seconds is None else max(0.0, seconds) * 1000)
+        )
         if rings:
             self.clear()
         return rings
@@ -324,7 +346,9 @@ class StatusPage:
         arena = Arena.create("muster-status-page")
         arena.allocate(mmap.PAGESIZE)
         # Stacks follow the page, in every process that writes.
-        fcntl.fcntl(arena.fd, fcntl.F_SETFL, os.O_APPEND | fcntl.fcntl(arena.fd, fcntl.F_GETFL))
+        fcntl.fcntl(
+            arena.fd, fcntl.F_SETFL, os.O_APPEND | fcntl.fcntl(arena.fd, fcntl.F_GETFL)
+        )
         return cls(arena)
 
     @classmethod

@@ -29,14 +29,22 @@ class WorkerPlace:
     # number of each environment's first episode, by group; None: 0
     episodes: Mapping[int, Array] | None = None
     marks_resumed: bool = False  # rollouts have the column of resumed episodes
-    columns: LayOut | None = None  # columns of the current rollouts; None: not laid out yet
+    columns: LayOut | None = (
+        None  # columns of the current rollouts; None: not laid out yet
+    )
 
     def part(self, groups: Sequence[int]) -> WorkerPlace:
         """Return the place of these groups only."""
         episodes = self.episodes
-        own = None if episodes is None else {number: episodes[number] for number in groups}
+        own = (
+            None
+            if episodes is None
+            else {number: episodes[number] for number in groups}
+        )
         return replace(
-            self, firsts={number: self.firsts[number] for number in groups}, episodes=own
+            self,
+            firsts={number: self.firsts[number] for number in groups},
+            episodes=own,
         )
 
 
@@ -63,14 +71,18 @@ class WorkerConfig:
     # number of workers in the mailbox of the inference server; None: the worker runs the policy
     served_by: int | None = None
     threads: int | None = None  # number of torch threads; None: unchanged
-    cpus: Sequence[int] = ()  # numbers of the CPUs on which the worker runs; empty: as its parent
+    cpus: Sequence[
+        int
+    ] = ()  # numbers of the CPUs on which the worker runs; empty: as its parent
     stoppable: bool = False  # check the cell ``STOP`` after every step
     in_thread: bool = False  # the worker is a thread of the parent's process
     generation: int = 0  # number of earlier starts of the worker
     # place among all workers; None until all workers have made their groups
     place: WorkerPlace | None = None
     factory: int = 0  # which of the factories makes the worker's policy
-    node: str = ""  # number and host of the worker's node, for messages; empty on this machine
+    node: str = (
+        ""  # number and host of the worker's node, for messages; empty on this machine
+    )
     # ids of the program's registry; None: the worker is in a process that has them
     registered: SentIds | None = None
     # ticket for the weights, whose descriptors are sent with it; None: the worker does not
@@ -86,8 +98,12 @@ class ServerConfig:
     """
 
     setting: Any  # ``WorkerSetting``; pickled by ``pickling.dumps`` for a node
-    alternating: bool  # half of the workers step while the server acts for the other half
-    max_batch: int | None  # maximum number of environments in one call; None: no maximum
+    alternating: (
+        bool  # half of the workers step while the server acts for the other half
+    )
+    max_batch: (
+        int | None
+    )  # maximum number of environments in one call; None: no maximum
     # maximum wait of the first worker that asks for others at work; None: until all of them ask
     max_wait_s: float | None
     threads: int | None  # number of torch threads; None: unchanged
@@ -105,7 +121,9 @@ class PoolConfig:
     workers: Sequence[WorkerConfig]  # configs of the workers, without the policy
     policy: bytes  # pickled policy, or a tuple of policy factories
     count: int  # number of workers of the collector, over all nodes
-    server: ServerConfig | None  # config of the inference server; None: the workers run the policy
+    server: (
+        ServerConfig | None
+    )  # config of the inference server; None: the workers run the policy
     # ``EnvFactory`` of each group, for crash reports; each is pickled for a node
     origins: Sequence[Any]
     max_frames_per_traj: int | None

@@ -127,7 +127,9 @@ class FrameCounters:
         """Set the age of the weights that acted last, in publications."""
         self.lag = lag
 
-    def continue_from(self, executed: int, discarded: Counter[str], clock: Array) -> None:
+    def continue_from(
+        self, executed: int, discarded: Counter[str], clock: Array
+    ) -> None:
         """Continue from the counts of a saved state."""
         self.executed = executed
         self.discarded = discarded

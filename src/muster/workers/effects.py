@@ -76,7 +76,9 @@ _IN_WORKER: dict[type[Request], Callable[[Worker, Any], Any]] = {
     Reset: _reset,
     Profile: lambda worker, request: worker.profile(request.config),
     TakeState: lambda worker, request: worker.state(),
-    LoadState: lambda worker, request: worker.load(request.states, request.cut, request.trust),
+    LoadState: lambda worker, request: worker.load(
+        request.states, request.cut, request.trust
+    ),
     MarkResumed: _mark_resumed,
 }
 
@@ -91,7 +93,9 @@ def part_of(request: Request, groups: Sequence[int]) -> Request | None:
             own = {number: which[number] for number in groups if number in which}
             return replace(request, which=own) if own else None
         case LoadState(states):
-            of_worker = {number: states[number] for number in groups if number in states}
+            of_worker = {
+                number: states[number] for number in groups if number in states
+            }
             return replace(request, states=of_worker)
     return request
 
@@ -120,7 +124,9 @@ def place_after(request: Request, place: WorkerPlace) -> WorkerPlace:
     return place
 
 
-def add_answer(request: Request, actor: Actor, groups: Sequence[int], answer: Any) -> None:
+def add_answer(
+    request: Request, actor: Actor, groups: Sequence[int], answer: Any
+) -> None:
     """Add the inference server's part to a worker's answer."""
     if isinstance(request, TakeState):
         actor.add_streams(groups, answer)

@@ -28,12 +28,20 @@ from muster.errors import (
     shown,
     text_of,
 )
-from muster.utils.tracebacks import MUSTER, is_installed, is_muster, traceback_text, trim
+from muster.utils.tracebacks import (
+    MUSTER,
+    is_installed,
+    is_muster,
+    traceback_text,
+    trim,
+)
 
 if TYPE_CHECKING:
     from muster.restore.crash_report import CrashDirectory
 
-MAX_PICKLE_BYTES = 1 << 20  # an exception can refer to an environment, or all of its data
+MAX_PICKLE_BYTES = (
+    1 << 20
+)  # an exception can refer to an environment, or all of its data
 CLASSES: dict[str, type[MusterError]] = {  # classes for foreign errors, by phase
     **dict.fromkeys(("construct", "reset", "step", "close"), EnvError),
     "policy": PolicyError,
@@ -41,7 +49,9 @@ CLASSES: dict[str, type[MusterError]] = {  # classes for foreign errors, by phas
 CRASHES = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT")
 
 _MUSTERS = [
-    cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, MusterError)
+    cls
+    for cls in vars(errors).values()
+    if isinstance(cls, type) and issubclass(cls, MusterError)
 ]
 _CAUSE = vars(BaseException)["__cause__"].__get__  # no overrides
 
@@ -60,7 +70,9 @@ class Where:
     worker: int | None = None
     pid: int | None = None
     generation: int | None = None  # number of earlier starts of the worker
-    env_ids: tuple[int, ...] = ()  # global numbers of the environments that may have failed
+    env_ids: tuple[
+        int, ...
+    ] = ()  # global numbers of the environments that may have failed
     env_index: int | None = None  # index of the environment in its group
     row: int | None = None  # row of the rollout
     episode: int | None = None  # number of episodes that the environment had completed
@@ -74,11 +86,15 @@ class Where:
             more = [] if self.pid is None else [f"pid {self.pid}"]
             more += [f"node {self.node}"] if self.node else []
             more += [f"restart {self.generation}"] if self.generation else []
-            parts.append(f"worker {self.worker}" + (f" ({', '.join(more)})" if more else ""))
+            parts.append(
+                f"worker {self.worker}" + (f" ({', '.join(more)})" if more else "")
+            )
         if self.env_ids:
             ids = ", ".join(map(str, self.env_ids))
             parts.append(
-                f"environment {ids}" if len(self.env_ids) == 1 else f"one of the environments {ids}"
+                f"environment {ids}"
+                if len(self.env_ids) == 1
+                else f"one of the environments {ids}"
             )
         if self.step is not None:
             parts.append(
@@ -110,7 +126,9 @@ class SentError:
     kind: str  # name of the class in ``muster.errors``
     message: str
     known: Mapping[str, Any]  # attributes of the error
-    cause: RemoteError | None = None  # text of the original exception; None: there is none
+    cause: RemoteError | None = (
+        None  # text of the original exception; None: there is none
+    )
     # the original; None if it does not survive pickling
     pickled: bytes | None = field(default=None, repr=False)
     # name and content of a crash report from another machine
@@ -122,7 +140,9 @@ class SentError:
             return self
         there, path = self.known["crash_report"], directory.put(*self.crash_report)
         message = self.message.replace(str(there), str(path))
-        command = str(self.known.get("replay_command", "")).replace(str(there), str(path))
+        command = str(self.known.get("replay_command", "")).replace(
+            str(there), str(path)
+        )
         known = {**self.known, "crash_report": path, "replay_command": command}
         return replace(self, message=message, known=known, crash_report=None)
 
@@ -150,8 +170,12 @@ def send_error(error: BaseException) -> SentError:
     nearest = _nearest(error)
     if nearest is None:
         return pack(error, phase="call")
-    known = {name: value for name, value in vars(error).items() if not name.startswith("_")}
-    sent = SentError(nearest.__name__, text_of(error), known, *_sent_cause(_CAUSE(error)))
+    known = {
+        name: value for name, value in vars(error).items() if not name.startswith("_")
+    }
+    sent = SentError(
+        nearest.__name__, text_of(error), known, *_sent_cause(_CAUSE(error))
+    )
     if (path := known.get("crash_report")) is not None:
         sent = replace(sent, crash_report=(path.name, path.read_bytes()))
         path.unlink()
@@ -170,7 +194,9 @@ def pack(error: BaseException, *, phase: str, **where: Any) -> SentError:
     place, nearest, text = Where(**where), _nearest(error), _text(error)
     if (index := env_index_of(error, phase)) is not None:
         place = replace(
-            place, env_index=index, env_ids=place.env_ids[index : index + 1] or place.env_ids
+            place,
+            env_index=index,
+            env_ids=place.env_ids[index : index + 1] or place.env_ids,
         )
     original = error if nearest is None else _CAUSE(error)
     if nearest is None:
@@ -189,7 +215,11 @@ def pack(error: BaseException, *, phase: str, **where: Any) -> SentError:
     sentence = text if text.endswith((".", "!", "?")) else f"{text}."
     message = _sections(f"{sentence} In {place}, phase {phase}.", stack)
     return SentError(
-        nearest.__name__, message, place.known(phase) | {"traceback": full}, cause, pickled
+        nearest.__name__,
+        message,
+        place.known(phase) | {"traceback": full},
+        cause,
+        pickled,
     )
 
 
@@ -208,7 +238,12 @@ def env_index_of(error: BaseException, phase: str) -> int | None:
 
 
 def died(
-    where: Where, *, phase: str, exitcode: int | None, oom_kills: int = 0, stack: str = ""
+    where: Where,
+    *,
+    phase: str,
+    exitcode: int | None,
+    oom_kills: int = 0,
+    stack: str = "",
 ) -> WorkerDied:
     """Return the error for a worker process that exited unexpectedly.
 
@@ -226,7 +261,9 @@ def died(
     message = f"{_capital(where)} {how} during {phase}. {_why_it_died(name, exitcode, oom_kills)}"
     if frame := innermost_user_frame(stack):
         message += f" It was at {frame}."
-    error = _at(WorkerDied(_sections(message, _stack_of("worker", stack))), where, phase)
+    error = _at(
+        WorkerDied(_sections(message, _stack_of("worker", stack))), where, phase
+    )
     error.exitcode = exitcode
     return error
 
@@ -239,9 +276,18 @@ def not_started(where: Where, error: Exception, *, again: bool) -> WorkerNotStar
         again: the next call of the collector starts it again.
     """
     # of ``launch``
-    seen = error.__cause__ if type(error) is MusterError and error.__cause__ is not None else error
-    reason = text_of(seen) if isinstance(seen, (MusterError, OSError)) else described(seen)
-    sentences = [f"{_capital(where)} could not be started: {reason.rstrip('.')}.", _remedy(error)]
+    seen = (
+        error.__cause__
+        if type(error) is MusterError and error.__cause__ is not None
+        else error
+    )
+    reason = (
+        text_of(seen) if isinstance(seen, (MusterError, OSError)) else described(seen)
+    )
+    sentences = [
+        f"{_capital(where)} could not be started: {reason.rstrip('.')}.",
+        _remedy(error),
+    ]
     if again:
         sentences.append("The next call tries again.")
     lost = WorkerNotStarted(" ".join(filter(None, sentences)))
@@ -276,9 +322,7 @@ def hung(
         f" {deadline:g} s."
     )
     if stopped:
-        message += (
-            " The process is stopped (SIGSTOP, or a debugger), so its stack could not be taken."
-        )
+        message += " The process is stopped (SIGSTOP, or a debugger), so its stack could not be taken."
     elif not stack:
         message += (
             " Its stack could not be taken: the process does not answer signals, or has no handler"
@@ -295,7 +339,9 @@ def on_server(error: Exception, seen: MusterError) -> MusterError:
     cls = _nearest(error) or PolicyError
     full = _traceback(error)
     trim(error)
-    made = cls(_sections(text_of(error), f"Traceback on the server:\n{_traceback(error)}"))
+    made = cls(
+        _sections(text_of(error), f"Traceback on the server:\n{_traceback(error)}")
+    )
     vars(made).update(vars(seen) | {"traceback": full})
     made.__cause__ = _CAUSE(error)
     return made
@@ -347,7 +393,9 @@ def innermost_user_frame(stack: str) -> str | None:
     own = [f for f in foreign if not is_installed(f["file"])]
     chosen = next(iter(own or foreign or frames), None)
     return (
-        None if chosen is None else f"{chosen['file']}:{chosen['line']} in {chosen['name'] or '?'}"
+        None
+        if chosen is None
+        else f"{chosen['file']}:{chosen['line']} in {chosen['name'] or '?'}"
     )
 
 
@@ -393,7 +441,9 @@ def _remedy(error: BaseException) -> str:
         error = error.__cause__
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE):
-        return "Close files, or allow more with `ulimit -n 4096` before starting Python."
+        return (
+            "Close files, or allow more with `ulimit -n 4096` before starting Python."
+        )
     if number == errno.EAGAIN or "new thread" in text_of(error):
         return (
             "This user or container may have no more processes and threads: use fewer workers, or"
@@ -447,7 +497,9 @@ def _sent_cause(cause: BaseException | None) -> tuple[RemoteError | None, bytes 
     if cause is None or type(cause) is RemoteError:
         return cause, None
     name = _type_name(cause)
-    return RemoteError(f"{name}: {_text(cause)}", name, _traceback(cause)), _pickled(cause)
+    return RemoteError(f"{name}: {_text(cause)}", name, _traceback(cause)), _pickled(
+        cause
+    )
 
 
 def _pickled(error: BaseException) -> bytes | None:
@@ -490,7 +542,9 @@ def _type_name(error: BaseException) -> str:
 def _nearest(error: BaseException) -> type[MusterError] | None:
     """Return the most derived class of ``muster.errors`` of which this is an instance, or None."""
     # bases are defined first
-    return next((cls for cls in reversed(_MUSTERS) if issubclass(type(error), cls)), None)
+    return next(
+        (cls for cls in reversed(_MUSTERS) if issubclass(type(error), cls)), None
+    )
 
 
 def _signal_name(number: int) -> str:

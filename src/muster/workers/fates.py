@@ -14,9 +14,13 @@ class Fate(enum.Enum):
 
     RAISED = "The worker goes on. The result has the error, which the schedule raises."
     RESENT = "The worker is restarted at once. Its successor gets the requests."
-    HANDED_OUT = "The node is called again. Its requests return as lost, for other nodes."
+    HANDED_OUT = (
+        "The node is called again. Its requests return as lost, for other nodes."
+    )
     DROPPED = "The others go on without the worker. Its requests return without rows."
-    RETURNED = "The requests return as lost, with the error. The next batch starts the worker."
+    RETURNED = (
+        "The requests return as lost, with the error. The next batch starts the worker."
+    )
 
 
 def decide_fate(

@@ -57,7 +57,9 @@ class _Undelivered:
         self._lead = lead
         self._of: dict[int, _Requested] = {}  # by request
         # oldest first
-        self._queues: dict[int, list[_Requested]] = {bundle.groups[0]: [] for bundle in bundles}
+        self._queues: dict[int, list[_Requested]] = {
+            bundle.groups[0]: [] for bundle in bundles
+        }
         self._complete: dict[_Requested, None] = {}  # as an ordered set
         self._count = 0
         # bundles with fewer than ``lead``
@@ -154,7 +156,9 @@ class FirstReady(Schedule):
         self._delivered = 0
         # number of requested rollouts, by the bundle's first group
         self._begun: Counter[int] = Counter()
-        self._behind: set[int] = set()  # groups for which ``_compare_shares`` has warned
+        self._behind: set[int] = (
+            set()
+        )  # groups for which ``_compare_shares`` has warned
 
     def collect(self, wanted: CollectRequest, into: Slot | None = None) -> FilledSlot:
         """Return the slot of the next complete rollout; see ``Schedule``."""
@@ -177,14 +181,18 @@ class FirstReady(Schedule):
                 postponed := self.pool.has_bad_news
             ):
                 self._resubmit()
-                self._request_rollouts(wanted, wanted.batches)  # from other groups in its place
+                self._request_rollouts(
+                    wanted, wanted.batches
+                )  # from other groups in its place
         if self.pool.unwarned:
             self.pool.give_warnings()
         self._requested.remove(found)
         results = [found.results[request.number] for request in found.requests]
         try:
             self._request_rollouts(
-                wanted, None if wanted.batches is None else wanted.batches - 1, delivered=1
+                wanted,
+                None if wanted.batches is None else wanted.batches - 1,
+                delivered=1,
             )
         except SlotsExhausted:
             pass  # the next call raises it; this one has a batch
@@ -229,23 +237,32 @@ class FirstReady(Schedule):
         for requested in self._requested:
             if not requested.complete:
                 continue
-            results = [requested.results[request.number] for request in requested.requests]
+            results = [
+                requested.results[request.number] for request in requested.requests
+            ]
             age = self._publishes() - requested.born
             made.append(
-                {"groups": requested.bundle.groups, "age": age, **to_plain(requested.slot, results)}
+                {
+                    "groups": requested.bundle.groups,
+                    "age": age,
+                    **to_plain(requested.slot, results),
+                }
             )
         return {"rollouts": made, "T": list(self.T)}
 
     def can_load(self, state: Mapping[str, Any]) -> bool:
         bundles = [bundle.groups for bundle in self.bundles]
         return all(
-            "age" in rollout and rollout["groups"] in bundles for rollout in state["rollouts"]
+            "age" in rollout and rollout["groups"] in bundles
+            for rollout in state["rollouts"]
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.T = [index(rows) for rows in state["T"]]
         for plain in state["rollouts"]:
-            bundle = next(bundle for bundle in self.bundles if bundle.groups == plain["groups"])
+            bundle = next(
+                bundle for bundle in self.bundles if bundle.groups == plain["groups"]
+            )
             ring = bundle.ring_of(layout_of(plain))
             slot = ring.take()
             write(plain, slot)
@@ -253,7 +270,9 @@ class FirstReady(Schedule):
                 RolloutRequest(next(self.pool.numbers), group, lane, policy="")
                 for lane, group in enumerate(bundle.groups)
             ]
-            requested = _Requested(requests, bundle, ring, slot, self._publishes() - plain["age"])
+            requested = _Requested(
+                requests, bundle, ring, slot, self._publishes() - plain["age"]
+            )
             for request, part in zip(requests, plain["results"], strict=True):
                 requested.results[request.number] = result_of(part, request.number)
                 self.pool.counters[request.group].restore(part["frames"])
@@ -293,12 +312,18 @@ class FirstReady(Schedule):
         if self.idle_groups:
             return
         counters = self.pool.counters
-        if self._delivered < FAIR_AFTER * len(counters) or self._delivered % len(counters):
+        if self._delivered < FAIR_AFTER * len(counters) or self._delivered % len(
+            counters
+        ):
             return
         fair = sum(counts.delivered for counts in counters) / len(counters)
         for number, counts in enumerate(counters):
             there = not (counts.dropped or counts.late)
-            if counts.delivered < fair * FAIR_SHARE and number not in self._behind and there:
+            if (
+                counts.delivered < fair * FAIR_SHARE
+                and number not in self._behind
+                and there
+            ):
                 self._behind.add(number)
                 warnings.warn(
                     f"worker {self.pool.handle(number).index} is falling behind: environments"
@@ -329,7 +354,9 @@ class FirstReady(Schedule):
         for level in range(self._lead):
             known = self._requested
             lacking = [
-                bundle for bundle in known.lacking.values() if len(known.of_bundle(bundle)) <= level
+                bundle
+                for bundle in known.lacking.values()
+                if len(known.of_bundle(bundle)) <= level
             ]
             lacking.sort(key=self._fewest_first)
             for bundle in lacking:
@@ -377,7 +404,9 @@ class FirstReady(Schedule):
                 lane,
                 policy,
                 limit=limit,
-                sharing=self._sharing(bundle.groups, group) if len(bundle.groups) > 1 else None,
+                sharing=self._sharing(bundle.groups, group)
+                if len(bundle.groups) > 1
+                else None,
                 spans=wanted.spans,
                 after=earlier[-1].requests[lane].number if earlier else None,
                 bootstrap=wanted.bootstrap,
@@ -392,7 +421,9 @@ class FirstReady(Schedule):
 
     def _prepare(self, bundle: Bundle, policy: str, *, grad: bool) -> None:
         if not self._is_prepared([bundle], policy):
-            self._lay_out([bundle], policy, None, grad=grad)  # waits for earlier requests
+            self._lay_out(
+                [bundle], policy, None, grad=grad
+            )  # waits for earlier requests
 
     def _deliverable(self) -> _Requested | None:
         """Return the oldest complete rollout that may overtake all older incomplete ones; None if
@@ -433,10 +464,14 @@ class FirstReady(Schedule):
         """
         self._has_failed = False
         under_way = {
-            number for handle in self.pool.handles for number in handle.under_way.outstanding
+            number
+            for handle in self.pool.handles
+            for number in handle.under_way.outstanding
         }
         for requested in self._requested:
-            without = [o for o in requested.requests if o.number not in requested.results]
+            without = [
+                o for o in requested.requests if o.number not in requested.results
+            ]
             missing = [o for o in without if o.number not in under_way]
             if missing and self._is_dropped(requested.bundle):
                 self._drop(requested)
@@ -447,7 +482,9 @@ class FirstReady(Schedule):
                 missing and missing == without
             ):  # the node was lost, and does not write into the slot
                 for result in requested.results.values():
-                    self.pool.counters[result.group].discard("worker_died", result.frames)
+                    self.pool.counters[result.group].discard(
+                        "worker_died", result.frames
+                    )
                 self._drop(requested)
 
     def _send(self, requested: _Requested, requests: Sequence[RolloutRequest]) -> None:

@@ -36,12 +36,20 @@ from typing import Any, NoReturn
 
 from muster.utils.attributes import named
 from muster.workers.channel import Channel
-from muster.workers.lifelines import become_subreaper, children, hung_up, kill_group, tie_life
+from muster.workers.lifelines import (
+    become_subreaper,
+    children,
+    hung_up,
+    kill_group,
+    tie_life,
+)
 
 STATUS_BYTES = 8  # size of an exit code in a worker's exit pipe
 END_S = 1.5  # timeout for the end of all workers, when the parent has ended
 KEEPER = "muster-keeper"
-GRACE_S = 2.0  # between SIGTERM and SIGKILL, for processes left by a worker with exit code 0
+GRACE_S = (
+    2.0  # between SIGTERM and SIGKILL, for processes left by a worker with exit code 0
+)
 KILLED_S = 5.0  # timeout for killed processes to exit; some are blocked in the kernel for longer
 
 # Heavy, and safe to import before a fork: they start no threads that a fork would lose. (Not jax.)
@@ -80,7 +88,11 @@ LIGHT = (  # modules that do not import torch
         "cloudpickle",
         "dm_env",
     ),
-    *("gymnasium.envs.classic_control", "gymnasium.envs.toy_text", "muster.workers.main"),
+    *(
+        "gymnasium.envs.classic_control",
+        "gymnasium.envs.toy_text",
+        "muster.workers.main",
+    ),
 )
 
 
@@ -101,7 +113,9 @@ class ForkRequest:
     environ: dict[str, str] = field(repr=False)
     cwd: str | None
     umask: int | None
-    authkey: bytes = field(repr=False)  # of multiprocessing: authenticates at the parent's managers
+    authkey: bytes = field(
+        repr=False
+    )  # of multiprocessing: authenticates at the parent's managers
 
 
 class _Server:
@@ -109,11 +123,15 @@ class _Server:
         self.sock = sock
         self.lifeline = lifeline
         self.orders = Channel(sock)
-        self.keepers: dict[int, socket.socket] = {}  # by pid: the other end of its lifeline
+        self.keepers: dict[
+            int, socket.socket
+        ] = {}  # by pid: the other end of its lifeline
 
     def serve(self) -> None:
         """Start workers until the parent exits."""
-        if sys.platform != "linux":  # there are no keepers: this interpreter becomes the worker
+        if (
+            sys.platform != "linux"
+        ):  # there are no keepers: this interpreter becomes the worker
             order, (channel, _, *streams) = self.orders.receive()
             self.orders.send((order.number, os.getpid()))
             self.sock.close()
@@ -188,7 +206,9 @@ def serve(fd: int, lifeline_fd: int) -> None:
 
     ``tie_life`` was already called.
     """
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # nothing of what this process has inherited
+    signal.pthread_sigmask(
+        signal.SIG_SETMASK, ()
+    )  # nothing of what this process has inherited
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for inherited in (fd, lifeline_fd):
@@ -219,7 +239,11 @@ def run(target: str, channel: Channel) -> NoReturn:
 
 
 def _keep(
-    server: _Server, order: ForkRequest, fds: list[int], lifeline: socket.socket, tell: int
+    server: _Server,
+    order: ForkRequest,
+    fds: list[int],
+    lifeline: socket.socket,
+    tell: int,
 ) -> NoReturn:
     """In a fork of the server: fork a worker, wait for its exit, and end all processes that it
     leaves behind.
@@ -246,7 +270,9 @@ def _keep(
             ours, theirs = socket.socketpair()
             pid = os.fork()
         except OSError as error:
-            os.write(tell, str(-(error.errno or errno.EIO)).encode())  # the pid of no process
+            os.write(
+                tell, str(-(error.errno or errno.EIO)).encode()
+            )  # the pid of no process
             os._exit(0)
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -305,7 +331,9 @@ def _end_the_rest(worker: int, *, gently: bool, woken: int) -> None:
     if not gently:
         kill_group(worker)
     while rest := [
-        pid for pid in children() if pid != worker and not os.waitpid(pid, os.WNOHANG)[0]
+        pid
+        for pid in children()
+        if pid != worker and not os.waitpid(pid, os.WNOHANG)[0]
     ]:
         late = time.monotonic() - kill_at
         if late > KILLED_S:
@@ -356,7 +384,10 @@ def _in_worker(
 
 
 def _show(name: str) -> None:
-    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:  # the name in `top`
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/self/comm", "w") as comm,
+    ):  # the name in `top`
         comm.write(name)
 
 

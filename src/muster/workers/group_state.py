@@ -41,7 +41,9 @@ def take(group: Group, acting: str | None) -> dict[str, Any]:
         "carry": {key: _plain(row) for key, row in group.carry.items()},
         "pending": list(group.pending),
         "seeds": dict(group.due.seeds),
-        "agent_returns": None if group.agent_returns is None else group.agent_returns.state_dict(),
+        "agent_returns": None
+        if group.agent_returns is None
+        else group.agent_returns.state_dict(),
         "seeding": group.seeding.state_dict(),
         "started": group.random_start.is_over,
         "unreported": group.random_start.unreported,
@@ -50,7 +52,10 @@ def take(group: Group, acting: str | None) -> dict[str, Any]:
 
 
 def load(
-    group: Group, state: dict[str, Any], reasons: list[str | None], policy: Policy | None
+    group: Group,
+    state: dict[str, Any],
+    reasons: list[str | None],
+    policy: Policy | None,
 ) -> dict[int, str]:
     """Restore a state from ``take``, in which ``policy`` acted last.
 
@@ -91,7 +96,9 @@ def _load_carry(group: Group, saved: Mapping[Key, Any]) -> None:
     rows = {}
     for key, plain_row in saved.items():
         row = _row(plain_row, group.env.spec.device)
-        like = group.carry.get(key)  # None: a recurrent state that the policy has not made yet
+        like = group.carry.get(
+            key
+        )  # None: a recurrent state that the policy has not made yet
         fits = row.shape[:2] == (1, group.B)
         if fits and like is not None:
             fits = row.shape == like.shape and row.dtype == like.dtype

@@ -73,8 +73,12 @@ class InferenceServer:
         self._rollouts: dict[int, ServedRollout] = {}  # incomplete rollouts, by request
         self._acting = threading.Lock()
         self._acting_since: float | None = None
-        self._raised: Exception | None = None  # the last error that was put into a result
-        self._calls: list[tuple[Future[Any], Callable[[], Any]]] = []  # for the thread to make
+        self._raised: Exception | None = (
+            None  # the last error that was put into a result
+        )
+        self._calls: list[
+            tuple[Future[Any], Callable[[], Any]]
+        ] = []  # for the thread to make
         self._stats = InferenceStats()
         self._closing = False
         self._ended_by: BaseException | None = None  # error that has ended the thread
@@ -101,7 +105,9 @@ class InferenceServer:
         if (threads := self._torch_threads) is not None:
             users = torch.get_num_threads()
             self._in_thread(lambda: _limit_threads(threads))
-            torch.set_num_threads(users)  # restore the default for threads that the user will start
+            torch.set_num_threads(
+                users
+            )  # restore the default for threads that the user will start
 
     def held(self) -> AbstractContextManager[None]:
         """Return a context in which requests count as submitted at the same time."""
@@ -167,7 +173,11 @@ class InferenceServer:
         if deadline is not None and seconds > deadline:
             raise server_hung(self._thread.ident, seconds=seconds, deadline=deadline)
         if not self._thread.is_alive():
-            why = "" if self._ended_by is None else f" because of {described(self._ended_by)}"
+            why = (
+                ""
+                if self._ended_by is None
+                else f" because of {described(self._ended_by)}"
+            )
             raise MusterError(
                 f"The inference server of this collector has ended{why}. Make another collector."
             ) from self._ended_by
@@ -185,7 +195,9 @@ class InferenceServer:
 
     def lost(self, worker: int, groups: Sequence[int]) -> None:
         """Remove a lost worker with these groups."""
-        self._between_calls(lambda: self.mailbox.reset(worker))  # its lane may be reused after this
+        self._between_calls(
+            lambda: self.mailbox.reset(worker)
+        )  # its lane may be reused after this
         for number, rollout in list(self._rollouts.items()):
             if rollout.group in groups:
                 self._rollouts.pop(number, None)
@@ -201,7 +213,9 @@ class InferenceServer:
         if self._thread.is_alive():
             self._ask_to_end()
             self._thread.join(1.0)
-        if not self._thread.is_alive():  # else the policy does not return, and still uses them
+        if (
+            not self._thread.is_alive()
+        ):  # else the policy does not return, and still uses them
             self.actor.close()
             self.mailbox.close()
 

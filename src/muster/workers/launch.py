@@ -82,10 +82,14 @@ def launch(
         CollectorTimeout: the fork server does not answer.
     """
     if sys.platform == "win32":
-        raise BadOption("worker processes need Linux or macOS; backend='threads' works everywhere.")
+        raise BadOption(
+            "worker processes need Linux or macOS; backend='threads' works everywhere."
+        )
     method = method or ("spawn" if sys.platform == "darwin" else "forkserver")
     if method not in METHODS:
-        raise BadOption(f"start method {method!r} is unknown; there are {sorted(METHODS)}.")
+        raise BadOption(
+            f"start method {method!r} is unknown; there are {sorted(METHODS)}."
+        )
     check_descriptors(name)
     alone = method == "spawn" or sys.platform != "linux"
     modules: list[str] = []
@@ -97,7 +101,14 @@ def launch(
         modules = [module for module in modules if suits(module)]
     # of managers; it is sent over private sockets only
     authkey = bytes(process.current_process().authkey)
-    surroundings = (sys.path[:], sys.argv[:], dict(os.environ), _cwd(), _umask(), authkey)
+    surroundings = (
+        sys.path[:],
+        sys.argv[:],
+        dict(os.environ),
+        _cwd(),
+        _umask(),
+        authkey,
+    )
     order = ForkRequest(next(_numbers), target, name, modules, *surroundings)
     with contextlib.closing(channel_end):
         try:
@@ -123,7 +134,14 @@ def in_process(
         try:
             target = "muster.workers.main:main"
             return (
-                launch(target, theirs, name=name, method=method, preload=preload, light=light),
+                launch(
+                    target,
+                    theirs,
+                    name=name,
+                    method=method,
+                    preload=preload,
+                    light=light,
+                ),
                 ours,
                 status_page,
             )
@@ -199,7 +217,10 @@ class Child:
     def is_stopped(self) -> bool:
         """Return whether SIGSTOP or a debugger has stopped the process; False if that is not known."""
         try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
+            return (
+                Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+                in "tT"
+            )
         except OSError:
             return False
 
@@ -275,7 +296,9 @@ class _ForkServer:
             if not held:  # another thread is launching
                 raise TimeoutError
             if light in cls.shared:
-                with contextlib.suppress(EOFError):  # the server was killed since the last launch
+                with contextlib.suppress(
+                    EOFError
+                ):  # the server was killed since the last launch
                     return cls.shared[light].fork(order, fds)
             cls.shared[light] = cls.start()
             return cls.shared[light].fork(order, fds)
@@ -294,7 +317,9 @@ class _ForkServer:
             self._channel.send(order, fds, timeout=START_S)
             number = -1
             answer = None
-            while number != order.number:  # else it is the answer to an earlier, interrupted launch
+            while (
+                number != order.number
+            ):  # else it is the answer to an earlier, interrupted launch
                 with allowed():
                     (number, answer), _ = self._channel.receive(
                         timeout=max(0.0, deadline - time.monotonic())
@@ -386,7 +411,10 @@ def _standard_streams() -> Iterator[list[int]]:
     with open(os.devnull, "wb") as null:
         # If Python was started without a stream, its number may be that of any other file now.
         std = ((1, sys.__stdout__), (2, sys.__stderr__))
-        yield [fd if stream is not None and _is_open(fd) else null.fileno() for fd, stream in std]
+        yield [
+            fd if stream is not None and _is_open(fd) else null.fileno()
+            for fd, stream in std
+        ]
 
 
 def _interpreter_flags() -> list[str]:
@@ -405,7 +433,9 @@ def _python(lifeline: socket.socket, channel: Channel, streams: list[int]) -> in
     """
     ends = (channel.fileno(), lifeline.fileno())
     surroundings = f"import sys; sys.path[:] = {sys.path!r}; sys.argv[:] = {sys.argv!r}"
-    tied = f"from muster.workers.lifelines import tie_life; tie_life({lifeline.fileno()})"
+    tied = (
+        f"from muster.workers.lifelines import tie_life; tie_life({lifeline.fileno()})"
+    )
     server = subprocess.Popen(
         [
             *(sys.executable, *_interpreter_flags()),
@@ -417,7 +447,9 @@ def _python(lifeline: socket.socket, channel: Channel, streams: list[int]) -> in
         stdin=subprocess.DEVNULL,
         stdout=streams[0],
         stderr=streams[1],
-        cwd=None if _cwd() else "/",  # MKL does not load in a directory that was deleted
+        cwd=None
+        if _cwd()
+        else "/",  # MKL does not load in a directory that was deleted
         pass_fds=ends,
         start_new_session=True,  # only the parent handles Ctrl-C, Ctrl-Z and a closed terminal
     )

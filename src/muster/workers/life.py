@@ -42,7 +42,12 @@ _NEXT: dict[WorkerState, tuple[WorkerState, ...]] = {
     _STATES.JOINING: (_STATES.RUNNING, _STATES.DEAD),
     _STATES.RUNNING: (_STATES.DEAD, _STATES.CLOSING),
     _STATES.CLOSING: (_STATES.CLOSED,),
-    _STATES.DEAD: (_STATES.JOINING, _STATES.RUNNING, _STATES.RESTARTING, _STATES.DROPPED),
+    _STATES.DEAD: (
+        _STATES.JOINING,
+        _STATES.RUNNING,
+        _STATES.RESTARTING,
+        _STATES.DROPPED,
+    ),
     _STATES.RESTARTING: (_STATES.DEAD,),
     _STATES.DROPPED: (),
     _STATES.CLOSED: (),
@@ -88,7 +93,9 @@ class Life:
 
     def check_next(self, state: WorkerState) -> None:
         """Check that a state may follow on the present one."""
-        assert state in _NEXT[self.state], f"{self._name}: {self.state.name} -> {state.name}"
+        assert state in _NEXT[self.state], (
+            f"{self._name}: {self.state.name} -> {state.name}"
+        )
 
     def has_started(self, state: WorkerState) -> None:
         """Note that a start has succeeded so far, in this state."""
@@ -115,7 +122,11 @@ class Life:
         was one.
         """
         since = self._failing_since
-        return since is not None and seconds is not None and time.monotonic() - since > seconds
+        return (
+            since is not None
+            and seconds is not None
+            and time.monotonic() - since > seconds
+        )
 
     def may_restart(self, most: int | None) -> bool:
         """Return whether the budget of ``most`` per minute allows one more restart, and if so,

@@ -92,7 +92,9 @@ class LocalPool(Pool):
         Returns the log, to which the worker's rollouts have to be added.
         """
         groups = self.local.groups
-        self._notes = CrashNotes(range(len(groups)), origins, self.counters, max_frames_per_traj)
+        self._notes = CrashNotes(
+            range(len(groups)), origins, self.counters, max_frames_per_traj
+        )
         self._log = LocalLog(self._notes, groups)
         return self._log
 

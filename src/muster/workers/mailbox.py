@@ -27,10 +27,14 @@ from muster.utils.cpus import usable_cores
 from muster.utils.fences import keep_order
 from muster.workers.channel import WakeUp
 
-ASKED, ANSWERED, ASLEEP, ORDER, ROW, FINISHED, NEWEST, GROUP = range(8)  # the cells of a client
+ASKED, ANSWERED, ASLEEP, ORDER, ROW, FINISHED, NEWEST, GROUP = range(
+    8
+)  # the cells of a client
 # per client: one cache line of the processor, so that no two workers write into the same one
 CELLS = 8
-SERVER_SPIN_S = 50e-6  # the next question often arrives sooner than a sleeping thread wakes up
+SERVER_SPIN_S = (
+    50e-6  # the next question often arrives sooner than a sleeping thread wakes up
+)
 # if there are more processors than workers; else spinning delays the process that is awaited
 WORKER_SPIN_S = 100e-6
 LOOK_S = 0.1  # interval of checks for conditions that ring no wake-up
@@ -47,7 +51,9 @@ class Mailbox:
     def __init__(self, workers: int, groups: Sequence[Sequence[int]] = ()) -> None:
         self._arena = Arena.create("muster-mailbox")
         self._arena.allocate((workers + 1) * CELLS * 8)
-        self.cells = _cells(self._arena, workers + 1)  # the last ``CELLS`` belong to the server
+        self.cells = _cells(
+            self._arena, workers + 1
+        )  # the last ``CELLS`` belong to the server
         self.wake_up = WakeUp()  # of the server
         self._wake_ups = [WakeUp() for _ in range(workers)]
         self._own = workers * CELLS + ASLEEP
@@ -185,7 +191,9 @@ class MailboxClient:
             while not answered():
                 self._wake_up.wait(LOOK_S)
                 if self._given_up():
-                    raise MusterError("This worker's rollouts are not awaited any more.")
+                    raise MusterError(
+                        "This worker's rollouts are not awaited any more."
+                    )
             cells[ASLEEP] = 0
         keep_order()
         if cells[ANSWERED] != number:
@@ -224,7 +232,9 @@ class ServedPolicy:
     name = "policy"
     path = "server"
     draws_globally = False
-    raises = (MusterError,)  # none of them is raised by the user's policy, which runs in the server
+    raises = (
+        MusterError,
+    )  # none of them is raised by the user's policy, which runs in the server
 
     def __init__(self, mailbox: MailboxClient, progress: Progress) -> None:
         self.mailbox = mailbox

@@ -160,7 +160,9 @@ def main(channel: Channel) -> None:
         return
     status_page = StatusPage.attach(fd)
     status_page.arm()
-    worker = WorkerMain(channel, config, Progress(status_page.cells), Arena.attach(arena), fds)
+    worker = WorkerMain(
+        channel, config, Progress(status_page.cells), Arena.attach(arena), fds
+    )
     if worker.mailbox is not None and hasattr(os, "SCHED_BATCH"):
         # a woken worker must not preempt the inference server while it answers the others
         with suppress(OSError):
@@ -168,7 +170,9 @@ def main(channel: Channel) -> None:
     signal.signal(signal.SIGTERM, worker.ending.terminate)
     os.register_at_fork(
         before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, (signal.SIGTERM,)),
-        after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, (signal.SIGTERM,)),
+        after_in_parent=partial(
+            signal.pthread_sigmask, signal.SIG_UNBLOCK, (signal.SIGTERM,)
+        ),
         after_in_child=partial(_leave_to_user, worker, status_page),
     )
     try:
@@ -203,7 +207,12 @@ class WorkerMain:
     """
 
     def __init__(
-        self, channel: Any, config: WorkerConfig, progress: Progress, arena: Arena, fds: list[int]
+        self,
+        channel: Any,
+        config: WorkerConfig,
+        progress: Progress,
+        arena: Arena,
+        fds: list[int],
     ) -> None:
         self.channel = channel
         self.config = config
@@ -232,7 +241,9 @@ class WorkerMain:
         """
         self.progress.begin(Phase.CONSTRUCT)
         if self.config.cpus:
-            os.sched_setaffinity(0, self.config.cpus)  # of this thread, and of all that it starts
+            os.sched_setaffinity(
+                0, self.config.cpus
+            )  # of this thread, and of all that it starts
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         try:
@@ -296,16 +307,22 @@ class WorkerMain:
         config = self.config
         served = config.served_by is not None
         with installed(config.registered):
-            self.setting: WorkerSetting = on_this_machine(unpickled(config.setting, "the options"))
+            self.setting: WorkerSetting = on_this_machine(
+                unpickled(config.setting, "the options")
+            )
             self._policy = None
             if not served:
                 self._policy = made_policy(config, config.policy, self.setting)
             numbered = zip(config.groups, config.factories, strict=True)
             factories = [
-                unpickled(factory, f"create_env_fn[{number}]") for number, factory in numbered
+                unpickled(factory, f"create_env_fn[{number}]")
+                for number, factory in numbered
             ]
         self.built = build_envs(
-            factories, unpickled(config.kwargs, "create_env_kwargs"), self.setting, self.made
+            factories,
+            unpickled(config.kwargs, "create_env_kwargs"),
+            self.setting,
+            self.made,
         )
         if config.place is not None:
             self.progress.begin(Phase.CALL)
@@ -354,11 +371,20 @@ class WorkerMain:
             options = replace(options, interruptor=stop)
         groups: list[Group] = []
         for number, env in zip(config.groups, self.built, strict=True):
-            rng = GroupRng(place.seed, number, device or env.spec.device, config.generation)
+            rng = GroupRng(
+                place.seed, number, device or env.spec.device, config.generation
+            )
             first = place.firsts[number]
             shared = self.setting.shared_frames
             group = make_group(
-                env, number, first, place.total, options, rng, shared=shared, progress=self.progress
+                env,
+                number,
+                first,
+                place.total,
+                options,
+                rng,
+                shared=shared,
+                progress=self.progress,
             )
             self._anchors[number] = Anchors(env)
             group.listen(self._anchors[number])
@@ -367,7 +393,9 @@ class WorkerMain:
             if place.marks_resumed:
                 group.mark_resumed()
             groups.append(group)
-        kinds = {(env.spec.batch_shape, str(env.spec.action_specs)) for env in self.built}
+        kinds = {
+            (env.spec.batch_shape, str(env.spec.action_specs)) for env in self.built
+        }
         if len(kinds) > 1:
             raise BadOption(
                 f"the groups {list(config.groups)} of worker {config.index} differ in number of"
@@ -419,7 +447,9 @@ class WorkerMain:
         if result.error is None and not result.lost:
             self._begin_early(self.worker.group(result.group))
 
-    def _completed(self, result: RolloutResult, lane: Lane, begin: int) -> RolloutResult:
+    def _completed(
+        self, result: RolloutResult, lane: Lane, begin: int
+    ) -> RolloutResult:
         """Return a result with the data that the parent needs, about the rows from ``begin`` on."""
         group = self.worker.group(result.group)
         clock = np.stack([group.clock.episode, group.clock.steps])
@@ -447,7 +477,9 @@ class WorkerMain:
         except BaseException as error:  # noqa: BLE001 (raised by the next rollout)
             group.due.postpone(error)
 
-    def _explain(self, error: BaseException, phase: str, group: Group, lane: Lane) -> Any:
+    def _explain(
+        self, error: BaseException, phase: str, group: Group, lane: Lane
+    ) -> Any:
         """Pack an error with the place where it happened."""
         row = lane.done_steps
         clock = group.clock
@@ -512,4 +544,6 @@ class _Stop:
 
     def collection_stopped(self) -> bool:
         stopped = self._cells[STOP] >= self._cells[ORDER]
-        return bool(stopped or (self._other is not None and self._other.collection_stopped()))
+        return bool(
+            stopped or (self._other is not None and self._other.collection_stopped())
+        )

@@ -65,7 +65,9 @@ def timeout_of(timeouts: Mapping[str, float | None], phase: str) -> float | None
 def _exploration(name: str, value: Any) -> str:
     """Return the name of an exploration type, also of TorchRL's enum."""
     kind = getattr(value, "name", value)
-    return check_choice(name, kind.lower() if isinstance(kind, str) else kind, EXPLORATION)
+    return check_choice(
+        name, kind.lower() if isinstance(kind, str) else kind, EXPLORATION
+    )
 
 
 def _infos(name: str, value: Any) -> Any:
@@ -94,7 +96,9 @@ def _capture(name: str, value: Any) -> Any:
 
 def _cpus(name: str, value: Any) -> Any:
     if not _is_list_of_cpus(value):
-        raise BadOption(f"{name}={value!r}: expected 'auto', or a list of CPU numbers per worker")
+        raise BadOption(
+            f"{name}={value!r}: expected 'auto', or a list of CPU numbers per worker"
+        )
     return value
 
 
@@ -102,7 +106,10 @@ def _is_list_of_cpus(given: Any) -> bool:
     if isinstance(given, str) or not isinstance(given, Sequence):
         return False
     parts = [cpus if isinstance(cpus, Sequence) else () for cpus in given]
-    return all(len(cpus) and all(type(cpu) is int and cpu >= 0 for cpu in cpus) for cpus in parts)
+    return all(
+        len(cpus) and all(type(cpu) is int and cpu >= 0 for cpu in cpus)
+        for cpus in parts
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +161,9 @@ class WorkerOptions(RolloutOptions):
     capture: Annotated[Literal["auto"] | bool, _capture] = False
     exploration_type: Annotated[Any, _exploration] = "random"
     info: Annotated[Any, _infos] = False
-    timeouts: Annotated[Mapping[str, float | None], _timeouts] = field(default_factory=dict)
+    timeouts: Annotated[Mapping[str, float | None], _timeouts] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +226,9 @@ class SupervisionOptions(Checked):
     on_failure: OnFailure | Restart = "raise"
     crash_dir: Any = None
     start_method: StartMethod | None = None
-    cpu_affinity: Literal["auto"] | Annotated[Sequence[Sequence[int]], _cpus] | None = None
+    cpu_affinity: Literal["auto"] | Annotated[Sequence[Sequence[int]], _cpus] | None = (
+        None
+    )
 
     @property
     def reaction(self) -> OnFailure:

@@ -144,7 +144,9 @@ class Pool(ABC):
         self.numbers = itertools.count(1)
         self.waited = 0
         self._of: dict[int, Any] = {}  # handle of each group
-        self._returned: deque[RolloutResult] = deque()  # of requests that no worker has any more
+        self._returned: deque[RolloutResult] = (
+            deque()
+        )  # of requests that no worker has any more
         self._turn = 0  # index of the handle whose results are taken next
         self.unwarned: list[str] = []
         self._warned: set[str] = set()  # all texts, which are given to the user once
@@ -155,8 +157,12 @@ class Pool(ABC):
         Args:
             first_env: global number of the first environment.
         """
-        self._of = {number: handle for handle in self.handles for number in handle.groups}
-        firsts = itertools.accumulate((info.num_envs for info in infos), initial=first_env)
+        self._of = {
+            number: handle for handle in self.handles for number in handle.groups
+        }
+        firsts = itertools.accumulate(
+            (info.num_envs for info in infos), initial=first_env
+        )
         counters = [
             FrameCounters(info, np.arange(first, first + info.num_envs))
             for info, first in zip(infos, firsts, strict=False)
@@ -267,7 +273,9 @@ class Pool(ABC):
         # Most results are taken in the order of the workers: begin with those that come next.
         later = self.handles[self._turn :]
         earlier = self.handles[: self._turn]
-        return any(handle.under_way.outstanding for part in (later, earlier) for handle in part)
+        return any(
+            handle.under_way.outstanding for part in (later, earlier) for handle in part
+        )
 
     @property
     def untaken(self) -> int:
@@ -350,7 +358,9 @@ class Pool(ABC):
 
     def worker_stats(self) -> tuple[WorkerStats, ...]:
         """Return the statistics of all workers, except one in this thread."""
-        return tuple(stats for handle in self.handles for stats in handle.stats(self.counters))
+        return tuple(
+            stats for handle in self.handles for stats in handle.stats(self.counters)
+        )
 
     def call(self, request: Request) -> list[Any]:
         """Return the answers of all workers that have a part in the request."""

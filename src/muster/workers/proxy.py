@@ -53,7 +53,9 @@ class WorkerProcess:
         """Return the descriptors that become readable on a message or at the end of the process."""
         return [fd for fd in (self.channel.fileno(), self.child.fileno()) if fd >= 0]
 
-    def send(self, message: Any, fds: Sequence[int] = (), timeout: float = SEND_S) -> None:
+    def send(
+        self, message: Any, fds: Sequence[int] = (), timeout: float = SEND_S
+    ) -> None:
         """Send a message; if the process has ended, the next wait detects that.
 
         Raises:
@@ -112,7 +114,9 @@ class WorkerProxy(Proxy):
 
     absent = False
 
-    def __init__(self, config: WorkerConfig, pool: SupervisedPool, shared: Shared) -> None:
+    def __init__(
+        self, config: WorkerConfig, pool: SupervisedPool, shared: Shared
+    ) -> None:
         super().__init__(config.index, config.groups, pool)
         self.config = config
         self.process: WorkerProcess
@@ -126,7 +130,9 @@ class WorkerProxy(Proxy):
         """Whether the process has something to do: a rollout, an answer, or making its
         environments.
         """
-        return self.alive and (bool(self.under_way) or self.question.is_open or self.infos is None)
+        return self.alive and (
+            bool(self.under_way) or self.question.is_open or self.infos is None
+        )
 
     @property
     def phase(self) -> Phase:
@@ -149,7 +155,9 @@ class WorkerProxy(Proxy):
         config = self.config
         if self.is_successor:
             registered = config.registered and with_later_ids(config.registered)
-            config = replace(config, generation=config.generation + 1, registered=registered)
+            config = replace(
+                config, generation=config.generation + 1, registered=registered
+            )
             self.process.close()  # it is closed, unless an exception has come in between
         name = f"muster-worker-{self.index}"
         process = WorkerProcess(*self._shared.launch(name, not config.generation))
@@ -250,7 +258,11 @@ class WorkerProxy(Proxy):
     # --- methods of Handle ------------------------------------------------------------------------
 
     def stats(self, counters: Sequence[FrameCounters]) -> list[WorkerStats]:
-        return [stats_of(self.index, self.groups, counters, status_of(self), self.config.node)]
+        return [
+            stats_of(
+                self.index, self.groups, counters, status_of(self), self.config.node
+            )
+        ]
 
     def submit(self, request: RolloutRequest, slot: Slot) -> None:
         self.under_way.add(request, slot)
@@ -271,7 +283,9 @@ class WorkerProxy(Proxy):
         sent = request
         server = self._shared.server
         if server is not None:
-            sent = sent_through(self._with_columns(server, request), server.actor, self.groups)
+            sent = sent_through(
+                self._with_columns(server, request), server.actor, self.groups
+            )
         self.remember(sent)
         result = self._ask(WorkerMain.call, sent)
         if server is not None:
@@ -291,7 +305,9 @@ class WorkerProxy(Proxy):
         deadline = None if close_s is None else self._closing_since + close_s
         try:
             while self.question.answer is None:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                left = (
+                    None if deadline is None else max(0.0, deadline - time.monotonic())
+                )
                 self._note(self.process.channel.receive(left)[0])
             self.process.child.join(1.0)
         except (EOFError, TimeoutError):

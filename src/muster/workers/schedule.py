@@ -87,12 +87,16 @@ class Bundle:
         laid_out: the current ring has the current layout of the groups.
     """
 
-    def __init__(self, groups: Sequence[int], *, limit_bytes: int, memory: Memory) -> None:
+    def __init__(
+        self, groups: Sequence[int], *, limit_bytes: int, memory: Memory
+    ) -> None:
         self.groups = list(groups)
         self._limit_bytes = limit_bytes
         self._memory = memory
         self._ring: SlotRing | None = None
-        self._rings: list[SlotRing] = []  # the last used ones, with the current one at the end
+        self._rings: list[
+            SlotRing
+        ] = []  # the last used ones, with the current one at the end
         self.laid_out = False
 
     @property
@@ -222,18 +226,23 @@ class Schedule(ABC):
     @property
     def sharing(self) -> int:
         """The number of environments that share the frames of a batch."""
-        return sum(self.pool.counters[number].info.num_envs for number in self._batch_groups())
+        return sum(
+            self.pool.counters[number].info.num_envs for number in self._batch_groups()
+        )
 
     def slots(self) -> dict[str, int]:
         """Return the number of slots by state."""
         return {
-            state.value: sum(bundle.slots(state) for bundle in self.bundles) for state in SlotState
+            state.value: sum(bundle.slots(state) for bundle in self.bundles)
+            for state in SlotState
         }
 
     @property
     def in_flight(self) -> int:
         """The number of steps in taken results that are in no batch yet."""
-        return sum(counts.in_flight for counts in self.pool.counters) - self.pool.untaken
+        return (
+            sum(counts.in_flight for counts in self.pool.counters) - self.pool.untaken
+        )
 
     @abstractmethod
     def state_dict(self, version: int | str | None) -> dict[str, Any]:
@@ -311,7 +320,9 @@ class Schedule(ABC):
         groups = [group for bundle in bundles for group in bundle.groups]
         return list(
             dict.fromkeys(
-                self.pool.handle(group) for group in groups if not counters[group].dropped
+                self.pool.handle(group)
+                for group in groups
+                if not counters[group].dropped
             )
         )
 
@@ -326,7 +337,12 @@ class Schedule(ABC):
         return all(handle.prepared(policy) for handle in self._handles(bundles))
 
     def _lay_out(
-        self, bundles: Sequence[Bundle], policy: str, version: int | str | None, *, grad: bool
+        self,
+        bundles: Sequence[Bundle],
+        policy: str,
+        version: int | str | None,
+        *,
+        grad: bool,
     ) -> None:
         """Lay out all groups of the workers of these bundles."""
         layouts: dict[int, Layout] = {}
@@ -353,7 +369,9 @@ class Schedule(ABC):
             return layouts[group]
         info = self.pool.counters[group].info
         like = next(iter(layouts.values()))
-        return replace(like, T=self.T[group], B=info.num_envs, batch_shape=info.batch_shape)
+        return replace(
+            like, T=self.T[group], B=info.num_envs, batch_shape=info.batch_shape
+        )
 
     def _sharing(self, groups: Sequence[int], group: int) -> tuple[int, int]:
         """Return ``RolloutRequest.sharing`` of a group among these, without those that are dropped."""

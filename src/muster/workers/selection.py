@@ -20,7 +20,9 @@ class Client:
         since: time at which its present question was first seen.
     """
 
-    def __init__(self, worker: int, under_way: UnderWay, envs: int, since: float = 0.0) -> None:
+    def __init__(
+        self, worker: int, under_way: UnderWay, envs: int, since: float = 0.0
+    ) -> None:
         self.worker = worker
         self.envs = envs
         self.since = since
@@ -59,7 +61,9 @@ class ClientSelection:
         self._turn = 0  # index of the next client group
         self._holds = 0  # number of entries and exits of ``held``; odd: inside
 
-    def open(self, requests: Mapping[int, tuple[int, UnderWay]], envs: Mapping[int, int]) -> None:
+    def open(
+        self, requests: Mapping[int, tuple[int, UnderWay]], envs: Mapping[int, int]
+    ) -> None:
         """Begin to select from workers.
 
         Args:
@@ -104,7 +108,9 @@ class ClientSelection:
         for step in range(len(self._groups)):
             turn = (self._turn + step) % len(self._groups)
             chosen = self._of_group(self._groups[turn])
-            if chosen and self._holds == holds:  # else requests were submitted while it looked
+            if (
+                chosen and self._holds == holds
+            ):  # else requests were submitted while it looked
                 self._turn = turn + 1
                 return chosen
         return []
@@ -117,7 +123,10 @@ class ClientSelection:
         asking = [self._clients[worker] for worker, _ in questions]
         for client, (_, number) in zip(asking, questions, strict=True):
             client.see(number)
-        if self._most is not None and sum(client.envs for client in asking) >= self._most:
+        if (
+            self._most is not None
+            and sum(client.envs for client in asking) >= self._most
+        ):
             return oldest(asking, self._most)
         if len(asking) == at_work:
             return asking

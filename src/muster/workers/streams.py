@@ -24,7 +24,9 @@ class ServedStreams:
             ``settle``.
     """
 
-    def __init__(self, device: torch.device | None, *, exclusive: bool, keeps: bool) -> None:
+    def __init__(
+        self, device: torch.device | None, *, exclusive: bool, keeps: bool
+    ) -> None:
         self.exclusive = exclusive
         self._keeps = keeps
         self._device = device

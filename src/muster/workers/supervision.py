@@ -9,7 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from muster.env_spec import EnvSpec
-from muster.errors import BadOption, CollectorClosed, EnvError, ForkedProcess, MusterError
+from muster.errors import (
+    BadOption,
+    CollectorClosed,
+    EnvError,
+    ForkedProcess,
+    MusterError,
+)
 from muster.utils.forks import Owner
 from muster.workers.config import PoolConfig, WorkerPlace
 from muster.workers.effects import place_after
@@ -375,7 +381,9 @@ class SupervisedPool(Pool):
 
     # --- waits ------------------------------------------------------------------------------------
 
-    def wait_for(self, handle: Any, ready: Callable[[], bool], start: int | None = None) -> bool:
+    def wait_for(
+        self, handle: Any, ready: Callable[[], bool], start: int | None = None
+    ) -> bool:
         """Wait until ``ready()`` is true.
 
         Args:
@@ -432,7 +440,9 @@ class SupervisedPool(Pool):
         reported.
         """
 
-    def _decide(self, handle: Any, error: Exception | None, *, worker_ends: bool) -> Fate:
+    def _decide(
+        self, handle: Any, error: Exception | None, *, worker_ends: bool
+    ) -> Fate:
         return decide_fate(
             error,
             self.config.supervision.reaction,
@@ -481,15 +491,21 @@ class SupervisedPool(Pool):
         for number in handle.groups:
             self.counters[number].drop()
         why = f"a worker is dropped, and the others go on without it: {error}"
-        self._returned.append(RolloutResult(0, handle.groups[0], lost=True, warnings=[why]))
+        self._returned.append(
+            RolloutResult(0, handle.groups[0], lost=True, warnings=[why])
+        )
         self._returned += [
-            RolloutResult(request.number, request.group, dropped=True) for request in requests
+            RolloutResult(request.number, request.group, dropped=True)
+            for request in requests
         ]
 
     def _return(self, handle: Any, error: Exception | None) -> None:
         """Return the requests of a lost worker as lost. The first of the results has the error."""
         requests = handle.under_way.give_up()
-        results = [RolloutResult(request.number, request.group, lost=True) for request in requests]
+        results = [
+            RolloutResult(request.number, request.group, lost=True)
+            for request in requests
+        ]
         if error is None or not requests:
             # without requests, its environments are lost nevertheless
             results.append(news(handle.groups[0]))

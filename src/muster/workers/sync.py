@@ -99,7 +99,11 @@ class Sync(Schedule):
         if batch is not None and not _is_like(batch.wanted, wanted):
             self.abandon("interrupted")
             batch = None
-        if batch is None or batch.policy != policy or len(batch.results) < len(self._places):
+        if (
+            batch is None
+            or batch.policy != policy
+            or len(batch.results) < len(self._places)
+        ):
             self._prepare(policy, wanted.version, grad=wanted.grad)
             batch = self._begun(wanted, policy, into)
             if local is not None:
@@ -119,7 +123,11 @@ class Sync(Schedule):
                 # A thread that is at work since an interrupted call has the generators of its group
                 # in place.
                 is_quiet = not self.pool.outstanding
-                before = self._streams.before() if self._streams is not None and is_quiet else None
+                before = (
+                    self._streams.before()
+                    if self._streams is not None and is_quiet
+                    else None
+                )
                 self._work(batch)
                 if self._streams is not None and before is not None:
                     self._streams.check(before)
@@ -137,7 +145,9 @@ class Sync(Schedule):
     def has_begun(self) -> bool:
         return self._batch is not None
 
-    def _begun(self, wanted: CollectRequest, policy: str, into: Slot | None) -> SyncBatch:
+    def _begun(
+        self, wanted: CollectRequest, policy: str, into: Slot | None
+    ) -> SyncBatch:
         """Return the batch under way, or a new one in free slots (``into``, if it still has the
         layout).
         """
@@ -196,7 +206,10 @@ class Sync(Schedule):
             for place, lane, group in self._places:
                 # After Ctrl-C in the last call, some are still under way.
                 under_way = self.pool.handle(group).under_way
-                if group in batch.results or batch.numbers.get(group) in under_way.outstanding:
+                if (
+                    group in batch.results
+                    or batch.numbers.get(group) in under_way.outstanding
+                ):
                     continue
                 slot = batch.slots[place][1]
                 sharing = self._sharing(self._batch_groups(), group) if shares else None
@@ -210,7 +223,9 @@ class Sync(Schedule):
                     nbytes=slot.layout.nbytes,
                 )
                 if self.pool.counters[group].dropped:
-                    batch.results[group] = RolloutResult(request.number, group, dropped=True)
+                    batch.results[group] = RolloutResult(
+                        request.number, group, dropped=True
+                    )
                 else:
                     self.pool.handle(group).submit(request, slot)
         if self.ahead is not None:
@@ -258,11 +273,14 @@ class Sync(Schedule):
         if batch is None or batch.has_failed:
             return state
         self.collect(
-            replace(batch.wanted, policy=lambda ahead: batch.policy, version=version), keep=True
+            replace(batch.wanted, policy=lambda ahead: batch.policy, version=version),
+            keep=True,
         )
         for bundle, (_, slot) in zip(self.bundles, batch.slots, strict=True):
             results = [batch.results[group] for group in bundle.groups]
-            state["rollouts"].append({"groups": bundle.groups, **to_plain(slot, results)})
+            state["rollouts"].append(
+                {"groups": bundle.groups, **to_plain(slot, results)}
+            )
         state["request"] = _request_state(batch)
         return state
 
@@ -313,7 +331,9 @@ class Sync(Schedule):
         super()._discard(reason)
         batch, self._batch = self._batch, None
         for ring, slot in () if batch is None else batch.slots:
-            if slot.state is not SlotState.LENT:  # else the user holds it (``return_same_td``)
+            if (
+                slot.state is not SlotState.LENT
+            ):  # else the user holds it (``return_same_td``)
                 self._give_back(ring, slot)
 
 

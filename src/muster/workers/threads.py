@@ -45,7 +45,9 @@ class WorkerThread:
     def fileno(self) -> int:
         return self._wake_up.fileno()
 
-    def send(self, message: Any, fds: Sequence[int] = (), timeout: float | None = None) -> None:
+    def send(
+        self, message: Any, fds: Sequence[int] = (), timeout: float | None = None
+    ) -> None:
         if self.closed or self._ended:
             raise EOFError("The thread has ended.")
         copies: list[int] = []

@@ -50,7 +50,9 @@ class GlobalStreams:
     def check(self, before: dict[str, Any]) -> None:
         """Warn, once, if the states have changed during the batch."""
         if moved := [
-            name for name, state in global_streams().items() if state != before.get(name, state)
+            name
+            for name, state in global_streams().items()
+            if state != before.get(name, state)
         ]:
             self._left = 0
             warnings.warn(

@@ -150,7 +150,9 @@ class UnderWay:
     def requests(self) -> list[RolloutRequest]:
         """Return the requests without a result, oldest first."""
         return [
-            requested.request for requested in self.outstanding.values() if requested.result is None
+            requested.request
+            for requested in self.outstanding.values()
+            if requested.result is None
         ]
 
     def at_work(self, cells: Any) -> AtWork | None:
@@ -160,7 +162,9 @@ class UnderWay:
             return None
         lane = requested.lane
         index = (
-            stepped_in_row(cells, lane, reward_key(lane)) if phase_of(cells) is Phase.STEP else None
+            stepped_in_row(cells, lane, reward_key(lane))
+            if phase_of(cells) is Phase.STEP
+            else None
         )
         return AtWork(
             requested.request,
@@ -176,7 +180,9 @@ class UnderWay:
         at_work = self.at_work(cells)
         if at_work is None:
             return 0
-        return steps_made(cells, at_work.lane, reward_key(at_work.lane), at_work.request.rule)
+        return steps_made(
+            cells, at_work.lane, reward_key(at_work.lane), at_work.request.rule
+        )
 
     def signs(self, cells: Any) -> tuple[Any, ...]:
         """Return values that change while the worker makes progress."""

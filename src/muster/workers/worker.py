@@ -92,13 +92,17 @@ class Worker:
         self._marks_valid = marks_valid
         self._profiler: RolloutProfiler | None = None
         for group in self.groups:
-            if group.env.spec.ready is not None and isinstance(policies["policy"], ServedPolicy):
+            if group.env.spec.ready is not None and isinstance(
+                policies["policy"], ServedPolicy
+            ):
                 raise BadOption(
                     f"inference='server': {group.env.spec.name} is asynchronous, and calls the"
                     " policy itself for the environments that are ready. Leave inference out, or"
                     " leave batch_size of EnvPool out"
                 )
-        self._casting = {group.number: capability(group.env, CastsValues) for group in self.groups}
+        self._casting = {
+            group.number: capability(group.env, CastsValues) for group in self.groups
+        }
         parts: list[Any] = [*policies.values()]
         parts += [capability(group.env, AwaitsCoroutines) for group in self.groups]
         for part in parts:
@@ -162,7 +166,8 @@ class Worker:
         ]
         if made != list(self.laid_out.values()):
             self.laid_out = {
-                group.number: layout for group, layout in zip(self.groups, made, strict=True)
+                group.number: layout
+                for group, layout in zip(self.groups, made, strict=True)
             }
         return made
 
@@ -260,9 +265,13 @@ class Worker:
                 rule = None if begin else copy.deepcopy(request.rule)
                 request = replace(request, version=self._version, rule=rule)
             if request.bootstrap is None and not request.grad:
-                outcome = rollout(group, policy, request, lane, tally, recorder=recorder)
+                outcome = rollout(
+                    group, policy, request, lane, tally, recorder=recorder
+                )
             else:
-                outcome, values = self._run_specially(group, policy, request, lane, tally)
+                outcome, values = self._run_specially(
+                    group, policy, request, lane, tally
+                )
         except BaseException as raised:  # noqa: BLE001 (raised to the user by the schedule)
             error = raised
             phase = phase_ended_by(raised, progress)
@@ -293,14 +302,20 @@ class Worker:
         if request.version is not None:
             self._version = request.version
         try:
-            outcome = rollout(group, self.policies[request.policy], request, lane, tally)
+            outcome = rollout(
+                group, self.policies[request.policy], request, lane, tally
+            )
         except BaseException as raised:  # noqa: BLE001 (raised to the user by the engine)
             error = raised
             phase = phase_ended_by(raised, group.progress)
         else:
             casting = self._casting[group.number]
             has_warnings = casting is not None and casting.casts.pending
-            if outcome.episodes is NO_EPISODES and not has_warnings and not tally.discarded:
+            if (
+                outcome.episodes is NO_EPISODES
+                and not has_warnings
+                and not tally.discarded
+            ):
                 return None
         result = self._result(request, lane, tally, outcome, None, error, phase)
         error = None  # see ``run``
@@ -422,7 +437,9 @@ class Worker:
         for group in self.groups:
             state = states[group.number]
             objects = zip(group.env.objects(), state["envs"], strict=True)
-            reasons = [cut or snapshot.restore(env, taken, trust) for env, taken in objects]
+            reasons = [
+                cut or snapshot.restore(env, taken, trust) for env, taken in objects
+            ]
             failed.append(group_state.load(group, state["group"], reasons, self.acting))
         for group in self.groups:
             referring = capability(group.env, RefersToParts)
@@ -443,7 +460,9 @@ class Worker:
         """Return the current weights of the policy, on the CPU."""
         from muster.weights.names import named_tensors
 
-        return {name: tensor.cpu() for name, tensor in named_tensors(self.policy).items()}
+        return {
+            name: tensor.cpu() for name, tensor in named_tensors(self.policy).items()
+        }
 
     def profile(self, config: ProfileConfig | None) -> None:
         """Profile the next rollouts; None ends profiling."""
@@ -487,7 +506,9 @@ def phase_ended_by(error: BaseException, progress: Progress) -> str:
     return phase.name.lower()
 
 
-def execute(worker: Worker, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def execute(
+    worker: Worker, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """Call the attribute of a worker at a path such as "env.unwrapped.set_gravity"."""
     found = resolve(worker, path)
     if not callable(found):
@@ -499,7 +520,9 @@ def execute(worker: Worker, path: str, args: Sequence[Any], kwargs: Mapping[str,
 
 def env_attributes(worker: Worker, name: str) -> list[Any]:
     """Return an attribute of every environment object."""
-    return [getattr(env, name) for group in worker.groups for env in group.env.objects()]
+    return [
+        getattr(env, name) for group in worker.groups for env in group.env.objects()
+    ]
 
 
 def on_environments(worker: Worker, sent: Any) -> list[Any]:
@@ -525,4 +548,6 @@ def running(worker: Worker) -> dict[int, list[int]]:
 
 def objects_of(lane: Lane) -> dict[Key, Array]:
     """Return the columns of Python objects, which do not lie in memory shared with other processes."""
-    return {column.key: lane.arrays[column.key] for column in lane.layout.object_columns}
+    return {
+        column.key: lane.arrays[column.key] for column in lane.layout.object_columns
+    }

@@ -98,7 +98,9 @@ class WorkerPool(SupervisedPool):
             made.callback(self._wake_up.close)
             launch = in_thread(self._wake_up)
         else:
-            launch = in_process(config.supervision.start_method, light=light and is_served)
+            launch = in_process(
+                config.supervision.start_method, light=light and is_served
+            )
         if config.server is not None:
             assert subscribe is not None, "weights come before the server"
             ticket = subscribe(config.workers[0].index)
@@ -110,7 +112,9 @@ class WorkerPool(SupervisedPool):
         self._look_at = 0.0  # time of the next look for hangs
         # number of changes for which the rest is valid; see ``_listen``
         self._listening: tuple[int, select.poll, dict[Any, WorkerProxy]] | None = None
-        shared = Shared(config, self.arena, launch, subscribe, self.server, self._responder)
+        shared = Shared(
+            config, self.arena, launch, subscribe, self.server, self._responder
+        )
         self.handles = self._proxies(shared)
         made.callback(self.end)
 
@@ -136,7 +140,10 @@ class WorkerPool(SupervisedPool):
     def built(self) -> list[EnvSpec]:
         infos: list[EnvSpec] = []
         for handle in self.handles:
-            self.wait_for(handle, lambda: handle.infos is not None or handle.failure is not None)  # noqa: B023
+            self.wait_for(
+                handle,
+                lambda: handle.infos is not None or handle.failure is not None,  # noqa: B023
+            )
             if handle.failure is not None:
                 raise handle.failure.error()
             infos += handle.infos
@@ -146,11 +153,14 @@ class WorkerPool(SupervisedPool):
         config = self.config
         groups = config.groups
         self._open(infos, first_env=place.firsts[groups[0]])
-        for number, episodes in (place.episodes or {}).items():  # on a node that has rejoined
+        for number, episodes in (
+            place.episodes or {}
+        ).items():  # on a node that has rejoined
             self.counters[number].begin_at(episodes)
         if self.server is not None:
             clients = {
-                handle.index: (handle.groups[0], handle.under_way) for handle in self.handles
+                handle.index: (handle.groups[0], handle.under_way)
+                for handle in self.handles
             }
             self.server.open(clients, dict(zip(groups, infos, strict=True)))
         notes = CrashNotes(
@@ -164,7 +174,9 @@ class WorkerPool(SupervisedPool):
         self._notes = notes
         for handle in self.handles:
             generation = handle.config.generation
-            notes.seeded(handle.groups, place.seed, static=place.static, generation=generation)
+            notes.seeded(
+                handle.groups, place.seed, static=place.static, generation=generation
+            )
             handle.assign(place.part(handle.groups))
 
     def end(self) -> None:
@@ -224,17 +236,23 @@ class WorkerPool(SupervisedPool):
             due_s = 0.0
         with allowed():
             ready = poller.poll(due_s * 1000)
-        if in_threads is not None and ready:  # do not clear a wake-up rung after the poll
+        if (
+            in_threads is not None and ready
+        ):  # do not clear a wake-up rung after the poll
             in_threads.clear()
         if self._caller is not None:
             self._caller.attends()
             if ready:
                 self._caller.hear()
         with (
-            nullcontext([fd for fd, _ in ready]) if in_threads is None else in_threads.senders()
+            nullcontext([fd for fd, _ in ready])
+            if in_threads is None
+            else in_threads.senders()
         ) as senders:
             # Others are the caller, and threads that were given up.
-            for handle in dict.fromkeys(of[sender] for sender in senders if sender in of):
+            for handle in dict.fromkeys(
+                of[sender] for sender in senders if sender in of
+            ):
                 if in_threads is not None and not handle.process.channel.poll():
                     continue  # its message was received already
                 if not handle.pump() or handle.process.child.exit_code() is not None:
@@ -273,7 +291,9 @@ class WorkerPool(SupervisedPool):
             if handle.under_way.reports:  # Ctrl-C has come before they were processed
                 self._take_reports(handle)
             if handle.alive and handle.deaf_s:
-                self._hung(handle, handle.phase.name.lower(), handle.deaf_s, handle.deaf_s)
+                self._hung(
+                    handle, handle.phase.name.lower(), handle.deaf_s, handle.deaf_s
+                )
                 continue
             if not handle.awaited or self._is_served(handle):
                 handle.life.forget_signs()
@@ -331,7 +351,9 @@ class WorkerPool(SupervisedPool):
             first = first or loss
         return first
 
-    def _process(self, handle: WorkerProxy, report: RolloutResult, *, ending: bool) -> _Loss | None:
+    def _process(
+        self, handle: WorkerProxy, report: RolloutResult, *, ending: bool
+    ) -> _Loss | None:
         """Decide the fate of a report: it is the result of its request, or the worker ends, and the
         request stays under way.
         """
@@ -376,7 +398,9 @@ class WorkerPool(SupervisedPool):
         assert self._notes is not None
         self._notes.reported(report, handle.under_way.outstanding[report.number].lane)
 
-    def _write_error(self, handle: WorkerProxy, report: RolloutResult) -> Exception | None:
+    def _write_error(
+        self, handle: WorkerProxy, report: RolloutResult
+    ) -> Exception | None:
         """Write a rollout to its destination, and return the error that prevented it.
 
         After an error, later rollouts have the same: they follow a gap.
@@ -387,7 +411,11 @@ class WorkerPool(SupervisedPool):
             except WorkerError as error:
                 pid = handle.process.child.pid
                 packed = failures.pack(
-                    error, phase="call", worker=handle.index, pid=pid, node=self.config.node
+                    error,
+                    phase="call",
+                    worker=handle.index,
+                    pid=pid,
+                    node=self.config.node,
                 )
                 handle.stop_writing(packed.error())
         return handle.unwritten
@@ -427,7 +455,9 @@ class WorkerPool(SupervisedPool):
             at_work = self._at_work(handle)
         self._lose(handle, error, "worker_died", at_work)
 
-    def _hung(self, handle: WorkerProxy, phase: str, seconds: float, deadline: float) -> None:
+    def _hung(
+        self, handle: WorkerProxy, phase: str, seconds: float, deadline: float
+    ) -> None:
         where = self._where(handle)
         at_work = self._at_work(handle)
         is_stopped = handle.process.child.is_stopped()
@@ -444,7 +474,11 @@ class WorkerPool(SupervisedPool):
         self._lose(handle, error, "worker_hung", at_work)
 
     def _at_work(self, handle: WorkerProxy) -> AtWork | None:
-        return handle.under_way.at_work(handle.process.status_page.cells) if self.counters else None
+        return (
+            handle.under_way.at_work(handle.process.status_page.cells)
+            if self.counters
+            else None
+        )
 
     def _where(self, handle: WorkerProxy) -> failures.Where:
         """Return the place of an error of a worker that runs, or has run."""
@@ -503,7 +537,9 @@ class WorkerPool(SupervisedPool):
                 self.counters[number].give_up(reason)
             self._settle(handle, error, fate)
         if self.config.supervision.reaction == "restart" and crash_report is not None:
-            self._revive(handle)  # before the crash report is written, which can take long
+            self._revive(
+                handle
+            )  # before the crash report is written, which can take long
             _add_crash_report(error, crash_report)
 
     def count_last_steps(self, handle: WorkerProxy) -> None:
@@ -528,7 +564,9 @@ def _add_crash_report(error: Exception, save: Callable[[], Replay] | None) -> No
         path, command = save()
     except Exception as problem:  # noqa: BLE001 (no descriptors or memory, most often; it must not hide the failure)
         with suppress(Warning):  # filters may turn it into an exception
-            warnings.warn(f"No crash report was written: {described(problem)}", stacklevel=2)
+            warnings.warn(
+                f"No crash report was written: {described(problem)}", stacklevel=2
+            )
         return
     vars(error).update(crash_report=path, replay_command=command)
     if command:

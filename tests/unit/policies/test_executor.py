@@ -30,14 +30,18 @@ ACTIVATIONS = [
 
 
 def mlp(hidden: int = 16, inputs: int = 4, outputs: int = 3) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
+    return nn.Sequential(
+        nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs)
+    )
 
 
 @st.composite
 def networks(draw):
     torch.manual_seed(draw(st.integers(0, 1000)))
     sizes = draw(st.lists(st.integers(1, 40), min_size=2, max_size=5))
-    layers: list[nn.Module] = [draw(st.sampled_from(ACTIVATIONS))()] if draw(st.booleans()) else []
+    layers: list[nn.Module] = (
+        [draw(st.sampled_from(ACTIVATIONS))()] if draw(st.booleans()) else []
+    )
     for n, m in itertools.pairwise(sizes):
         layers.append(nn.Linear(n, m, bias=draw(st.booleans())))
         if draw(st.booleans()):
@@ -75,7 +79,9 @@ def test_numpy_programs_are_equal_up_to_rounding(network):
         x = torch.randn(*lead, n) * 3
         given = x.numpy().copy()
         out = program(given) if program.kind == "numpy" else program(x.clone()).numpy()
-        np.testing.assert_allclose(out, net(x.clone()).detach().numpy(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            out, net(x.clone()).detach().numpy(), rtol=1e-4, atol=1e-5
+        )
         assert (given == x.numpy()).all()
 
 
@@ -84,7 +90,9 @@ def test_float64_is_for_torch():
 
 
 def test_convolutions_run_in_torch():
-    net = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 9, 2))
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 9, 2)
+    )
     x = torch.randn(5, 3, 8, 8)
     program = plan(net, x)
     assert program.kind == "torch"
@@ -108,7 +116,8 @@ def test_a_bare_linear_and_a_leading_flatten_are_networks():
 def test_torchrl_mlp_and_parameter_extractors():
     torchrl = pytest.importorskip("torchrl.modules")
     net = nn.Sequential(
-        torchrl.MLP(in_features=4, out_features=6, num_cells=[8]), torchrl.NormalParamExtractor()
+        torchrl.MLP(in_features=4, out_features=6, num_cells=[8]),
+        torchrl.NormalParamExtractor(),
     )
     x = torch.randn(7, 4)
     loc, scale = plan(net, x)(x)
@@ -128,7 +137,9 @@ def test_weights_updated_in_place_are_followed(numpy_ok):
     assert torch.allclose(out, net(x), atol=1e-6)
     net.load_state_dict(mlp().state_dict())
     assert program.current()
-    assert torch.allclose(torch.as_tensor(program(x.numpy() if numpy_ok else x)), net(x), atol=1e-6)
+    assert torch.allclose(
+        torch.as_tensor(program(x.numpy() if numpy_ok else x)), net(x), atol=1e-6
+    )
 
 
 class Doubling(nn.Linear):
@@ -155,7 +166,9 @@ def _change(name):
         elif name == "forward":
             net[1].forward = torch.relu
         elif name == "parametrization":
-            nn.utils.parametrize.register_parametrization(net[0], "weight", nn.Identity())
+            nn.utils.parametrize.register_parametrization(
+                net[0], "weight", nn.Identity()
+            )
         elif name == "dtype":
             net.double()
         elif name == "class":
@@ -195,7 +208,12 @@ def test_changes_that_need_a_new_plan_are_noticed(change, numpy_ok):
 
 @pytest.mark.parametrize(
     "change",
-    [*map(_change, ["hook", "pre-hook", "forward", "parametrization", "class", "dropout"])],
+    [
+        *map(
+            _change,
+            ["hook", "pre-hook", "forward", "parametrization", "class", "dropout"],
+        )
+    ],
 )
 def test_what_is_not_exactly_what_it_seems_is_not_planned(change):
     net = nn.Sequential(*mlp(), nn.Dropout().eval(), nn.LeakyReLU(0.1))
@@ -232,7 +250,9 @@ def test_integers_only_where_the_module_takes_them():
 def test_global_hooks_and_autocast_stand_in_the_way():
     net, x = mlp(), torch.randn(3, 4)
     program = plan(net, x)
-    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: None)
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: None
+    )
     try:
         assert plan(net, x) is None
         assert not program.current()

@@ -32,7 +32,10 @@ def integers(low: Any, high: Any) -> ArraySpec:
 
 def box(n: int, high: float = 1.0) -> ArraySpec:
     return ArraySpec(
-        (n,), np.dtype(np.float32), np.full(n, -high, np.float32), np.full(n, high, np.float32)
+        (n,),
+        np.dtype(np.float32),
+        np.full(n, -high, np.float32),
+        np.full(n, high, np.float32),
     )
 
 
@@ -62,7 +65,9 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
 def act(head: str, keywords: dict[str, Any], outputs: int, spec: ArraySpec) -> None:
     """Make the head, fit it to the space, and let it act."""
     made = getattr(policies, head)(nn.Linear(4, outputs), **keywords)
-    setting = PolicySetting({OBS: ArraySpec((4,), np.dtype(np.float32))}, {ACTION: spec}, (5,))
+    setting = PolicySetting(
+        {OBS: ArraySpec((4,), np.dtype(np.float32))}, {ACTION: spec}, (5,)
+    )
     HeadPolicy(made, setting).first({OBS: torch.randn(5, 4)}, GroupRng(0))
 
 
@@ -70,9 +75,15 @@ def remedies(
     text: str, head: str, keywords: dict[str, Any], outputs: int
 ) -> list[tuple[str, dict[str, Any], int]]:
     """All that a message says to do, as heads with keywords and numbers of outputs."""
-    others = {name: value for name, value in keywords.items() if name not in ("log_std", "nvec")}
+    others = {
+        name: value
+        for name, value in keywords.items()
+        if name not in ("log_std", "nvec")
+    }
     found: list[tuple[str, dict[str, Any], int]] = []
-    for name, width in re.findall(r"(\w+)\(net\), with (?:a network|one) that returns (\d+)", text):
+    for name, width in re.findall(
+        r"(\w+)\(net\), with (?:a network|one) that returns (\d+)", text
+    ):
         found.append((name, {}, int(width)))
     for width in re.findall(
         r"Use gaussian\(net, log_std=None\), with a network that returns (\d+)", text
@@ -88,10 +99,13 @@ def remedies(
         found.append((head, others | {"log_std": None}, int(width)))
     for width in re.findall(r"(\d+) \(mean and log_std\) with log_std=None", text):
         found.append((head, others | {"log_std": None}, int(width)))
-    for n in re.findall(r"Or pass log_std=torch\.zeros\((\d+)\) if it returns the mean only", text):
+    for n in re.findall(
+        r"Or pass log_std=torch\.zeros\((\d+)\) if it returns the mean only", text
+    ):
         found.append((head, others | {"log_std": torch.zeros(int(n))}, outputs))
     for n in re.findall(
-        r"If the network returns \d+ values? all the same, pass log_std=torch\.zeros\((\d+)\)", text
+        r"If the network returns \d+ values? all the same, pass log_std=torch\.zeros\((\d+)\)",
+        text,
     ):
         found.append((head, others | {"log_std": torch.zeros(int(n))}, int(n)))
     for width in re.findall(r"Leave nvec out, and let the network return (\d+)", text):
@@ -103,7 +117,9 @@ def remedies(
 
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize("head", HEADS)
-def test_every_remedy_of_every_error_leads_to_a_policy_that_acts(head: str, space: str) -> None:
+def test_every_remedy_of_every_error_leads_to_a_policy_that_acts(
+    head: str, space: str
+) -> None:
     name, keywords = HEADS[head]
     for outputs in range(1, 8):
         try:
@@ -136,7 +152,8 @@ def collect(policy: Any, space: gymnasium.Space[Any], **options: Any) -> Any:
 def test_a_deterministic_head_for_several_choices() -> None:
     space = gymnasium.spaces.MultiDiscrete([2, 3])
     with pytest.raises(
-        BadOption, match="Use categorical.net., with a network that returns 5 values and explor"
+        BadOption,
+        match="Use categorical.net., with a network that returns 5 values and explor",
     ) as refused:
         collect(policies.deterministic(nn.Linear(4, 5)), space)
     (how,) = re.findall(r"exploration_type='(\w+)'", str(refused.value))
@@ -150,7 +167,8 @@ def test_a_space_of_several_parts() -> None:
         {"gas": gymnasium.spaces.Box(0, 1, (1,)), "gear": gymnasium.spaces.Discrete(3)}
     )
     with pytest.raises(
-        BadOption, match=r"parts: \['action.gas', 'action.gear'\]. Use a function or a TensorDict"
+        BadOption,
+        match=r"parts: \['action.gas', 'action.gear'\]. Use a function or a TensorDict",
     ):
         collect(policies.categorical(nn.Linear(4, 3)), space)
     net = nn.Linear(4, 4)
@@ -162,12 +180,17 @@ def test_a_space_of_several_parts() -> None:
     assert collect(drive, space)["action", "gear"].shape == (2, 4)
 
 
-@pytest.mark.parametrize("name", ["categorical", "gaussian", "tanh_gaussian", "deterministic"])
+@pytest.mark.parametrize(
+    "name", ["categorical", "gaussian", "tanh_gaussian", "deterministic"]
+)
 def test_objects_and_unbounded_integers_have_no_head(name: str) -> None:
     head = getattr(policies, name)
     for spec, what in (
         (ArraySpec((), OBJECT), "Use a function that returns actions"),
-        (ArraySpec((), np.dtype(np.int64)), "Use an environment whose actions have bounds"),
+        (
+            ArraySpec((), np.dtype(np.int64)),
+            "Use an environment whose actions have bounds",
+        ),
     ):
         with pytest.raises(BadOption, match=what):
             act(name, {}, 2, spec)
@@ -175,14 +198,19 @@ def test_objects_and_unbounded_integers_have_no_head(name: str) -> None:
         BadOption, match=f"{name}: the network is the class Linear. Pass an nn.Module"
     ):
         head(nn.Linear)
-    with pytest.raises(BadOption, match=f"{name}: the network is of type int. Pass an nn.Module"):
+    with pytest.raises(
+        BadOption, match=f"{name}: the network is of type int. Pass an nn.Module"
+    ):
         head(3)
 
 
-@pytest.mark.parametrize("wrong", [[0.0], np.zeros(1), "0"], ids=["list", "array", "text"])
+@pytest.mark.parametrize(
+    "wrong", [[0.0], np.zeros(1), "0"], ids=["list", "array", "text"]
+)
 def test_log_std_of_another_type(wrong: Any) -> None:
     with pytest.raises(
-        BadOption, match=r"log_std is \w+, expected a number, a tensor, or None.*torch.as_tensor"
+        BadOption,
+        match=r"log_std is \w+, expected a number, a tensor, or None.*torch.as_tensor",
     ):
         policies.gaussian(nn.Linear(4, 1), log_std=wrong)
 
@@ -192,7 +220,8 @@ def test_a_head_may_use_a_function_as_its_network() -> None:
     net = nn.Linear(4, 2)
     space = gymnasium.spaces.Box(-1.0, 1.0, (2,))
     with pytest.raises(
-        BadOption, match=r"cannot see from function how many actions it returns. For n actions pass"
+        BadOption,
+        match=r"cannot see from function how many actions it returns. For n actions pass",
     ):
         policies.gaussian(lambda obs: net(obs))
     for head in (
@@ -214,7 +243,9 @@ def test_programs_of_a_newcomer() -> None:
             match="Pass log_std=None if the network returns mean and log_std",
         ):
             collect(policies.gaussian(nn.Linear(4, 2), **keywords), space)
-    assert collect(policies.gaussian(nn.Linear(4, 2), log_std=None), space)["action"].shape == (
+    assert collect(policies.gaussian(nn.Linear(4, 2), log_std=None), space)[
+        "action"
+    ].shape == (
         2,
         4,
         1,
@@ -224,10 +255,14 @@ def test_programs_of_a_newcomer() -> None:
 def test_the_users_head_with_a_function_is_fitted_where_workers_act() -> None:
     net = nn.Linear(4, 5)
     env = partial(
-        SpaceEnv, gymnasium.spaces.Box(-1.0, 1.0, (4,)), gymnasium.spaces.MultiDiscrete([2, 3])
+        SpaceEnv,
+        gymnasium.spaces.Box(-1.0, 1.0, (4,)),
+        gymnasium.spaces.MultiDiscrete([2, 3]),
     )
     head = policies.categorical(lambda obs: net(obs))
-    with MultiSyncCollector([env], head, num_envs=2, frames_per_batch=8, backend="threads") as c:
+    with MultiSyncCollector(
+        [env], head, num_envs=2, frames_per_batch=8, backend="threads"
+    ) as c:
         batch = c.next()
         log_prob = head.distribution(batch["observation"]).log_prob(batch["action"])
         torch.testing.assert_close(log_prob, batch["action_log_prob"])

@@ -17,7 +17,13 @@ from muster.memory.specs import ArraySpec, Column
 from muster.policies import sampling
 from muster.policies.checks import PolicySetting
 from muster.policies.head_policy import HeadPolicy
-from muster.policies.heads import Head, categorical, deterministic, gaussian, tanh_gaussian
+from muster.policies.heads import (
+    Head,
+    categorical,
+    deterministic,
+    gaussian,
+    tanh_gaussian,
+)
 from muster.rng import GroupRng
 
 OBS, ACTION = ("observation",), ("action",)
@@ -29,11 +35,15 @@ def discrete(n=3, start=0, dtype=np.int64):
 
 
 def multi(*nvec):
-    return ArraySpec((len(nvec),), np.dtype(np.int64), np.zeros(len(nvec), int), np.array(nvec) - 1)
+    return ArraySpec(
+        (len(nvec),), np.dtype(np.int64), np.zeros(len(nvec), int), np.array(nvec) - 1
+    )
 
 
 def box(n=2, low=-2.0, high=3.0, dtype=np.float32):
-    return ArraySpec((n,), np.dtype(dtype), np.full(n, low, dtype), np.full(n, high, dtype))
+    return ArraySpec(
+        (n,), np.dtype(dtype), np.full(n, low, dtype), np.full(n, high, dtype)
+    )
 
 
 def net(outputs, seed=0, scale=1.0):
@@ -57,7 +67,10 @@ HEADS = {
         box(dtype=np.float64),
     ),
     "gaussian by state": lambda: (gaussian(net(4), log_std=None), box()),
-    "clipped": lambda: (gaussian(net(2), log_std=0.5, clip=True), box(low=-0.7, high=0.9)),
+    "clipped": lambda: (
+        gaussian(net(2), log_std=0.5, clip=True),
+        box(low=-0.7, high=0.9),
+    ),
     "clipped64": lambda: (
         gaussian(net(2), log_std=torch.tensor([0.1, 1.0]), clip=True),
         box(low=-0.1, high=np.inf, dtype=np.float64),
@@ -92,7 +105,9 @@ def lane_for(policy, spec, obs, *, batched=True) -> Lane:
     )
     lead = None if batched else ()
     lane = Slot(
-        Layout(len(obs) - 1, obs.shape[1], (*columns, *policy.columns()), batch_shape=lead)
+        Layout(
+            len(obs) - 1, obs.shape[1], (*columns, *policy.columns()), batch_shape=lead
+        )
     ).lanes[0]
     lane.arrays[OBS][...] = obs
     return lane
@@ -130,8 +145,12 @@ def test_all_paths_give_the_same_data(case, B, monkeypatch):
     for path, (got, got_log_prob) in results.items():
         np.testing.assert_allclose(got, action, rtol=1e-4, atol=1e-5, err_msg=path)
         if log_prob is not None:
-            np.testing.assert_allclose(got_log_prob, log_prob, rtol=1e-3, atol=1e-4, err_msg=path)
-    assert (results["torch executor"][0] == action).all(), "the torch program is bit-equal"
+            np.testing.assert_allclose(
+                got_log_prob, log_prob, rtol=1e-3, atol=1e-4, err_msg=path
+            )
+    assert (results["torch executor"][0] == action).all(), (
+        "the torch program is bit-equal"
+    )
 
 
 @pytest.mark.parametrize("B", [1, 8])
@@ -164,7 +183,11 @@ def test_actions_lie_in_the_space(case):
     head, spec = case
     action, _ = collect(make(head, spec), spec, observations())
     assert action.dtype == spec.dtype
-    if spec.dtype.kind == "i" or head.name == "tanh_gaussian" or getattr(head, "clip", False):
+    if (
+        spec.dtype.kind == "i"
+        or head.name == "tanh_gaussian"
+        or getattr(head, "clip", False)
+    ):
         assert (action >= spec.low).all()
         assert (action <= spec.high).all()
 
@@ -267,7 +290,12 @@ def test_clipped_actions_are_at_the_bounds_as_often_as_their_log_prob_says():
     action, log_prob = collect(make(head, box(1, -0.5, 1.0)), box(1, -0.5, 1.0), obs)
     for bound in (-0.5, 1.0):
         at = (action == bound)[..., 0]
-        probability = head.distribution(torch.zeros(4)).log_prob(torch.tensor([bound])).exp().item()
+        probability = (
+            head.distribution(torch.zeros(4))
+            .log_prob(torch.tensor([bound]))
+            .exp()
+            .item()
+        )
         assert abs(at.mean() - probability) < 5 * math.sqrt(probability / at.size)
         np.testing.assert_allclose(np.exp(log_prob[at]), probability, rtol=1e-4)
 
@@ -402,7 +430,9 @@ def test_several_observations_come_as_a_nested_dict():
     keys, spec = [("a",), ("b", "c")], box()
     policy = make(deterministic(Adds()), spec, keys=keys)
     columns = [Column(key, (2,), np.dtype(np.float32), carry=True) for key in keys]
-    lane = Slot(Layout(2, 3, (*columns, Column(ACTION, (2,), np.dtype(np.float32))))).lanes[0]
+    lane = Slot(
+        Layout(2, 3, (*columns, Column(ACTION, (2,), np.dtype(np.float32))))
+    ).lanes[0]
     lane.arrays[keys[0]][...], lane.arrays[keys[1]][...] = 1, 2
     policy.first({key: lane.rows(key)[0] for key in keys}, GroupRng(0))
     policy.start(lane, GroupRng(0))(0)
@@ -446,7 +476,11 @@ def test_log_std_needs_a_visible_number_of_actions():
 @pytest.mark.parametrize(
     ("head", "spec", "match"),
     [
-        (categorical(net(3)), discrete(2), r"categorical.*\(5, 3\).*\(5, 2\).*Discrete\(2\)"),
+        (
+            categorical(net(3)),
+            discrete(2),
+            r"categorical.*\(5, 3\).*\(5, 2\).*Discrete\(2\)",
+        ),
         (gaussian(net(2), log_std=None), box(2), "4 values"),
         (tanh_gaussian(net(3)), box(2), "4 values"),
         (deterministic(nn.Sequential(nn.Linear(4, 2), nn.Flatten(0))), box(2), "shape"),
@@ -471,7 +505,9 @@ def test_nan_never_reaches_the_environment(case, executor, B):
         act = policy.start(lane, rng)
         for t in range(3):
             act(t)
-        with pytest.raises(BadPolicyOutput, match=rf"environments \[{B - 1}\] at step 3"):
+        with pytest.raises(
+            BadPolicyOutput, match=rf"environments \[{B - 1}\] at step 3"
+        ):
             act(3)
 
 

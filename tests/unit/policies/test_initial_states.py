@@ -46,9 +46,13 @@ def test_states_of_several_parts_and_layers() -> None:
     for name, first in (("0", policy.h0), ("1", policy.c0)):
         states = batch["recurrent_state", name]
         assert states.shape == (2, 8, 2, 3)
-        assert torch.equal(states[begins], first.detach().expand(int(begins.sum()), 2, 3))
+        assert torch.equal(
+            states[begins], first.detach().expand(int(begins.sum()), 2, 3)
+        )
         assert not torch.equal(states[0, 1], first.detach())
-    hidden = tuple(batch["recurrent_state", n][:, 0].movedim(0, 1).contiguous() for n in "01")
+    hidden = tuple(
+        batch["recurrent_state", n][:, 0].movedim(0, 1).contiguous() for n in "01"
+    )
     _, (h, _) = policy.lstm(batch["observation"][None, :, 0], hidden)
     torch.testing.assert_close(h.movedim(1, 0), batch["recurrent_state", "0"][:, 1])
 
@@ -111,13 +115,17 @@ def test_the_first_step_after_random_frames_starts_from_it(frames: int) -> None:
     batch = torch.cat(batches, -1)
     for env in range(2):
         assert batch["recurrent_state"][env, :, 0].tolist() == CONTINUED
-        assert batch["seen"][env, 2:, 0].tolist() == CONTINUED[2:], "stored as it was used"
+        assert batch["seen"][env, 2:, 0].tolist() == CONTINUED[2:], (
+            "stored as it was used"
+        )
         assert batch["is_init"][env, :, 0].int().tolist() == [1, 0, 0, 0, 0, 0, 1, 0]
 
 
 def test_it_is_that_of_the_first_step_after_random_frames() -> None:
     policy = policies.recurrent(Counts(), initial_state="h0")
-    with Collector(counting(6), policy, num_envs=1, frames_per_batch=2, init_random_frames=2) as c:
+    with Collector(
+        counting(6), policy, num_envs=1, frames_per_batch=2, init_random_frames=2
+    ) as c:
         c.next()
         with torch.no_grad():
             policy.h0.fill_(1.0)
@@ -167,7 +175,9 @@ def test_a_state_without_it_is_zero_after_random_frames() -> None:
         before = torch.zeros(obs.shape[:-1]) if state is None else state
         return torch.zeros(obs.shape[:-1], dtype=torch.long), before + 1
 
-    with Collector(counting(6), act, num_envs=2, frames_per_batch=4, init_random_frames=4) as c:
+    with Collector(
+        counting(6), act, num_envs=2, frames_per_batch=4, init_random_frames=4
+    ) as c:
         batch = torch.cat([c.next().clone() for _ in range(4)], -1)
     assert batch["recurrent_state"][0].tolist() == [0, 0, 0, 1, 2, 3, 0, 1]
 
@@ -228,5 +238,7 @@ def test_a_state_of_another_shape_is_refused() -> None:
             action, extras, state = super().forward(obs, state)
             return action, extras, state[..., :1]
 
-    with pytest.raises(BadPolicyOutput, match=r"initial_state has recurrent_state with shape"):
+    with pytest.raises(
+        BadPolicyOutput, match=r"initial_state has recurrent_state with shape"
+    ):
         collected(policies.recurrent(Other(), initial_state="h0"))

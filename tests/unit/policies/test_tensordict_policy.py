@@ -37,7 +37,9 @@ def net(outputs):
 
 
 def probabilistic(distribution, spec, keys=("logits",), **options):
-    layers = net(3) if keys == ("logits",) else nn.Sequential(net(4), NormalParamExtractor())
+    layers = (
+        net(3) if keys == ("logits",) else nn.Sequential(net(4), NormalParamExtractor())
+    )
     options = {"distribution_class": distribution, "return_log_prob": True, **options}
     return ProbabilisticTensorDictSequential(
         TensorDictModule(layers, ["observation"], list(keys)),
@@ -48,7 +50,9 @@ def probabilistic(distribution, spec, keys=("logits",), **options):
 def torchrl_actor(name, **options):
     modules = pytest.importorskip("torchrl.modules")
     keys = ["logits"] if "Categorical" in name else ["loc", "scale"]
-    mlp = modules.MLP(in_features=4, out_features=3 if len(keys) == 1 else 4, num_cells=[16])
+    mlp = modules.MLP(
+        in_features=4, out_features=3 if len(keys) == 1 else 4, num_cells=[16]
+    )
     layers = mlp if len(keys) == 1 else nn.Sequential(mlp, NormalParamExtractor())
     distribution = getattr(modules, name, None) or getattr(torch.distributions, name)
     actor = modules.ProbabilisticActor(
@@ -76,7 +80,9 @@ POLICIES = {
         torch.distributions.Categorical, DISCRETE, return_log_prob=False
     ),
     "normal": lambda: probabilistic(torch.distributions.Normal, BOX, ("loc", "scale")),
-    "laplace": lambda: probabilistic(torch.distributions.Laplace, BOX, ("loc", "scale")),
+    "laplace": lambda: probabilistic(
+        torch.distributions.Laplace, BOX, ("loc", "scale")
+    ),
     "actor critic": actor_critic,
     "torchrl categorical": lambda: torchrl_actor("Categorical"),
     "torchrl one-hot": lambda: torchrl_actor("OneHotCategorical"),
@@ -116,7 +122,9 @@ def lane_for(policy, spec, obs, *, batched=True) -> Lane:
     )
     lead = None if batched else ()
     lane = Slot(
-        Layout(len(obs) - 1, obs.shape[1], (*columns, *policy.columns()), batch_shape=lead)
+        Layout(
+            len(obs) - 1, obs.shape[1], (*columns, *policy.columns()), batch_shape=lead
+        )
     ).lanes[0]
     lane.arrays[OBS][...] = obs
     return lane
@@ -177,7 +185,11 @@ def test_extras_become_columns():
     policy = make(module, spec)
     begin(policy, spec)
     columns = {column.key: column.shape for column in policy.columns()}
-    assert columns == {("logits",): (3,), ("action_log_prob",): (), ("state_value",): (1,)}
+    assert columns == {
+        ("logits",): (3,),
+        ("action_log_prob",): (),
+        ("state_value",): (1,),
+    }
 
 
 def test_private_keys_and_inputs_are_not_stored():
@@ -221,8 +233,12 @@ def test_recurrent_state_goes_from_row_to_row():
 
 def test_torchrl_lstm():
     modules = pytest.importorskip("torchrl.modules")
-    lstm = modules.LSTMModule(input_size=4, hidden_size=8, in_key="observation", out_key="embed")
-    module = TensorDictSequential(lstm, TensorDictModule(nn.Linear(8, 2), ["embed"], ["action"]))
+    lstm = modules.LSTMModule(
+        input_size=4, hidden_size=8, in_key="observation", out_key="embed"
+    )
+    module = TensorDictSequential(
+        lstm, TensorDictModule(nn.Linear(8, 2), ["embed"], ["action"])
+    )
     policy = make(module)
     lane, act, outputs = begin(policy, BOX)
     carried = {column.key for column in policy.columns() if column.carry}
@@ -303,7 +319,10 @@ def test_missing_inputs_are_named():
 @pytest.mark.parametrize(
     ("module", "match"),
     [
-        (TensorDictModule(net(2), ["observation"], ["act"]), r"did not return action.*\['act'\]"),
+        (
+            TensorDictModule(net(2), ["observation"], ["act"]),
+            r"did not return action.*\['act'\]",
+        ),
         (lambda td: 3, "returned int, expected a TensorDict"),
         (
             TensorDictModule(net(3), ["observation"], ["action"]),
@@ -314,10 +333,15 @@ def test_missing_inputs_are_named():
             "dtype torch.int64, expected float32",
         ),
         (
-            lambda td: td.update({"action": torch.ones(B, 2), "done": torch.ones(B, 1)}),
+            lambda td: td.update(
+                {"action": torch.ones(B, 2), "done": torch.ones(B, 1)}
+            ),
             "done, a name",
         ),
-        (lambda td: td.set("action", td["observation"].mul_(2)[..., :2].clone()), "in place"),
+        (
+            lambda td: td.set("action", td["observation"].mul_(2)[..., :2].clone()),
+            "in place",
+        ),
     ],
 )
 def test_wrong_outputs_are_named(module, match):

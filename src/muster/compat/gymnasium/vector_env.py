@@ -193,7 +193,9 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             actions[0],
             batch_space(actions[0], self.num_envs),
         )
-        for i, (observation, action) in enumerate(zip(observations, actions, strict=True)):
+        for i, (observation, action) in enumerate(
+            zip(observations, actions, strict=True)
+        ):
             fits = (
                 observation == first
                 if mode == "same"
@@ -242,17 +244,23 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         """Send a reset to the environments, without waiting for it; see ``reset``."""
         seeds: Sequence[int | None]
         if seed is None or isinstance(seed, (int, np.integer)):
-            seeds = [None if seed is None else int(seed) + i for i in range(self.num_envs)]
+            seeds = [
+                None if seed is None else int(seed) + i for i in range(self.num_envs)
+            ]
         else:
             seeds = seed
         self._workers.check_open()
         if len(seeds) != self.num_envs:
-            raise ValueError(f"{len(seeds)} seeds were given for {self.num_envs} environments.")
+            raise ValueError(
+                f"{len(seeds)} seeds were given for {self.num_envs} environments."
+            )
         self._workers.check_idle("reset_async")
         which = list(range(self.num_envs))
         if options is not None and "reset_mask" in options:
             which = np.flatnonzero(self._checked(options.pop("reset_mask"))).tolist()
-        self._workers.send_reset({i: {"seed": seeds[i], "options": options} for i in which})
+        self._workers.send_reset(
+            {i: {"seed": seeds[i], "options": options} for i in which}
+        )
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for the reset that ``reset_async`` has begun, and return what ``reset`` returns.
@@ -271,7 +279,9 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         if not isinstance(mask, np.ndarray):
             raise TypeError(f"{name} must be a numpy array, got {type(mask)}.")
         if mask.shape != (self.num_envs,):
-            raise ValueError(f"{name} must have shape `({self.num_envs},)`, got {mask.shape}.")
+            raise ValueError(
+                f"{name} must have shape `({self.num_envs},)`, got {mask.shape}."
+            )
         if mask.dtype != np.bool_:
             raise TypeError(f"{name} must have `dtype=np.bool_`, got {mask.dtype}.")
         if not mask.any():
@@ -290,14 +300,18 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         """Send the actions to the environments, without waiting for them."""
         if self.autoreset_mode is AutoresetMode.DISABLED:
             self._workers.check_idle("step_async")
-            ended = np.flatnonzero(self._workers.rows.terminated | self._workers.rows.truncated)
+            ended = np.flatnonzero(
+                self._workers.rows.terminated | self._workers.rows.truncated
+            )
             if ended.size:
                 raise gymnasium.error.ResetNeeded(
                     f"The episodes of environments {ended.tolist()} have ended, and autoreset_mode"
                     " is DISABLED: call reset(options={'reset_mask': terminations |"
                     " truncations}) before the next step."
                 )
-        if not (isinstance(actions, np.ndarray) and isinstance(self.action_space, ARRAYS)):
+        if not (
+            isinstance(actions, np.ndarray) and isinstance(self.action_space, ARRAYS)
+        ):
             actions = list(iterate(self.action_space, actions))
         self._workers.send(actions)
 
@@ -390,14 +404,18 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         if not isinstance(values, (list, tuple)):
             values = [values] * self.num_envs
         if len(values) != self.num_envs:
-            raise ValueError(f"{len(values)} values were given for {self.num_envs} environments.")
+            raise ValueError(
+                f"{len(values)} values were given for {self.num_envs} environments."
+            )
         self._workers.set_attribute(name, dict(enumerate(values)))
 
     def render(self) -> tuple[Any, ...]:
         """Return the frames of all environments."""
         return self.call("render")
 
-    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+    def close_extras(
+        self, timeout: float | None = None, terminate: bool = False
+    ) -> None:
         """Close the environments and end the workers. Workers that do not end in time are killed.
 
         Args:
@@ -408,9 +426,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         state = self._workers.state
         self._workers.close(timeout, terminate=terminate)
         if state is not AsyncState.DEFAULT:
-            said = (
-                f"Calling `close` while waiting for a pending call to `{state.value}` to complete."
-            )
+            said = f"Calling `close` while waiting for a pending call to `{state.value}` to complete."
             logger.warn(said, stacklevel=3)  # the caller of ``close``
 
 
@@ -424,7 +440,9 @@ def _limited(num_workers: int | None, max_concurrency: int | None) -> int | None
             f"num_workers={num_workers} and max_concurrency={most}: each worker executes an"
             f" environment at a time. Pass num_workers={most}, or leave one of them out."
         )
-    return min(most, max(1, int(usable_cores()))) if num_workers is None else num_workers
+    return (
+        min(most, max(1, int(usable_cores()))) if num_workers is None else num_workers
+    )
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -63,7 +63,9 @@ class PrtRlActor:
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         got, self.unused = self.unused, None
-        returned = self._named(self._ask(self._side.show(obs[OBSERVATION])) if got is None else got)
+        returned = self._named(
+            self._ask(self._side.show(obs[OBSERVATION])) if got is None else got
+        )
         if taken := sorted(TAKEN.intersection(returned)):
             raise BadPolicyOutput(
                 f"policy {self.name} returned {taken}, which the experience has already"
@@ -71,17 +73,24 @@ class PrtRlActor:
         self._check_action(returned["action"])
         self._like = {name: value.detach() for name, value in returned.items()}
         self._graphs = {
-            name: [_with_graph(value)] for name, value in returned.items() if value.requires_grad
+            name: [_with_graph(value)]
+            for name, value in returned.items()
+            if value.requires_grad
         }
         return Outputs(
             {self._action_key: self._like["action"]},
-            {self._key(name): value for name, value in self._like.items() if name != "action"},
+            {
+                self._key(name): value
+                for name, value in self._like.items()
+                if name != "action"
+            },
         )
 
     def columns(self) -> Sequence[Column]:
         lead = (self._side.env.spec.num_envs,)
         return [
-            column_of(self._key(name), like, lead, self.name) for name, like in self._like.items()
+            column_of(self._key(name), like, lead, self.name)
+            for name, like in self._like.items()
         ][1:]
 
     def start(self, lane: Lane, rng: GroupRng) -> Act:
@@ -174,11 +183,15 @@ class PrtRlActor:
     def _check_action(self, action: torch.Tensor) -> None:
         env = self._side.env
         if isinstance(env, PrtEnvs):
-            env.accept(column_of(ACTION, action, (env.spec.num_envs,), self.name), action.device)
+            env.accept(
+                column_of(ACTION, action, (env.spec.num_envs,), self.name),
+                action.device,
+            )
             return
         (spec,) = env.spec.action_specs.values()
         expected = [
-            (env.spec.num_envs, *shape) for shape in ([spec.shape] if spec.shape else [(1,), ()])
+            (env.spec.num_envs, *shape)
+            for shape in ([spec.shape] if spec.shape else [(1,), ()])
         ]
         if tuple(action.shape) not in expected or action.is_floating_point() != (
             spec.dtype.kind == "f"
@@ -229,7 +242,8 @@ class HeadActor:
             if k in lane.tensors
         }
         return {
-            name: rows.unsqueeze(-1) if rows.ndim == 2 else rows for name, rows in found.items()
+            name: rows.unsqueeze(-1) if rows.ndim == 2 else rows
+            for name, rows in found.items()
         }
 
 
@@ -258,7 +272,9 @@ def undisturbed(policy: Any, device: torch.device) -> Iterator[None]:
             _keep(getattr(part, "__dict__", None), undo)
         undo.callback(np.random.set_state, np.random.get_state())
         undo.callback(random.setstate, random.getstate())
-        undo.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        undo.enter_context(
+            torch.random.fork_rng([device] if device.type == "cuda" else [])
+        )
         yield
 
 
@@ -276,7 +292,10 @@ def _keep(value: Any, undo: ExitStack) -> None:
         undo.callback(value.set_state, value.get_state())
     elif isinstance(value, np.random.Generator):
         undo.callback(
-            setattr, value.bit_generator, "state", copy.deepcopy(value.bit_generator.state)
+            setattr,
+            value.bit_generator,
+            "state",
+            copy.deepcopy(value.bit_generator.state),
         )
     elif isinstance(value, dict):
         undo.callback(value.update, dict(value))
@@ -291,4 +310,6 @@ def _keep(value: Any, undo: ExitStack) -> None:
 
 def _refill(tensor: torch.Tensor, content: torch.Tensor) -> None:
     with torch.inference_mode(tensor.is_inference()):
-        tensor.data.copy_(content)  # data: autograd must not see a change, as there is none
+        tensor.data.copy_(
+            content
+        )  # data: autograd must not see a change, as there is none

@@ -97,7 +97,10 @@ class Collector:
 
     @trimmed
     def collect_trajectory(
-        self, policy: Any, num_trajectories: int | None = None, min_num_steps: int | None = None
+        self,
+        policy: Any,
+        num_trajectories: int | None = None,
+        min_num_steps: int | None = None,
     ) -> Tensors:
         """Reset all environments, and collect whole trajectories, concatenated in the order of
         their ends.
@@ -130,17 +133,27 @@ class Collector:
         else:
             min_num_steps = integer("min_num_steps", min_num_steps)
         self._begin_episodes()
-        chosen = Selection(self._side.env.spec.num_envs, num_trajectories, min_num_steps or 0)
+        chosen = Selection(
+            self._side.env.spec.num_envs, num_trajectories, min_num_steps or 0
+        )
         parts = []
         while not chosen.complete:
             parts.append(self._roll(policy, ROWS, chosen)[1])
             chosen.leave()
-        rows = torch.cat([torch.arange(s.begin, s.end, device="cpu") for s in chosen.segments])
+        rows = torch.cat(
+            [torch.arange(s.begin, s.end, device="cpu") for s in chosen.segments]
+        )
         envs = torch.cat(
-            [torch.full((s.end - s.begin,), s.env, device="cpu") for s in chosen.segments]
+            [
+                torch.full((s.end - s.begin,), s.env, device="cpu")
+                for s in chosen.segments
+            ]
         )
         return self._logged(
-            {name: torch.cat([part[name] for part in parts])[rows, envs] for name in parts[0]}
+            {
+                name: torch.cat([part[name] for part in parts])[rows, envs]
+                for name in parts[0]
+            }
         )
 
     def get_metric_tracker(self) -> MetricsTracker:
@@ -174,7 +187,11 @@ class Collector:
         try:
             runner.run(actor.adapted, lane, rule=chosen or LastRow(lane))
         except BadPolicyOutput:
-            if actor.unused is None or lane.done_steps or (chosen is not None and chosen.before):
+            if (
+                actor.unused is None
+                or lane.done_steps
+                or (chosen is not None and chosen.before)
+            ):
                 raise
             # for outputs of another kind
             self._actor = PrtRlActor(actor.policy, self._side, actor.unused)
@@ -189,7 +206,9 @@ class Collector:
             if isinstance(env, PrtEnvs):
                 env.look()
             # for Muster's heads
-            self._runner = GroupRunner(env, borrowed(), rng=GroupRng(torch.initial_seed()))
+            self._runner = GroupRunner(
+                env, borrowed(), rng=GroupRng(torch.initial_seed())
+            )
         return self._runner
 
     def _begin_episodes(self) -> None:
@@ -204,7 +223,8 @@ class Collector:
         side = self._side
         n = lane.done_steps
         state, next_state = (
-            side.show(lane.tensors[key][:n]) for key in (OBSERVATION, next_of(OBSERVATION))
+            side.show(lane.tensors[key][:n])
+            for key in (OBSERVATION, next_of(OBSERVATION))
         )
         returned = actor.results(lane)
         return {
@@ -212,7 +232,9 @@ class Collector:
             "action": returned.pop("action"),
             "next_state": next_state,
             "reward": side.rewards(lane)[:n].to(state.device, copy=True),
-            "done": lane.tensors[next_of(DONE)][:n].unsqueeze(-1).to(state.device, copy=True),
+            "done": lane.tensors[next_of(DONE)][:n]
+            .unsqueeze(-1)
+            .to(state.device, copy=True),
             **returned,
         }
 
@@ -267,10 +289,14 @@ class Selection:
     order of ends, until ``min_steps``.
     """
 
-    def __init__(self, num_envs: int, trajectories: int | None, min_steps: int = 0) -> None:
+    def __init__(
+        self, num_envs: int, trajectories: int | None, min_steps: int = 0
+    ) -> None:
         self._rule: Rule | None = None
         if trajectories is not None:
-            self._rule = (PerEnv if trajectories < num_envs else Fair)(trajectories, num_envs)
+            self._rule = (PerEnv if trajectories < num_envs else Fair)(
+                trajectories, num_envs
+            )
         self.biased = self._rule is None or self._rule.biased
         self._missing = min_steps
         self._begun = [0] * num_envs
@@ -289,7 +315,9 @@ class Selection:
     def ended(self, which: Sequence[int]) -> list[int]:
         end = self.before + self._lane.done_steps
         for i in (
-            counted := self._first_of(which, end) if self._rule is None else self._rule.ended(which)
+            counted := self._first_of(which, end)
+            if self._rule is None
+            else self._rule.ended(which)
         ):
             self.segments.append(Segment(i, self._begun[i], end))
         for i in which:

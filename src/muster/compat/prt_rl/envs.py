@@ -57,7 +57,9 @@ def side_of(env: Any) -> Side:
         return Side(
             envs,
             lambda rows: (
-                rows.to(envs.state_device) if envs.state_device.type != "cpu" else rows.clone()
+                rows.to(envs.state_device)
+                if envs.state_device.type != "cpu"
+                else rows.clone()
             ),
         )
     return _gymnasium(build_env(env, None), torch.device("cpu"))
@@ -113,7 +115,11 @@ class PrtEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
         )
 
     def reset(
-        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
+        self,
+        arrays: Mapping[Key, Any],
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
     ) -> None:
         rows: Array = arrays[OBSERVATION][row]
         one_by_one = hasattr(self.env, "reset_index")
@@ -243,7 +249,9 @@ class PrtEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
         if state.shape != (n, *shape) or (
             spec and not torch.can_cast(state.dtype, torch_dtype(spec.dtype))
         ):
-            expected = f"({n}, ...)" if spec is None else f"{(n, *shape)}, dtype {spec.dtype}"
+            expected = (
+                f"({n}, ...)" if spec is None else f"{(n, *shape)}, dtype {spec.dtype}"
+            )
             raise BadEnvOutput(
                 f"{self.spec.name}.{method} returned a state of shape {tuple(state.shape)}, dtype"
                 f" {state.dtype}, expected {expected}: one row for each of {self.spec.num_envs}"
@@ -257,7 +265,11 @@ def _gymnasium(env: EnvBatch, device: torch.device) -> Side:
     scalars as ``[1]``.
     """
     spec = env.spec
-    if len(spec.observation_specs) != 1 or len(spec.action_specs) != 1 or spec.device is not None:
+    if (
+        len(spec.observation_specs) != 1
+        or len(spec.action_specs) != 1
+        or spec.device is not None
+    ):
         raise UnsupportedEnv(
             f"{spec.name} has observations {sorted(spec.observation_specs)} and actions"
             f" {sorted(spec.action_specs)}, and a prt_rl policy gets one tensor and returns one, in"
@@ -276,7 +288,9 @@ def _gymnasium(env: EnvBatch, device: torch.device) -> Side:
     def show(rows: torch.Tensor) -> torch.Tensor:
         rows = rows if leaf.shape else rows.unsqueeze(-1)
         return rows.to(
-            device, torch.float32 if rows.dtype == torch.float64 else rows.dtype, copy=True
+            device,
+            torch.float32 if rows.dtype == torch.float64 else rows.dtype,
+            copy=True,
         )
 
     return Side(env, show)

@@ -16,7 +16,13 @@ import numpy as np
 from muster.compat.rlpyt.envs import RlpytEnvs
 from muster.compat.rlpyt.trees import BufferPart, as_array, mapped, overwrite
 from muster.envs.previous import PREV_ACTION, PREV_REWARD
-from muster.errors import BadOption, BadPolicyOutput, CollectorTimeout, MusterError, WorkerDied
+from muster.errors import (
+    BadOption,
+    BadPolicyOutput,
+    CollectorTimeout,
+    MusterError,
+    WorkerDied,
+)
 from muster.keys import Key
 from muster.memory.slots import Lane
 from muster.memory.specs import Column
@@ -26,7 +32,10 @@ from muster.rng import GroupRng
 
 AGENT_INFO: Key = ("agent_info",)
 # a leaf
-COPY: dict[str, Callable[[Any], Any]] = {"tensors": methodcaller("clone"), "arrays": np.copy}
+COPY: dict[str, Callable[[Any], Any]] = {
+    "tensors": methodcaller("clone"),
+    "arrays": np.copy,
+}
 LOOK_EVERY_S = 1.0  # interval of checks that the action server's process is alive
 
 
@@ -50,7 +59,9 @@ class RlpytActor(ABC):
     name: str
     memory: ClassVar[Literal["tensors", "arrays"]]
 
-    def __init__(self, collector: Any, envs: RlpytEnvs, agent_info: BufferPart | None) -> None:
+    def __init__(
+        self, collector: Any, envs: RlpytEnvs, agent_info: BufferPart | None
+    ) -> None:
         self.envs = envs
         self.agent_info = agent_info
 
@@ -74,9 +85,14 @@ class RlpytActor(ABC):
 
         def act(t: int) -> None:
             action, agent_info = self.step(*(part[t] for part in inputs))
-            for part, value in ((self.envs.action, action), (self.agent_info, agent_info)):
+            for part, value in (
+                (self.envs.action, action),
+                (self.agent_info, agent_info),
+            ):
                 problem = (
-                    None if part is None else part.write(lane.arrays, t, value, lead=(lane.B,))
+                    None
+                    if part is None
+                    else part.write(lane.arrays, t, value, lead=(lane.B,))
                 )
                 if problem:
                     raise BadPolicyOutput(f"what {self.name} returned {problem}")
@@ -95,7 +111,9 @@ class RlpytActor(ABC):
         )
 
     @abstractmethod
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> tuple[Any, Any]:
+    def step(
+        self, observation: Any, prev_action: Any, prev_reward: Any
+    ) -> tuple[Any, Any]:
         """Return actions and agent info for one row, ``[B, ...]`` each."""
 
     def begin(self, itr: int, *, evaluates: bool = False) -> None:
@@ -111,7 +129,10 @@ class RlpytActor(ABC):
         observation's value.
         """
         columns = getattr(lane, self.memory)
-        last = [mapped(COPY[self.memory], part[lane.done_steps]) for part in self.inputs(columns)]
+        last = [
+            mapped(COPY[self.memory], part[lane.done_steps])
+            for part in self.inputs(columns)
+        ]
         for _ in range(calls):
             self.step(*last)
         self._conclude(last, value)
@@ -125,13 +146,17 @@ class LocalAgent(RlpytActor):
 
     memory = "tensors"
 
-    def __init__(self, collector: Any, envs: RlpytEnvs, agent_info: BufferPart | None) -> None:
+    def __init__(
+        self, collector: Any, envs: RlpytEnvs, agent_info: BufferPart | None
+    ) -> None:
         super().__init__(collector, envs, agent_info)
         self.agent, self.name = collector.agent, type(collector.agent).__name__
 
     def start(self, lane: Lane, rng: GroupRng) -> Act:
         previous = [(PREV_ACTION, *key[1:]) for key in self.envs.action.specs]
-        read = InputRows(lane, [*self.envs.observation.specs, *previous, PREV_REWARD], self.name)
+        read = InputRows(
+            lane, [*self.envs.observation.specs, *previous, PREV_REWARD], self.name
+        )
         return read.watched(self.acting(lane, self.inputs(read.columns)))
 
     @staticmethod
@@ -143,7 +168,9 @@ class LocalAgent(RlpytActor):
                 " the collectors that begin with Gpu do the same."
             )
 
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> tuple[Any, Any]:
+    def step(
+        self, observation: Any, prev_action: Any, prev_reward: Any
+    ) -> tuple[Any, Any]:
         action, agent_info = self.agent.step(observation, prev_action, prev_reward)
         return action, agent_info
 
@@ -174,7 +201,9 @@ class Server(RlpytActor):
     name = "the action server"
     memory = "arrays"
 
-    def __init__(self, collector: Any, envs: RlpytEnvs, agent_info: BufferPart | None) -> None:
+    def __init__(
+        self, collector: Any, envs: RlpytEnvs, agent_info: BufferPart | None
+    ) -> None:
         super().__init__(collector, envs, agent_info)
         self.step_buffer = collector.step_buffer_np
         self.sync = collector.sync
@@ -198,7 +227,9 @@ class Server(RlpytActor):
                 " SerialSampler and CpuSampler the collectors that begin with Cpu do the same."
             )
 
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> tuple[Any, Any]:
+    def step(
+        self, observation: Any, prev_action: Any, prev_reward: Any
+    ) -> tuple[Any, Any]:
         self._conclude((observation, prev_action, prev_reward))
         self._wait()
         if self.stops and self.sync.stop_eval.value:
@@ -208,7 +239,9 @@ class Server(RlpytActor):
     def _conclude(self, last: Sequence[Any], value: Any = None) -> None:
         """Show a row to the server, which also computes values."""
         step = self.step_buffer
-        for place, part in zip((step.observation, step.action, step.reward), last, strict=True):
+        for place, part in zip(
+            (step.observation, step.action, step.reward), last, strict=True
+        ):
             overwrite(place, part)
         step.done[...] = self.envs.done  # the server resets its agent there
         self.sync.obs_ready.release()

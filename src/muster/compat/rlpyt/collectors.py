@@ -10,7 +10,13 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from muster.compat.base import GroupRunner, borrowed
-from muster.compat.rlpyt.actors import AGENT_INFO, EvaluationStopped, LocalAgent, RlpytActor, Server
+from muster.compat.rlpyt.actors import (
+    AGENT_INFO,
+    EvaluationStopped,
+    LocalAgent,
+    RlpytActor,
+    Server,
+)
 from muster.compat.rlpyt.envs import ENV_INFO, RlpytEnvs
 from muster.compat.rlpyt.trees import BufferPart, leaves, mapped, overwrite
 from muster.envs.previous import PREV_ACTION, PREV_REWARD, with_previous
@@ -66,7 +72,9 @@ class RlpytRunner(GroupRunner):
             compact_obs=True,
         )
         ranks = (
-            np.arange(envs.spec.num_envs) if env_ranks is None else np.asarray(env_ranks, np.int64)
+            np.arange(envs.spec.num_envs)
+            if env_ranks is None
+            else np.asarray(env_ranks, np.int64)
         )
         seed = int(np.random.randint(2**31)) if decorrelation else 0
         total_envs = max(global_B, int(ranks.max()) + 1)
@@ -80,7 +88,9 @@ class RlpytRunner(GroupRunner):
         self.envs = envs
         carry = {key: row[0] for key, row in self.group.carry.items()}
         prev_action = envs.action.over(carry, (PREV_ACTION,))
-        self.inputs = AgentInputs(envs.observation.over(carry), prev_action, carry[PREV_REWARD])
+        self.inputs = AgentInputs(
+            envs.observation.over(carry), prev_action, carry[PREV_REWARD]
+        )
 
 
 def envs_of(
@@ -92,7 +102,9 @@ def envs_of(
     for side, name in (*NEEDED, *OPTIONAL):
         tree = getattr(getattr(samples, side, None), name, None)
         if tree is None and (side, name) in NEEDED:
-            raise BadOption(f"samples_np has no {side}.{name}, which every batch is written to")
+            raise BadOption(
+                f"samples_np has no {side}.{name}, which every batch is written to"
+            )
         for key, leaf in leaves(tree, (side, name)).items():
             if np.shape(leaf)[:2] != (T, len(envs)):
                 raise BadOption(
@@ -107,9 +119,15 @@ def envs_of(
         TrajInfoCls,
         observation=BufferPart(env.observation, OBSERVATION, 2),
         action=BufferPart(agent.action, ACTION, 2),
-        env_info=BufferPart(env.env_info, ENV_INFO, 2) if hasattr(env, "env_info") else None,
+        env_info=BufferPart(env.env_info, ENV_INFO, 2)
+        if hasattr(env, "env_info")
+        else None,
         reward_dtype=env.reward.dtype,
-    ), (BufferPart(agent.agent_info, AGENT_INFO, 2) if hasattr(agent, "agent_info") else None)
+    ), (
+        BufferPart(agent.agent_info, AGENT_INFO, 2)
+        if hasattr(agent, "agent_info")
+        else None
+    )
 
 
 def store(lane: Lane, samples: Any) -> None:
@@ -128,7 +146,12 @@ def store(lane: Lane, samples: Any) -> None:
     _copy(lane, agent.action, ACTION)
     _copy(lane, getattr(agent, "agent_info", None), AGENT_INFO)
     _copy(lane, getattr(env, "prev_reward", None), PREV_REWARD, shares_with=env.reward)
-    _copy(lane, getattr(agent, "prev_action", None), (PREV_ACTION,), shares_with=agent.action)
+    _copy(
+        lane,
+        getattr(agent, "prev_action", None),
+        (PREV_ACTION,),
+        shares_with=agent.action,
+    )
 
 
 def _copy(lane: Lane, buffer: Any, root: Key, shares_with: Any = None) -> None:
@@ -199,7 +222,9 @@ class BaseCollector(ABC):
     def start_agent(self) -> None:
         """Initialize the agent, if there is one, with the ranks of its environments, and reset it."""
         if self.agent is not None:
-            self.agent.collector_initialize(global_B=self.global_B, env_ranks=self.env_ranks)
+            self.agent.collector_initialize(
+                global_B=self.global_B, env_ranks=self.env_ranks
+            )
             self.agent.reset()
             self.agent.sample_mode(itr=0)
 
@@ -237,7 +262,9 @@ class DecorrelatingStartCollector(BaseCollector):
     max_wait_s: ClassVar[float] = 300.0
     _runner: RlpytRunner | None = None
 
-    def start_envs(self, max_decorrelation_steps: int = 0) -> tuple[AgentInputs, list[Any]]:
+    def start_envs(
+        self, max_decorrelation_steps: int = 0
+    ) -> tuple[AgentInputs, list[Any]]:
         """Reset every environment, and execute 1 to ``max_decorrelation_steps`` random steps in
         each; 0: none.
 
@@ -246,7 +273,9 @@ class DecorrelatingStartCollector(BaseCollector):
         Raises:
             BadOption: ``samples_np`` does not fit the environments.
         """
-        envs, agent_info = envs_of(self._next_samples(), self.batch_T, self.envs, self.TrajInfoCls)
+        envs, agent_info = envs_of(
+            self._next_samples(), self.batch_T, self.envs, self.TrajInfoCls
+        )
         self._runner = runner = RlpytRunner(
             envs,
             rank=self.rank,
@@ -262,7 +291,9 @@ class DecorrelatingStartCollector(BaseCollector):
             if self.mid_batch_reset:
                 envs.when_done(self._actor.begin_episode)
         if self.step_buffer_np is not None:
-            for name, row in zip(("observation", "action", "reward"), runner.inputs, strict=True):
+            for name, row in zip(
+                ("observation", "action", "reward"), runner.inputs, strict=True
+            ):
                 overwrite(getattr(self.step_buffer_np, name), row)
         return runner.inputs, envs.traj_infos
 
@@ -289,7 +320,9 @@ class DecorrelatingStartCollector(BaseCollector):
         runner.run(self._actor, lane)
         with runner.group.contexts.usual:
             self._actor.finish(
-                lane, lane.T - lane.done_steps, getattr(samples.agent, "bootstrap_value", None)
+                lane,
+                lane.T - lane.done_steps,
+                getattr(samples.agent, "bootstrap_value", None),
             )
         store(lane, samples)
         return runner.inputs, traj_infos, completed
@@ -310,7 +343,9 @@ class DecorrelatingStartCollector(BaseCollector):
 
     def _started(self) -> RlpytRunner:
         if self._runner is None:
-            raise MusterError(f"{type(self).__name__}.collect_batch() comes after start_envs()")
+            raise MusterError(
+                f"{type(self).__name__}.collect_batch() comes after start_envs()"
+            )
         return self._runner
 
     def _next_samples(self) -> Any:
@@ -433,7 +468,9 @@ class BaseEvalCollector(ABC):
             pass
         actor.finish(lane)
         self.unfinished_infos = [
-            info for info, begun in zip(envs.traj_infos, envs.begun, strict=True) if begun
+            info
+            for info, begun in zip(envs.traj_infos, envs.begun, strict=True)
+            if begun
         ]
         lost = len(self.unfinished_infos)
         log.info(
@@ -482,9 +519,13 @@ class BaseEvalCollector(ABC):
                 f"{type(self).__name__} got no sync.stop_eval, by which its sampler ends an"
                 " evaluation"
             )
-        served = self._acts is Server  # it checks before the step, as the server expects
+        served = (
+            self._acts is Server
+        )  # it checks before the step, as the server expects
         self._evaluate(
-            itr, self.traj_infos_queue.put, lambda: not served and self.sync.stop_eval.value
+            itr,
+            self.traj_infos_queue.put,
+            lambda: not served and self.sync.stop_eval.value,
         )
         self.traj_infos_queue.put(None)
 
@@ -538,5 +579,7 @@ class SerialEvalCollector(BaseEvalCollector):
         """Run an evaluation, and return the records of episodes in the order of their ends."""
         completed: list[Any] = []
         most = self.max_trajectories
-        self._evaluate(itr, completed.append, lambda: most is not None and len(completed) >= most)
+        self._evaluate(
+            itr, completed.append, lambda: most is not None and len(completed) >= most
+        )
         return completed

@@ -57,7 +57,13 @@ class TrajInfo(dict[str, Any]):
         self._cur_discount = 1.0
 
     def step(
-        self, observation: Any, action: Any, reward: Any, done: Any, agent_info: Any, env_info: Any
+        self,
+        observation: Any,
+        action: Any,
+        reward: Any,
+        done: Any,
+        agent_info: Any,
+        env_info: Any,
     ) -> None:
         """Add a step: called after every step, with the agent's observation and action, and their
         results.
@@ -125,7 +131,9 @@ class RlpytEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions, TracksLives):
             observation.specs,
             action.specs,
             step_specs=(
-                {} if env_info is None else {key[1:]: s for key, s in env_info.specs.items()}
+                {}
+                if env_info is None
+                else {key[1:]: s for key, s in env_info.specs.items()}
             ),
             reward_dtype=np.dtype(reward_dtype),
         )
@@ -175,13 +183,21 @@ class RlpytEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions, TracksLives):
         return drawn
 
     def reset(
-        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
+        self,
+        arrays: Mapping[Key, Any],
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
     ) -> None:
         for b in which:
             observation = (
-                self._resets_made.pop(b) if b in self._resets_made else self._call(b, "reset")
+                self._resets_made.pop(b)
+                if b in self._resets_made
+                else self._call(b, "reset")
             )
-            self._must(self.observation.write(arrays, (row, b), observation), b, "reset")
+            self._must(
+                self.observation.write(arrays, (row, b), observation), b, "reset"
+            )
 
     def start(self, lane: Lane) -> Step:
         arrays = lane.arrays
@@ -207,14 +223,21 @@ class RlpytEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions, TracksLives):
                     continue
                 observation, reward, done, over, env_info = self._step(b, action[b])
                 rewards[t, b] = reward
-                self._must(self.observation.write(arrays, (t + 1, b), observation), b, "step")
+                self._must(
+                    self.observation.write(arrays, (t + 1, b), observation), b, "step"
+                )
                 if self.env_info is not None:
                     self._must(
-                        self.env_info.write(arrays, (t, b), env_info, partial=True), b, "step"
+                        self.env_info.write(arrays, (t, b), env_info, partial=True),
+                        b,
+                        "step",
                     )
                 agent_info = None if self._agent_info is None else self._agent_info[b]
                 self._note(
-                    b, over, observation, (before[b], action[b], reward, done, agent_info, env_info)
+                    b,
+                    over,
+                    observation,
+                    (before[b], action[b], reward, done, agent_info, env_info),
                 )
                 self.done[b], self.begun[b], terminated[t, b] = done, not over, done
                 if done:
@@ -267,12 +290,20 @@ class RlpytEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions, TracksLives):
                 )
                 self._deliver(ended)
         except Exception as error:
-            who = f"{self.TrajInfoCls.__name__} of {type(self.envs[env]).__name__}[{env}]"
-            raise MusterError(f"{who}: recording a step raised {described(error)}") from error
+            who = (
+                f"{self.TrajInfoCls.__name__} of {type(self.envs[env]).__name__}[{env}]"
+            )
+            raise MusterError(
+                f"{who}: recording a step raised {described(error)}"
+            ) from error
 
     def _call(self, env: int, method: str, *args: Any) -> Any:
         return call(
-            self.envs[env], method, f"{type(self.envs[env]).__name__}[{env}]", *args, index=env
+            self.envs[env],
+            method,
+            f"{type(self.envs[env]).__name__}[{env}]",
+            *args,
+            index=env,
         )
 
     def _must(self, problem: str | None, env: int, method: str) -> None:

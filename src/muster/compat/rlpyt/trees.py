@@ -52,18 +52,23 @@ class BufferPart:
         self.root = root
         arrays = {key: as_array(leaf) for key, leaf in leaves(tree, root).items()}
         self.specs: Specs = {
-            key: ArraySpec(array.shape[lead:], array.dtype) for key, array in arrays.items()
+            key: ArraySpec(array.shape[lead:], array.dtype)
+            for key, array in arrays.items()
         }
         flat = all(len(key) == len(root) + 1 for key in arrays)
         self._fields = tuple(key[-1] for key in arrays) if flat else None
-        self._numbers: set[tuple[Key, type]] = set()  # types of numbers known to fit, by column
+        self._numbers: set[tuple[Key, type]] = (
+            set()
+        )  # types of numbers known to fit, by column
 
     def over(self, columns: Mapping[Key, Any], root: Key | None = None) -> Any:
         """Return the columns (below ``root``) as a tree like the buffer, whose ``[t]`` and ``[t,
         b]`` are rows.
         """
         base = root or self.root
-        return _rebuilt(self.tree, (columns[base + key[len(self.root) :]] for key in self.specs))
+        return _rebuilt(
+            self.tree, (columns[base + key[len(self.root) :]] for key in self.specs)
+        )
 
     def write(
         self,
@@ -90,7 +95,10 @@ class BufferPart:
             return None
         found = self._leaves(value)
         if found.keys() != self.specs.keys():
-            unknown, missing = found.keys() - self.specs.keys(), self.specs.keys() - found.keys()
+            unknown, missing = (
+                found.keys() - self.specs.keys(),
+                self.specs.keys() - found.keys(),
+            )
             if unknown:
                 return (
                     f"has {_names(unknown)}, for which there is no buffer (there are"
@@ -108,7 +116,9 @@ class BufferPart:
                     f"has {dotted(key)} of shape {array.shape}, and its buffer is for"
                     f" {lead + spec.shape}"
                 )
-            if array.dtype != spec.dtype and not np.can_cast(array.dtype, spec.dtype, "same_kind"):
+            if array.dtype != spec.dtype and not np.can_cast(
+                array.dtype, spec.dtype, "same_kind"
+            ):
                 return f"has {dotted(key)} of dtype {array.dtype}, and its buffer is {spec.dtype}"
             columns[key][at] = array
             if isinstance(leaf, (bool, int, float, np.generic)):
@@ -119,12 +129,18 @@ class BufferPart:
         """Like ``leaves``, but faster for trees of one level."""
         if getattr(value, "_fields", False) != self._fields:
             return leaves(value, self.root)
-        return {key: leaf for key, leaf in zip(self.specs, value, strict=True) if leaf is not None}
+        return {
+            key: leaf
+            for key, leaf in zip(self.specs, value, strict=True)
+            if leaf is not None
+        }
 
 
 def overwrite(target: Any, source: Any, which: Any = ...) -> None:
     """Copy the environments ``which`` of one tree into another."""
-    for place, leaf in zip(leaves(target).values(), leaves(source).values(), strict=True):
+    for place, leaf in zip(
+        leaves(target).values(), leaves(source).values(), strict=True
+    ):
         place[which] = as_array(leaf)[which]
 
 
@@ -144,7 +160,9 @@ def _rebuilt(template: Any, source: Iterator[Any]) -> Any:
         return None
     fields = getattr(template, "_fields", None)
     if fields is not None:
-        return template._make([_rebuilt(getattr(template, name), source) for name in fields])
+        return template._make(
+            [_rebuilt(getattr(template, name), source) for name in fields]
+        )
     if isinstance(template, Mapping):
         return {name: _rebuilt(part, source) for name, part in template.items()}
     return next(source)

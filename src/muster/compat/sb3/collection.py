@@ -37,7 +37,10 @@ class SB3Collection:
     """
 
     def __init__(
-        self, undo: ExitStack, collector: Collector | MultiSyncCollector | None, env: VecEnv | None
+        self,
+        undo: ExitStack,
+        collector: Collector | MultiSyncCollector | None,
+        env: VecEnv | None,
     ) -> None:
         self.collector = collector
         self.env = env
@@ -120,30 +123,44 @@ def collect_with_muster(
                     " (exploration rate, noise, random actions at the start), so its policy acts"
                     " in this process. Leave inference out."
                 )
-            collector = _roll_out(model, fns, count, {**options, "timeouts": timeouts or {}}, made)
+            collector = _roll_out(
+                model, fns, count, {**options, "timeouts": timeouts or {}}, made
+            )
         elif acts == "server":
             if count == 0:
                 raise BadOption(
                     "num_workers=0 with inference='server': expected at least 1 worker, or None."
                 )
-            env = _step(model, VecEnv(fns, num_workers=count, timeouts=timeouts, **options), made)
+            env = _step(
+                model,
+                VecEnv(fns, num_workers=count, timeouts=timeouts, **options),
+                made,
+            )
         else:
-            raise BadOption(f"inference={inference!r}: expected 'worker', 'server' or None.")
+            raise BadOption(
+                f"inference={inference!r}: expected 'worker', 'server' or None."
+            )
         _COLLECTIONS[model] = found = SB3Collection(made.pop_all(), collector, env)
     return found
 
 
-_COLLECTIONS: weakref.WeakKeyDictionary[BaseAlgorithm, SB3Collection] = weakref.WeakKeyDictionary()
+_COLLECTIONS: weakref.WeakKeyDictionary[BaseAlgorithm, SB3Collection] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def _checked(model: Any, env_fns: Any, num_workers: int | None) -> tuple[list[EnvFn], int]:
+def _checked(
+    model: Any, env_fns: Any, num_workers: int | None
+) -> tuple[list[EnvFn], int]:
     """Return a function for each environment, and the number of workers."""
     if not isinstance(model, BaseAlgorithm):
         raise BadOption(
             f"model is of type {type(model).__name__}, expected an algorithm of Stable-Baselines3."
         )
     if model in _COLLECTIONS:
-        raise BadOption("This model collects with Muster already: close that collection first.")
+        raise BadOption(
+            "This model collects with Muster already: close that collection first."
+        )
     if model.env is None:
         raise BadOption("The model has no environments: call model.set_env(env) first.")
     fns: list[EnvFn]

@@ -88,9 +88,12 @@ class SB3Rollouts:
             policy.get_distribution(policy.obs_to_tensor(zeros)[0])
         self._actor = actor(policy)
         parts = [
-            list(part) for part in np.array_split(np.arange(len(env_fns)), max(1, num_workers))
+            list(part)
+            for part in np.array_split(np.arange(len(env_fns)), max(1, num_workers))
         ]
-        factories = [partial(stacked, [env_fns[i] for i in part], self.n_steps) for part in parts]
+        factories = [
+            partial(stacked, [env_fns[i] for i in part], self.n_steps) for part in parts
+        ]
         common: dict[str, Any] = {
             "frames_per_batch": self.n_steps * len(env_fns),
             "layout": "time_major",
@@ -103,7 +106,12 @@ class SB3Rollouts:
             )
         else:
             self.collector = MultiSyncCollector(
-                factories, self._actor, num_workers=num_workers, cat_results=1, **common, **options
+                factories,
+                self._actor,
+                num_workers=num_workers,
+                cat_results=1,
+                **common,
+                **options,
             )
         try:
             expected = model.observation_space, model.action_space
@@ -134,7 +142,9 @@ class SB3Rollouts:
         batch = self.collector.next()
         traces: list[Trace] = self._of_envs("trace")
         T, done = self.n_steps, batch["next", "done"][..., 0].numpy()
-        truncated = (batch["next", "truncated"] & ~batch["next", "terminated"])[..., 0].numpy()
+        truncated = (batch["next", "truncated"] & ~batch["next", "terminated"])[
+            ..., 0
+        ].numpy()
         infos: list[list[dict[str, Any]]] = [[{} for _ in traces] for _ in range(T)]
         for i, (told, _) in enumerate(traces):
             for t, info in told:
@@ -143,7 +153,9 @@ class SB3Rollouts:
         starts, self._traj_ids = traj_ids[0] != self._traj_ids, traj_ids[-1].copy()
         actions = batch["action"]
         if isinstance(self._actor, Head):
-            obs = obs_as_tensor(batch["observation"].flatten(0, 1).numpy(), model.device)
+            obs = obs_as_tensor(
+                batch["observation"].flatten(0, 1).numpy(), model.device
+            )
             with torch.no_grad():
                 chosen = actions.flatten(0, 1).to(model.device)
                 chosen = chosen.flatten(1) if chosen.ndim > 2 else chosen
@@ -199,7 +211,9 @@ class RolloutsByMuster(OnPolicyAlgorithm):
         """
         rollouts = ROLLOUTS.get(self)
         if rollouts is None:  # a copy of the model
-            return super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
+            return super().collect_rollouts(
+                env, callback, rollout_buffer, n_rollout_steps
+            )
         if n_rollout_steps != rollouts.n_steps:
             raise BadOption(
                 f"collect_rollouts was called for {n_rollout_steps} steps, but when"
@@ -219,7 +233,9 @@ class RolloutsByMuster(OnPolicyAlgorithm):
             self._last_obs = rollout.obs[-1]
             self._last_episode_starts = rollout.dones[-1]
         with torch.no_grad():
-            values = self.policy.predict_values(obs_as_tensor(rollout.obs[-1], self.device))
+            values = self.policy.predict_values(
+                obs_as_tensor(rollout.obs[-1], self.device)
+            )
         dones = rollout.dones[-1]
         rollout_buffer.compute_returns_and_advantage(last_values=values, dones=dones)
         callback.update_locals({"values": values, "n_steps": n_rollout_steps})
@@ -284,7 +300,9 @@ class RolloutsByMuster(OnPolicyAlgorithm):
         return True
 
 
-ROLLOUTS: weakref.WeakKeyDictionary[OnPolicyAlgorithm, SB3Rollouts] = weakref.WeakKeyDictionary()
+ROLLOUTS: weakref.WeakKeyDictionary[OnPolicyAlgorithm, SB3Rollouts] = (
+    weakref.WeakKeyDictionary()
+)
 """The rollouts of models whose class is derived from ``RolloutsByMuster``."""
 
 
@@ -316,4 +334,6 @@ def _check(model: OnPolicyAlgorithm) -> None:
 
 
 def _row(obs: Obs, i: int) -> Any:
-    return {key: rows[i] for key, rows in obs.items()} if isinstance(obs, dict) else obs[i]
+    return (
+        {key: rows[i] for key, rows in obs.items()} if isinstance(obs, dict) else obs[i]
+    )

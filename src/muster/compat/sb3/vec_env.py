@@ -112,19 +112,26 @@ class VecEnv(vec_env.VecEnv):
 
     def step_async(self, actions: Array) -> None:
         """Send the actions to the environments, without waiting for them."""
-        self._workers.send(actions if isinstance(actions, np.ndarray) else list(actions))
+        self._workers.send(
+            actions if isinstance(actions, np.ndarray) else list(actions)
+        )
 
     def step_wait(self) -> tuple[Any, Array, Array, list[dict[str, Any]]]:
         """Wait for the step, and return observations, rewards (float32), dones and infos."""
         self._workers.receive()
-        rows, infos = self._workers.rows, [dict[str, Any]() for _ in range(self.num_envs)]
+        rows, infos = (
+            self._workers.rows,
+            [dict[str, Any]() for _ in range(self.num_envs)],
+        )
         dones = rows.terminated | rows.truncated
         ended: set[int] = set()
         for i, info in self._workers.infos:
             if "final_obs" in info:
                 ended.add(i)
                 self.reset_infos[i] = {}
-                infos[i].update(info["final_info"], terminal_observation=info["final_obs"])
+                infos[i].update(
+                    info["final_info"], terminal_observation=info["final_obs"]
+                )
             elif i in ended and "muster" not in info:
                 self.reset_infos[i] = info
             else:
@@ -136,7 +143,9 @@ class VecEnv(vec_env.VecEnv):
     def _observations(self) -> Any:
         observations = deepcopy(self._workers.observations)
         if isinstance(self.observation_space, spaces.Dict):
-            return OrderedDict((key, observations[key]) for key in self.observation_space.spaces)
+            return OrderedDict(
+                (key, observations[key]) for key in self.observation_space.spaces
+            )
         return observations
 
     def close(self) -> None:
@@ -165,7 +174,9 @@ class VecEnv(vec_env.VecEnv):
                 lambda env: env.get_wrapper_attr(attr_name), self._numbers(indices)
             )
         except Exception as error:
-            if isinstance(error.__cause__, AttributeError):  # expected by ``has_attr`` and SB3
+            if isinstance(
+                error.__cause__, AttributeError
+            ):  # expected by ``has_attr`` and SB3
                 raise error.__cause__ from error
             raise
 
@@ -174,10 +185,16 @@ class VecEnv(vec_env.VecEnv):
 
         Environments that are made again after a failure get it, too.
         """
-        self._workers.set_attribute(attr_name, dict.fromkeys(self._numbers(indices), value))
+        self._workers.set_attribute(
+            attr_name, dict.fromkeys(self._numbers(indices), value)
+        )
 
     def env_method(
-        self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
+        self,
+        method_name: str,
+        *method_args: Any,
+        indices: Indices = None,
+        **method_kwargs: Any,
     ) -> list[Any]:
         """Call a method of environments, and return the results."""
 
@@ -187,7 +204,9 @@ class VecEnv(vec_env.VecEnv):
         return self._workers.each(call, self._numbers(indices))
 
     def env_is_wrapped(
-        self, wrapper_class: type[gymnasium.Wrapper[Any, Any, Any, Any]], indices: Indices = None
+        self,
+        wrapper_class: type[gymnasium.Wrapper[Any, Any, Any, Any]],
+        indices: Indices = None,
     ) -> list[bool]:
         """Return whether environments have a wrapper of this class."""
 

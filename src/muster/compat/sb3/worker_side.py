@@ -58,7 +58,9 @@ class TracedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._count += 1
         self._obs = obs
         if info:
-            self._infos.append((self._count, deepcopy(info)))  # the environment may change it later
+            self._infos.append(
+                (self._count, deepcopy(info))
+            )  # the environment may change it later
         while self._infos and self._infos[0][0] <= self._count - self._n_steps:
             self._infos.popleft()
         return obs, reward, terminated, truncated, info
@@ -77,7 +79,9 @@ class TracedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self.env.observation_space, self.env.action_space
 
 
-def stacked(env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]], n_steps: int) -> StackedEnvs:
+def stacked(
+    env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]], n_steps: int
+) -> StackedEnvs:
     """Make the environments of one worker."""
     envs = StackedEnvs([TracedEnv(env_fn(), n_steps) for env_fn in env_fns])
     envs.store_as(replace(envs.spec, single=False))  # a batch also if it is one
@@ -115,7 +119,11 @@ def actor(policy: ActorCriticPolicy) -> Head | WholePolicy:
     called as they are.
     """
     space = policy.observation_space
-    is_vector = type(space) is spaces.Box and space.dtype == np.float32 and len(space.shape) == 1
+    is_vector = (
+        type(space) is spaces.Box
+        and space.dtype == np.float32
+        and len(space.shape) == 1
+    )
     if (
         is_vector
         and type(policy) is ActorCriticPolicy

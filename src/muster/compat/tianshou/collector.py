@@ -24,7 +24,9 @@ from muster.episodes.rules import LastEven
 from muster.errors import BadOption, UnsupportedEnv
 from muster.utils.tracebacks import trimmed
 
-ROWS_FOR_EPISODES = 64  # at a time: the number for a number of episodes is not known before
+ROWS_FOR_EPISODES = (
+    64  # at a time: the number for a number of episodes is not known before
+)
 
 
 class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy skips
@@ -73,11 +75,17 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
             )
         if not hasattr(env, "__len__"):
             warnings.warn(
-                "A single environment was given; it is wrapped in a DummyVectorEnv.", stacklevel=2
+                "A single environment was given; it is wrapped in a DummyVectorEnv.",
+                stacklevel=2,
             )
             env = DummyVectorEnv([lambda one=env: one])
         super().__init__(
-            policy, env, buffer, exploration_noise, collect_stats_class, raise_on_nan_in_buffer
+            policy,
+            env,
+            buffer,
+            exploration_noise,
+            collect_stats_class,
+            raise_on_nan_in_buffer,
         )
         self._on_episode_done_hook = on_episode_done_hook
         self._on_step_hook = on_step_hook
@@ -112,7 +120,9 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
     run_on_episode_done = TianshouCollector.run_on_episode_done
     run_on_step_hook = TianshouCollector.run_on_step_hook
 
-    def reset_env(self, gym_reset_kwargs: dict[str, Any] | None = None) -> tuple[Any, Any]:
+    def reset_env(
+        self, gym_reset_kwargs: dict[str, Any] | None = None
+    ) -> tuple[Any, Any]:
         """Reset all environments, and the policy with them; returns first observations and infos."""
         sampling = self._sampling
         try:
@@ -125,7 +135,9 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
         infos = np.array(listed(infos))
         if sampling is None or not sampling.envs.takes(obs):
             envs = self._make_envs(obs)
-            sampling = self._sampling = Sampling(envs, TianshouActor(envs, self.action_space))
+            sampling = self._sampling = Sampling(
+                envs, TianshouActor(envs, self.action_space)
+            )
         sampling.begin(obs, infos)
         return obs, infos
 
@@ -167,7 +179,12 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
         begun = time.monotonic()
         try:
             stats = super().collect(
-                n_step, n_episode, random, render, reset_before_collect, gym_reset_kwargs
+                n_step,
+                n_episode,
+                random,
+                render,
+                reset_before_collect,
+                gym_reset_kwargs,
             )
         except BaseException:
             self.collect_time += time.monotonic() - begun
@@ -175,7 +192,9 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
         self.collect_time += stats.collect_time
         return stats
 
-    def _validate_n_step_n_episode(self, n_episode: int | None, n_step: int | None) -> None:
+    def _validate_n_step_n_episode(
+        self, n_episode: int | None, n_step: int | None
+    ) -> None:
         if bool(n_step) == bool(n_episode) or (n_step or n_episode or 0) < 0:
             raise BadOption(
                 f"n_step={n_step}, n_episode={n_episode}: give one of them, and a number above 0"
@@ -197,7 +216,10 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
             )
         sampling = self._sampling
         sampling.actor.begin(
-            self.policy, random=random, noise=self.exploration_noise, no_grad=self._no_grad
+            self.policy,
+            random=random,
+            noise=self.exploration_noise,
+            no_grad=self._no_grad,
         )
         sampling.envs.configure(gym_reset_kwargs or {}, render)
         made = Collection(
@@ -216,14 +238,20 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
 
     def _make_envs(self, obs: Any) -> VectorEnvs:
         if self.env.is_async:
-            raise BadOption(f"{type(self.env).__name__} is asynchronous: use AsyncCollector")
+            raise BadOption(
+                f"{type(self.env).__name__} is asynchronous: use AsyncCollector"
+            )
         return VectorEnvs(self.env, obs)
 
-    def _fill(self, made: Collection, n_step: int | None, n_episode: int | None) -> None:
+    def _fill(
+        self, made: Collection, n_step: int | None, n_episode: int | None
+    ) -> None:
         rule = LastEven(n_episode, self.env_num) if n_episode else None
         left = -(-n_step // self.env_num) if n_step else 0
         while left > 0 or (rule is not None and not rule.complete):
-            rows = min(left if rule is None else ROWS_FOR_EPISODES, made.sampling.most_rows)
+            rows = min(
+                left if rule is None else ROWS_FOR_EPISODES, made.sampling.most_rows
+            )
             made.make(rows, rule)
             left -= rows
         if n_episode:
@@ -300,7 +328,11 @@ class AsyncCollector(Collector):
         raise_on_nan_in_buffer: bool = True,
     ) -> None:
         super().__init__(
-            policy, env, buffer, exploration_noise, raise_on_nan_in_buffer=raise_on_nan_in_buffer
+            policy,
+            env,
+            buffer,
+            exploration_noise,
+            raise_on_nan_in_buffer=raise_on_nan_in_buffer,
         )
         if not self.env.is_async:
             warnings.warn(
@@ -315,7 +347,9 @@ class AsyncCollector(Collector):
     def _make_envs(self, obs: Any) -> VectorEnvs:
         return AsyncVectorEnvs(self.env, obs)
 
-    def _fill(self, made: Collection, n_step: int | None, n_episode: int | None) -> None:
+    def _fill(
+        self, made: Collection, n_step: int | None, n_episode: int | None
+    ) -> None:
         envs: Any = made.sampling.envs
         counter = "arrived" if n_step else "ended"
         goal = getattr(envs, counter) + (n_step or n_episode or 0)

@@ -25,7 +25,19 @@ from muster.protocols import EnvBatch, Step
 from muster.rng import GroupRng
 
 PLAIN = frozenset(
-    {bool, int, float, complex, str, bytes, type(None), np.float64, np.float32, np.int64, np.bool_}
+    {
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        type(None),
+        np.float64,
+        np.float32,
+        np.int64,
+        np.bool_,
+    }
 )
 
 NUMBERS = "biufc"  # kinds of dtypes
@@ -92,7 +104,9 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
         B = len(venv)
         self.venv = venv
         numbers = obs.dtype.kind in NUMBERS
-        self._leaf = ArraySpec(obs.shape[1:], obs.dtype) if numbers else ArraySpec((), OBJECT)
+        self._leaf = (
+            ArraySpec(obs.shape[1:], obs.dtype) if numbers else ArraySpec((), OBJECT)
+        )
         self.spec = EnvSpec(
             type(venv).__name__,
             B,
@@ -110,11 +124,17 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
         self._on_row: Callable[[Lane, int], object] | None = None
         self.failure: Exception | None = None
         self.unreset: list[int] = []
-        self._repeats = not self._leaf.is_tensor  # observations of environments without a result
-        self._sent: Any = None  # the actions under way, and the policy's entries for them
+        self._repeats = (
+            not self._leaf.is_tensor
+        )  # observations of environments without a result
+        self._sent: Any = (
+            None  # the actions under way, and the policy's entries for them
+        )
         # last observations of environments that are to be reset
         self._finished: dict[int, Any] = {}
-        self._obs_ahead: dict[int, Any] = {}  # observations that the next ``reset`` writes
+        self._obs_ahead: dict[
+            int, Any
+        ] = {}  # observations that the next ``reset`` writes
         self._all = self.ready = np.arange(self.spec.num_envs)
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
@@ -190,7 +210,11 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
             self._obs_ahead.pop(i, None)
 
     def reset(
-        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
+        self,
+        arrays: Mapping[Key, Any],
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
     ) -> None:
         self._reset_finished()
         if unknown := [i for i in which if i not in self._obs_ahead]:
@@ -216,18 +240,24 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
             partial = len(ids) < self.spec.num_envs
             if partial:
                 rewards[t], others = 0, np.delete(self._all, ids)
-                observations[t + 1, others] = observations[t, others] if self._repeats else 0
+                observations[t + 1, others] = (
+                    observations[t, others] if self._repeats else 0
+                )
             if rew.ndim == 1:
                 rewards[t, ids if partial else slice(None)] = rew
             infos = [self.infos[i] for i in ids.tolist()]
             bare = all(len(info) == 1 and "env_id" in info for info in infos)
-            self.rows.append(Row(ids, *self._chosen(ids), rew, None if bare else infos, actions))
+            self.rows.append(
+                Row(ids, *self._chosen(ids), rew, None if bare else infos, actions)
+            )
             # with pending steps Tianshou cannot render
             if self._render_s and not getattr(self.venv, "waiting_id", ()):
                 self._render(self._render_s)
             if finished:
                 terminated[t, finished], truncated[t, finished] = flags
-                self._finished = dict(zip(finished, observations[t + 1, finished], strict=True))
+                self._finished = dict(
+                    zip(finished, observations[t + 1, finished], strict=True)
+                )
             self.executed_in_row = 0
             if on_row is not None:
                 try:
@@ -257,7 +287,9 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
             truncated flags.
         """
         try:
-            obs, rew, terminated, truncated, infos = self.venv.step(actions.mapped, actions.ids)
+            obs, rew, terminated, truncated, infos = self.venv.step(
+                actions.mapped, actions.ids
+            )
         except Exception as error:
             self._failed("step", error)
             raise
@@ -270,7 +302,12 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
         self._take(ids, np.asarray(listed(infos), object)[order])
         self._write_all(observations, row, ids, obs[order])
         local = np.flatnonzero(terminated | truncated)
-        return ids, np.array(rew)[order], ids[local].tolist(), (terminated[local], truncated[local])
+        return (
+            ids,
+            np.array(rew)[order],
+            ids[local].tolist(),
+            (terminated[local], truncated[local]),
+        )
 
     def _arrived(self, actions: Actions, infos: Any) -> tuple[Array, Any]:
         """Return the environments with a result, ascending, and their indices in the results."""
@@ -326,7 +363,11 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
                     info["env_id"] = i
                     infos[i] = {"env_id": i} if len(info) == 1 else copied(info)
                     rewards.append(reward)
-                    if type(obs) is np.ndarray and obs.dtype is dtype and obs.shape == shape:
+                    if (
+                        type(obs) is np.ndarray
+                        and obs.dtype is dtype
+                        and obs.shape == shape
+                    ):
                         after[i] = obs
                     else:
                         self._write(observations, row, i, obs)
@@ -370,7 +411,9 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
                 return
             except Exception as error:  # noqa: BLE001 (raised by ``check``)
                 self.failure = error
-                self.unreset = [] if isinstance(error, StopIteration) else self._all.tolist()
+                self.unreset = (
+                    [] if isinstance(error, StopIteration) else self._all.tolist()
+                )
         self._obs_ahead.update(finished)
         self._begun += which
 
@@ -394,7 +437,11 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
     def _write_all(self, observations: Array, row: int, ids: Array, obs: Any) -> None:
         # objects may be views of the venv's memory
         is_numeric = self._leaf.is_tensor and isinstance(obs, np.ndarray)
-        if is_numeric and obs.dtype == self._leaf.dtype and obs.shape[1:] == self._leaf.shape:
+        if (
+            is_numeric
+            and obs.dtype == self._leaf.dtype
+            and obs.shape[1:] == self._leaf.shape
+        ):
             observations[row, ids] = obs
             return
         for i, one in zip(ids, _one_by_one(obs), strict=True):
@@ -417,7 +464,9 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
 
     def _failed(self, method: str, error: Exception, env: int | None = None) -> None:
         """Keep an error as the failure, and note its place in it."""
-        who = self.spec.name if env is None else f"Environment {env} of {self.spec.name}"
+        who = (
+            self.spec.name if env is None else f"Environment {env} of {self.spec.name}"
+        )
         noted(error, f"{who} raised this in {method}.")
         self.failure = error
 
@@ -437,7 +486,11 @@ class AsyncVectorEnvs(VectorEnvs):
         self._sent = Batch()  # ``[N, ...]``
 
     def reset(
-        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
+        self,
+        arrays: Mapping[Key, Any],
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
     ) -> None:
         super().reset(arrays, row, which, seeds)
         self.ready = np.union1d(self.ready, which)
@@ -452,7 +505,9 @@ class AsyncVectorEnvs(VectorEnvs):
         sent = Batch(act=unshared(actions.act), policy=unshared(actions.policy))
         alloc_by_keys_diff(self._sent, sent, self.spec.num_envs, stack=False)
         if self._sent.act.dtype != actions.act.dtype:
-            self._sent.act = self._sent.act.astype(np.result_type(self._sent.act, actions.act))
+            self._sent.act = self._sent.act.astype(
+                np.result_type(self._sent.act, actions.act)
+            )
         self._sent[actions.ids] = sent
 
     def _by_vector(
@@ -489,7 +544,9 @@ def drain(venv: Any) -> None:
 
 def _one_by_one(obs: Any) -> Any:
     return (
-        obs.astype(object) if isinstance(obs, np.ndarray) and obs.dtype.kind not in NUMBERS else obs
+        obs.astype(object)
+        if isinstance(obs, np.ndarray) and obs.dtype.kind not in NUMBERS
+        else obs
     )
 
 
@@ -547,7 +604,9 @@ def unshared(tree: Any) -> Any:
     if type(tree) is np.ndarray:
         return copied(tree) if tree.dtype == OBJECT else tree
     if type(tree) is Batch:  # ``isinstance`` takes a microsecond
-        return batch_of(**{key: unshared(value) for key, value in tree.__dict__.items()})
+        return batch_of(
+            **{key: unshared(value) for key, value in tree.__dict__.items()}
+        )
     return tree
 
 
@@ -557,5 +616,7 @@ def noted(error: Exception, note: str) -> None:
     """
     with suppress(Exception):  # its class may do anything
         if note not in getattr(error, "__notes__", ()):
-            add_note: Any = vars(BaseException)["add_note"]  # Tianshou needs Python 3.11
+            add_note: Any = vars(BaseException)[
+                "add_note"
+            ]  # Tianshou needs Python 3.11
             add_note(error, note)

@@ -4,7 +4,12 @@ once.
 
 from __future__ import annotations
 
-from tianshou.data import BaseCollector, CollectStats, CollectStatsBase, SequenceSummaryStats
+from tianshou.data import (
+    BaseCollector,
+    CollectStats,
+    CollectStatsBase,
+    SequenceSummaryStats,
+)
 from tianshou.data.collector import (
     CollectActionBatchProtocol,
     CollectStepBatchProtocol,

@@ -80,7 +80,11 @@ class TianshouActor:
                 if self.random:
                     envs.act(self._draw(ids))
                     return
-                obs = observations[t].copy() if len(ids) == lane.B else observations[t, ids]
+                obs = (
+                    observations[t].copy()
+                    if len(ids) == lane.B
+                    else observations[t, ids]
+                )
                 with nullcontext() if self.no_grad else torch.enable_grad():
                     envs.act(self._act(ids, obs))
             except Exception as error:
@@ -103,7 +107,8 @@ class TianshouActor:
         infos = self.envs.infos if whole else [self.envs.infos[i] for i in ids]
         batch = batch_of(obs=unshared(stacked(obs)), info=unshared(info_batch(infos)))
         result = policy(
-            batch, self.state if whole or self.state is None else unshared(self.state[ids])
+            batch,
+            self.state if whole or self.state is None else unshared(self.state[ids]),
         )
         act = to_numpy(result.act)
         if self.noise:
@@ -132,7 +137,9 @@ class TianshouActor:
         except TypeError:  # EnvPool has one space for all environments
             mapped = np.array([spaces.sample() for _ in ids])
         self.state = None
-        return Actions(ids, self.policy.map_action_inverse(np.array(mapped)), mapped, Batch())
+        return Actions(
+            ids, self.policy.map_action_inverse(np.array(mapped)), mapped, Batch()
+        )
 
     def _remember(self, ids: Array, state: Any, whole: bool) -> None:
         """Copy the state: the policy may change the one that it returned."""

@@ -25,7 +25,14 @@ from tianshou.data.collector import EpisodeRolloutHookMerged as TianshouMerged
 from tianshou.data.collector import get_stddev_from_dist
 
 from muster.compat.base import GroupRunner, borrowed
-from muster.compat.tianshou.envs import NUMBERS, PLAIN, Row, VectorEnvs, batch_of, stacked
+from muster.compat.tianshou.envs import (
+    NUMBERS,
+    PLAIN,
+    Row,
+    VectorEnvs,
+    batch_of,
+    stacked,
+)
 from muster.compat.tianshou.policies import TianshouActor
 from muster.episodes.rules import Rule
 from muster.errors import BadOption
@@ -43,7 +50,17 @@ ADDS = ReplayBufferManager.add, PrioritizedReplayBuffer.add
 REAL = "biuf"  # kinds of dtypes whose values NumPy casts to one another
 
 KEYS = frozenset(
-    {"obs", "act", "rew", "terminated", "truncated", "done", "obs_next", "info", "policy"}
+    {
+        "obs",
+        "act",
+        "rew",
+        "terminated",
+        "truncated",
+        "done",
+        "obs_next",
+        "info",
+        "policy",
+    }
 )
 """Entries of a step that every buffer stores."""
 
@@ -86,8 +103,12 @@ class Going(NamedTuple):
         rew = taken.batch.rew
         done = taken.batch.done
         N = len(self.steps)
-        totals = np.zeros((N, *rew.shape[1:]), rew.dtype if rew.dtype.kind == "f" else float)
-        totals += self.totals if self.totals.ndim == rew.ndim else self.totals.reshape(N, 1)
+        totals = np.zeros(
+            (N, *rew.shape[1:]), rew.dtype if rew.dtype.kind == "f" else float
+        )
+        totals += (
+            self.totals if self.totals.ndim == rew.ndim else self.totals.reshape(N, 1)
+        )
         going, ended = Going(totals, self.steps.copy()), list[Ended]()
         for begin, end in itertools.pairwise(taken.ends):
             which = taken.env[begin:end] if end - begin < N else slice(None)
@@ -96,7 +117,8 @@ class Going(NamedTuple):
             if done[begin:end].any():
                 over = taken.env[begin:end][done[begin:end]].tolist()
                 ended += [
-                    Ended(env, going.totals[env].copy(), int(going.steps[env])) for env in over
+                    Ended(env, going.totals[env].copy(), int(going.steps[env]))
+                    for env in over
                 ]
                 going.forget(over)
         return going, ended
@@ -117,7 +139,9 @@ class Sampling(GroupRunner):
         super().__init__(envs, OPTIONS, rng=GroupRng(0))
         self.envs = envs
         self.actor = actor
-        row_bytes = Layout(1, envs.spec.num_envs, lane_columns(envs.spec, (), OPTIONS)).nbytes
+        row_bytes = Layout(
+            1, envs.spec.num_envs, lane_columns(envs.spec, (), OPTIONS)
+        ).nbytes
         self.most_rows = max(1, min(LANE_ROWS, LANE_BYTES // max(row_bytes, 1)))
         self.going: Going
         self.last: Lane | None = None
@@ -204,11 +228,23 @@ class Sampling(GroupRunner):
         if ends[-1] != lane.B * len(rows):
             cells = begin + np.repeat(np.arange(len(rows)), np.diff(ends)), env
         terminated, truncated = (lane.arrays[key][cells].flatten() for key in FLAGS)
-        flags = {"terminated": terminated, "truncated": truncated, "done": terminated | truncated}
-        return Taken(env, ends, batch_of(rew=_joined([row.rew for row in rows]), **flags))
+        flags = {
+            "terminated": terminated,
+            "truncated": truncated,
+            "done": terminated | truncated,
+        }
+        return Taken(
+            env, ends, batch_of(rew=_joined([row.rew for row in rows]), **flags)
+        )
 
     def taken(
-        self, lane: Lane, begin: int, end: int, *, lent: bool = False, before_resets: bool = False
+        self,
+        lane: Lane,
+        begin: int,
+        end: int,
+        *,
+        lent: bool = False,
+        before_resets: bool = False,
     ) -> Taken:
         """Return the steps of rows ``begin`` to ``end``.
 
@@ -265,7 +301,9 @@ class Structure:
         if self._arrays not in (None, arrays):
             return False
         self._arrays = arrays
-        return row.infos is None or all(_info_fits(info, self._infos) for info in row.infos)
+        return row.infos is None or all(
+            _info_fits(info, self._infos) for info in row.infos
+        )
 
 
 def _info_fits(info: dict[str, Any], known: dict[str, Any]) -> bool:
@@ -292,7 +330,9 @@ def _kind(tree: Any, *, whole: bool = False) -> Any:
     if kind in PLAIN:
         return kind
     if kind is Batch:
-        return [(key, _kind(value, whole=whole)) for key, value in tree.__dict__.items()]
+        return [
+            (key, _kind(value, whole=whole)) for key, value in tree.__dict__.items()
+        ]
     if issubclass(kind, list | tuple):
         return kind, [_kind(value, whole=True) for value in tree]
     shape = getattr(tree, "shape", ())
@@ -305,8 +345,14 @@ def _joined(parts: Sequence[Any]) -> Any:
     if len(parts) == 1 or first is None:
         return first
     if isinstance(first, Batch):
-        return batch_of(**{key: _joined([part[key] for part in parts]) for key in first.get_keys()})
-    return torch.cat(list(parts)) if isinstance(first, torch.Tensor) else np.concatenate(parts)
+        return batch_of(
+            **{key: _joined([part[key] for part in parts]) for key in first.get_keys()}
+        )
+    return (
+        torch.cat(list(parts))
+        if isinstance(first, torch.Tensor)
+        else np.concatenate(parts)
+    )
 
 
 def _infos(rows: Sequence[Row], env: Array) -> Any:
@@ -323,7 +369,9 @@ def _infos(rows: Sequence[Row], env: Array) -> Any:
         columns = {name: [info[name] for info in infos] for name in names}
         kinds = {type(value) for column in columns.values() for value in column}
         if kinds <= {int, float, bool, np.float64, np.float32, np.int64, np.bool_}:
-            return batch_of(**{name: np.array(column) for name, column in columns.items()})
+            return batch_of(
+                **{name: np.array(column) for name, column in columns.items()}
+            )
     return Batch(np.array(infos, object))
 
 
@@ -345,7 +393,9 @@ def takes_many(buffer: Any) -> bool:
     return own and tianshou.__version__ == TESTED
 
 
-def add(buffer: Any, taken: Taken, added: Callable[[Array], object] = lambda done: None) -> None:
+def add(
+    buffer: Any, taken: Taken, added: Callable[[Array], object] = lambda done: None
+) -> None:
     """Add steps, with the same result as adding every row separately.
 
     Parts of several rows are so long that no ring overwrites itself; the first row is a part,
@@ -354,7 +404,9 @@ def add(buffer: Any, taken: Taken, added: Callable[[Array], object] = lambda don
     Args:
         added: called after each part with its done flags.
     """
-    most = max(1, int(np.diff(buffer.subbuffer_edges).min())) if takes_many(buffer) else 1
+    most = (
+        max(1, int(np.diff(buffer.subbuffer_edges).min())) if takes_many(buffer) else 1
+    )
     row = 0
     last = len(taken.ends) - 1
     while row < last:
@@ -391,7 +443,9 @@ def _alike(column: Any, values: Any) -> bool:
     if column.dtype == values.dtype:
         return True
     return (
-        isinstance(values, np.ndarray) and column.dtype.kind in REAL and values.dtype.kind in REAL
+        isinstance(values, np.ndarray)
+        and column.dtype.kind in REAL
+        and values.dtype.kind in REAL
     )
 
 
@@ -410,7 +464,9 @@ class Collection:
         steps, episodes: numbers of those that are in the buffer.
     """
 
-    def __init__(self, owner: Any, sampling: Sampling, *, by_row: bool, adds_entries: bool) -> None:
+    def __init__(
+        self, owner: Any, sampling: Sampling, *, by_row: bool, adds_entries: bool
+    ) -> None:
         self.owner = owner
         self.sampling = sampling
         self.by_row = by_row
@@ -422,7 +478,10 @@ class Collection:
         self._deviations: list[Array] = []
 
     def make(
-        self, rows: int, rule: Rule | None = None, enough: Callable[[], bool] | None = None
+        self,
+        rows: int,
+        rule: Rule | None = None,
+        enough: Callable[[], bool] | None = None,
     ) -> None:
         """Collect rows: ``rows``, or fewer if the rule is complete, or after a row if ``enough()``."""
         sampling = self.sampling
@@ -436,7 +495,10 @@ class Collection:
         try:
             watches = self.by_row or enough is not None
             sampling.make(
-                rows, rule, watch if watches else None, self._add_row if self.by_row else None
+                rows,
+                rule,
+                watch if watches else None,
+                self._add_row if self.by_row else None,
             )
         finally:
             if sampling.last is not None and not self.by_row:
@@ -456,7 +518,9 @@ class Collection:
             for row in sampling.envs.rows[: lane.done_steps]
             if row.actions.dist is not None
         ]
-        self._deviations += [np.atleast_2d(to_numpy(get_stddev_from_dist(dist))) for dist in dists]
+        self._deviations += [
+            np.atleast_2d(to_numpy(get_stddev_from_dist(dist))) for dist in dists
+        ]
 
     def _add_piece(self, lane: Lane, begin: int, end: int) -> None:
         """Add rows of one structure: all at once if the buffer has columns for them, maybe after
@@ -465,7 +529,11 @@ class Collection:
         buffer = self.owner.buffer
         sampling = self.sampling
         for t in range(begin, end):
-            rest = sampling.taken(lane, t, end, lent=takes_many(buffer)) if t <= begin + 1 else None
+            rest = (
+                sampling.taken(lane, t, end, lent=takes_many(buffer))
+                if t <= begin + 1
+                else None
+            )
             if rest is not None and has_columns(buffer, rest.batch):
                 add(buffer, rest, self._count)
                 return
@@ -483,7 +551,9 @@ class Collection:
                 self.episodes,
             )
         if self._ended:
-            self.stats.returns = np.array([episode.total for episode in self._ended], float)
+            self.stats.returns = np.array(
+                [episode.total for episode in self._ended], float
+            )
             self.stats.lens = np.array([episode.steps for episode in self._ended], int)
         if self._deviations:
             self.stats.pred_dist_std_array = np.concatenate(self._deviations)
@@ -493,7 +563,10 @@ class Collection:
         """Call the hook with a complete row, then add it."""
         owner = self.owner
         row = self.sampling.envs.rows[t]
-        actions, taken = row.actions, self.sampling.taken(lane, t, t + 1, before_resets=True)
+        actions, taken = (
+            row.actions,
+            self.sampling.taken(lane, t, t + 1, before_resets=True),
+        )
         step = taken.batch
         done = taken.batch.done
         step.dist = actions.dist if np.array_equal(row.ids, actions.ids) else None
@@ -573,7 +646,9 @@ def _add_entries(buffer: Any, step: Any, places: Array) -> None:
         )
     for key in added:
         if not hasattr(buffer, key):
-            own = isinstance(step[key], np.ndarray | Batch) or hasattr(step[key], "new_zeros")
+            own = isinstance(step[key], np.ndarray | Batch) or hasattr(
+                step[key], "new_zeros"
+            )
             made = (
                 create_value(step[key], buffer.maxsize, stack=False)
                 if own
@@ -603,7 +678,9 @@ class EpisodeRolloutHookMerged(TianshouMerged):  # type: ignore[misc] # of a pac
         merged: dict[str, Any] = {}
         for hook in self.episode_rollout_hooks:
             entries = hook(episode_batch) or {}
-            if self.check_overlapping_keys and (twice := sorted(merged.keys() & entries.keys())):
+            if self.check_overlapping_keys and (
+                twice := sorted(merged.keys() & entries.keys())
+            ):
                 raise KeyError(
                     f"{hook} returns {twice}, as a hook before it does: give them names of"
                     " their own"

@@ -14,7 +14,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from muster.compat.torchrl.updaters import RayWeightUpdater, VanillaWeightUpdater, WeightUpdaterBase
+from muster.compat.torchrl.updaters import (
+    RayWeightUpdater,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
 
 __all__ = [
     "AsyncBatchedCollector",
@@ -41,5 +45,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     """Import names that need TorchRL on first use; weight sync schemes and updaters do not need it."""
     if name not in __all__:
-        raise AttributeError(f"module 'muster.compat.torchrl' has no attribute {name!r}")
+        raise AttributeError(
+            f"module 'muster.compat.torchrl' has no attribute {name!r}"
+        )
     return getattr(importlib.import_module("muster.compat.torchrl.collectors"), name)

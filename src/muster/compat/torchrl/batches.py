@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def tidy(
-    batch: TensorDictBase, *, track_traj_ids: bool, limit: int | None, dropped: Sequence[Any]
+    batch: TensorDictBase,
+    *,
+    track_traj_ids: bool,
+    limit: int | None,
+    dropped: Sequence[Any],
 ) -> TensorDictBase:
     """Return a batch with TorchRL's columns.
 
@@ -37,11 +41,15 @@ def tidy(
         batch.set("policy_version", version)
         batch.set(("next", "policy_version"), version.clone())
     if limit and next_of(STEP_COUNT) in batch.keys(True):
-        batch.get(next_of(TRUNCATED)).logical_or_(batch.get(next_of(STEP_COUNT)) >= limit)
+        batch.get(next_of(TRUNCATED)).logical_or_(
+            batch.get(next_of(STEP_COUNT)) >= limit
+        )
     return batch
 
 
-def add_next_states(batch: TensorDictBase, last: Mapping[Key, torch.Tensor | None]) -> None:
+def add_next_states(
+    batch: TensorDictBase, last: Mapping[Key, torch.Tensor | None]
+) -> None:
     """Add the policy's own states below ``next``: those of the following row, which are zero where
     episodes start.
 
@@ -101,7 +109,9 @@ def truncated_keys(env: Any, *, limited: bool) -> list[Any]:
         RuntimeError: the environment has no such flags.
     """
     keys = [
-        key for key in getattr(env, "done_keys", ["truncated"]) if as_key(key)[-1] == "truncated"
+        key
+        for key in getattr(env, "done_keys", ["truncated"])
+        if as_key(key)[-1] == "truncated"
     ]
     keys = keys or (["truncated"] if limited else [])
     if not keys:

@@ -18,7 +18,12 @@ from muster.collectors.options import CollectorOptions
 from muster.collectors.setup import worker_setting
 from muster.compat.torchrl import batches, policies, setup
 from muster.compat.torchrl.numbering import Numbering
-from muster.compat.torchrl.progress import NAMES, SharedProgress, Written, pending_frames
+from muster.compat.torchrl.progress import (
+    NAMES,
+    SharedProgress,
+    Written,
+    pending_frames,
+)
 from muster.compat.torchrl.state import TorchRLState
 from muster.compat.torchrl.weights import TorchRLWeights, is_for_workers
 from muster.errors import CollectorClosed, EnvError, PolicyError
@@ -46,7 +51,11 @@ class _ByBackend(type(torchrl.collectors.Collector)):  # type: ignore[misc]
 
             if (other := made_elsewhere(args, kwargs)) is not None:
                 return other
-            kwargs = {name: value for name, value in kwargs.items() if name not in setup.SELECTORS}
+            kwargs = {
+                name: value
+                for name, value in kwargs.items()
+                if name not in setup.SELECTORS
+            }
         return super().__call__(*args, **kwargs)
 
 
@@ -90,7 +99,9 @@ class Collector(
 
     # --- steps of TorchRL's constructor, in its order ---------------------------------------------
 
-    def _init_env(self, create_env_fn: Any, create_env_kwargs: dict[str, Any] | None) -> Any:
+    def _init_env(
+        self, create_env_fn: Any, create_env_kwargs: dict[str, Any] | None
+    ) -> Any:
         make = setup.one_env(create_env_fn)
         env = super()._init_env(make, create_env_kwargs) if callable(make) else make
         self._env_kwargs = create_env_kwargs if isinstance(env, str) else None
@@ -127,7 +138,9 @@ class Collector(
         elif self.env_device is not None:
             self.env = self.env.to(self.env_device)
         self.policy, self._acts_on = place(policy, self.policy_device)
-        self._wrapped_policy = policies.wrap_policy(self.policy, self.env, self.trust_policy)
+        self._wrapped_policy = policies.wrap_policy(
+            self.policy, self.env, self.trust_policy
+        )
         if isinstance(self.policy, torch.nn.Module):
             self._policy_w_state_dict = self.policy
         self._set_up_weights(policy)
@@ -240,7 +253,9 @@ class Collector(
     def _compile_options(self) -> bool | dict[str, Any]:
         """Return ``compile_policy`` for Muster, which compiles at the first call."""
         options = {
-            name: value for name, value in self.compiled_policy_kwargs.items() if name != "warmup"
+            name: value
+            for name, value in self.compiled_policy_kwargs.items()
+            if name != "warmup"
         }
         return options or self.compiled_policy
 
@@ -276,7 +291,9 @@ class Collector(
                 if self.replay_buffer is not None and not self._ignore_rb:
                     batch.names = None  # as in TorchRL's buffers
                     self.replay_buffer.extend(
-                        _maybe_normalize_replay_buffer_tensordict_device(batch, self.replay_buffer)
+                        _maybe_normalize_replay_buffer_tensordict_device(
+                            batch, self.replay_buffer
+                        )
                     )
                     batch = None
             if self.trajs_per_batch is None:
@@ -415,9 +432,13 @@ class Collector(
 
     def pause(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the background thread does not collect."""
-        return contextlib.nullcontext() if self._thread is None else self._thread.paused()
+        return (
+            contextlib.nullcontext() if self._thread is None else self._thread.paused()
+        )
 
-    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+    def async_shutdown(
+        self, timeout: float | None = None, close_env: bool = True
+    ) -> None:
         """End the background thread after its batch, and shut down.
 
         Raises the error of the thread.
@@ -425,7 +446,10 @@ class Collector(
         self.shutdown(timeout=timeout, close_env=close_env)
 
     def shutdown(
-        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+        self,
+        timeout: float | None = None,
+        close_env: bool = True,
+        raise_on_error: bool = True,
     ) -> None:
         """End the background thread, and close the environment.
 
@@ -479,7 +503,9 @@ class Collector(
     def _batch_shape(self) -> tuple[int, ...]:
         return self._engine.groups[0].env.spec.batch_shape
 
-    def _begin_episodes(self, chosen: list[int] | None, options: dict[str, Any]) -> list[int]:
+    def _begin_episodes(
+        self, chosen: list[int] | None, options: dict[str, Any]
+    ) -> list[int]:
         """Reset environments now, and assign new trajectory ids; returns the old ids."""
         self._engine.reset(chosen, options)
         for group in self._engine.groups:
@@ -504,7 +530,9 @@ class Collector(
                 self._random_policy = UniformPolicy(
                     sampler_of(group.env), group.env.spec.batch_shape, unknown=0.0
                 )
-                self._random_policy.learn([c for c in self._acting.columns() if c.key in zeros], {})
+                self._random_policy.learn(
+                    [c for c in self._acting.columns() if c.key in zeros], {}
+                )
         return self._random_policy
 
     def _zeros_of_policy(self) -> Any:
@@ -532,7 +560,9 @@ class Collector(
         with postponed():
             batch = engine.collect(engine.num_envs * engine.source.T[0])[0]
             rows = engine.last.results[0].rows
-            if rows < batch.shape[-1] and not self._use_buffers:  # the interruptor has ended it
+            if (
+                rows < batch.shape[-1] and not self._use_buffers
+            ):  # the interruptor has ended it
                 batch = batch[..., :rows]
             batch = self._tidy(batch)
         if self.track_traj_ids:
@@ -541,7 +571,9 @@ class Collector(
             if self._same is None:
                 self._same = batch
             else:  # processes may share its memory
-                self._same.update_(batch.select(*self._same.keys(True, True), strict=False))
+                self._same.update_(
+                    batch.select(*self._same.keys(True, True), strict=False)
+                )
             return self._same
         return batch
 
@@ -559,14 +591,21 @@ class Collector(
     def _tidy(self, batch: Any) -> Any:
         group = self._engine.groups[0]
         batch = batches.tidy(
-            batch, track_traj_ids=self.track_traj_ids, limit=self._limit, dropped=self._compact
+            batch,
+            track_traj_ids=self.track_traj_ids,
+            limit=self._limit,
+            dropped=self._compact,
         )
         carried = {c.key for c in self._acting.columns() if c.carry} - {
             IS_INIT,
             *group.env.spec.observation_specs,
         }
         batches.add_next_states(
-            batch, {key: group.carry.seen(key) if key in group.carry else None for key in carried}
+            batch,
+            {
+                key: group.carry.seen(key) if key in group.carry else None
+                for key in carried
+            },
         )
         batches.restore_classes(batch, self._classes)
         return batch.clear_device_() if self.storing_device is None else batch

@@ -107,9 +107,13 @@ class MultiCollector(WorkerCalls, metaclass=_ByArgument):
         )
         if num_workers is None and not several:
             num_workers = 1
-        self._progress = SharedProgress(len(create_env_fn) if several else (num_workers or 1))
+        self._progress = SharedProgress(
+            len(create_env_fn) if several else (num_workers or 1)
+        )
         envs = (
-            [_function(entry) for entry in create_env_fn] if several else _function(create_env_fn)
+            [_function(entry) for entry in create_env_fn]
+            if several
+            else _function(create_env_fn)
         )
         made_by = Collector if collector_class is None else collector_class
         with trimmed:
@@ -118,10 +122,14 @@ class MultiCollector(WorkerCalls, metaclass=_ByArgument):
                     envs,
                     policy,
                     num_workers=num_workers,
-                    collector_class=WatchedClass(made_by, self._errors.path, self._progress),
+                    collector_class=WatchedClass(
+                        made_by, self._errors.path, self._progress
+                    ),
                     init_fn=WatchedFunction(with_ids(init_fn), self._errors.path),
                     cat_results=(
-                        0 if isinstance(cat_results, str) and cat_results == "cat" else cat_results
+                        0
+                        if isinstance(cat_results, str) and cat_results == "cat"
+                        else cat_results
                     ),
                     weight_sync_schemes=_for_meta_policies(
                         weight_sync_schemes, policy, kwargs.get("policy_factory")
@@ -130,7 +138,9 @@ class MultiCollector(WorkerCalls, metaclass=_ByArgument):
                 )
             except Exception as error:
                 failure = self._failure(error)
-                if hasattr(self, "procs"):  # TorchRL leaves them running after some errors
+                if hasattr(
+                    self, "procs"
+                ):  # TorchRL leaves them running after some errors
                     self.shutdown(raise_on_error=False)
                 self._errors.close()
                 if failure is not None:
@@ -142,7 +152,10 @@ class MultiCollector(WorkerCalls, metaclass=_ByArgument):
         atexit.register(_shutdown, weakref.ref(self))
 
     def shutdown(
-        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+        self,
+        timeout: float | None = None,
+        close_env: bool = True,
+        raise_on_error: bool = True,
     ) -> None:
         """End the workers as TorchRL does, and the weight sync schemes, which can otherwise hang at
         Python's exit.
@@ -157,7 +170,9 @@ class MultiCollector(WorkerCalls, metaclass=_ByArgument):
             WorkerDied: a worker has exited without an error since ``start()``.
         """
         failure = self._end()
-        super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
+        super().shutdown(
+            timeout=timeout, close_env=close_env, raise_on_error=raise_on_error
+        )
         for scheme in (getattr(self, "_weight_sync_schemes", None) or {}).values():
             scheme.shutdown()
         if failure is not None and raise_on_error:
@@ -209,7 +224,8 @@ class Evaluator(torchrl.collectors.Evaluator):  # type: ignore[misc]
             collector_cls = getattr(collectors, collector_cls)
         self._errors = ErrorFolder()
         self._in_process = (
-            options.get("backend") == "process" or options.get("weight_sync_schemes") is not None
+            options.get("backend") == "process"
+            or options.get("weight_sync_schemes") is not None
         )
         given = dict(collector_kwargs or {})
         if self._in_process:
@@ -244,7 +260,11 @@ class Evaluator(torchrl.collectors.Evaluator):  # type: ignore[misc]
         """Wait for a result as TorchRL. Raises the error that has ended the evaluation."""
         until = None if timeout is None else time.monotonic() + timeout
         while True:
-            rest = LOOK_S if until is None else max(0.0, min(LOOK_S, until - time.monotonic()))
+            rest = (
+                LOOK_S
+                if until is None
+                else max(0.0, min(LOOK_S, until - time.monotonic()))
+            )
             result: dict[str, Any] | None = super().wait(rest)
             if result is not None:
                 return result
@@ -293,7 +313,11 @@ def _function(entry: Any) -> Any:
 
     Ids and environments of other libraries are returned by a function.
     """
-    return entry if callable(entry) or isinstance(entry, EnvBase) else partial(_given, entry)
+    return (
+        entry
+        if callable(entry) or isinstance(entry, EnvBase)
+        else partial(_given, entry)
+    )
 
 
 def _given(env: Any, **_kwargs: Any) -> Any:
@@ -339,17 +363,23 @@ def made_elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if sync is not None:
             raise ValueError("sync is only valid for non-direct collectors.")
         if extra:
-            raise ValueError("backend_options are only valid for non-direct collectors.")
+            raise ValueError(
+                "backend_options are only valid for non-direct collectors."
+            )
         return None
     if len(args) > 2:
-        raise TypeError("Collector accepts at most create_env_fn and policy positionally.")
+        raise TypeError(
+            "Collector accepts at most create_env_fn and policy positionally."
+        )
     if sync is not None and not isinstance(sync, bool):
         raise TypeError("sync must be a boolean or None.")
     options = dict(zip(("create_env_fn", "policy"), args, strict=False))
     # a copy, changed below
     options |= {name: value for name, value in kwargs.items() if name not in SELECTORS}
     if reserved := _DISPATCH._RESERVED_OPTIONS & extra.keys():
-        raise ValueError(f"backend_options contains reserved selector keys: {sorted(reserved)}.")
+        raise ValueError(
+            f"backend_options contains reserved selector keys: {sorted(reserved)}."
+        )
     if twice := extra.keys() & options.keys():
         raise ValueError(
             f"Backend options duplicate top-level collector arguments: {sorted(twice)}."
@@ -358,7 +388,9 @@ def made_elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     envs = [options.pop("create_env_fn")] if "create_env_fn" in options else []
     cls: Any = MultiCollector
     if backend == "process":
-        _DISPATCH._drop_inapplicable_defaults(torchrl.collectors.MultiCollector, options)
+        _DISPATCH._drop_inapplicable_defaults(
+            torchrl.collectors.MultiCollector, options
+        )
         return cls(*envs, sync=bool(sync), **options, **extra)
     from muster.compat.torchrl.collectors import distributed
 

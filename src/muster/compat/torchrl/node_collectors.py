@@ -17,7 +17,9 @@ from muster.workers.requests import Call
 from muster.workers.worker import Worker
 
 Views = Literal["aggregate", "per_worker", "both"]
-Given = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of a call
+Given = tuple[
+    tuple[Any, ...], dict[str, Any]
+]  # positional and keyword arguments of a call
 IN_WORKERS = ("policy", "env")
 
 
@@ -39,7 +41,9 @@ class SettableHook:
             self.function()
 
 
-def follow(worker: Worker, path: str, calls: Mapping[int, Given | None]) -> tuple[int, Any]:
+def follow(
+    worker: Worker, path: str, calls: Mapping[int, Given | None]
+) -> tuple[int, Any]:
     """Follow a path in a worker. To be called in it.
 
     Args:
@@ -127,7 +131,9 @@ class NodeCollector:
         """Reset the environments of this node."""
         self._collector.reset(self._collector.env_ids_of(self.worker_idx), **kwargs)
 
-    def update_policy_weights_(self, policy_or_weights: Any = None, **kwargs: Any) -> None:
+    def update_policy_weights_(
+        self, policy_or_weights: Any = None, **kwargs: Any
+    ) -> None:
         """Publish weights to this node."""
         self._collector.update_policy_weights_(
             policy_or_weights, worker_ids=self.worker_idx, **kwargs
@@ -149,7 +155,9 @@ class CollectorActor:
         self._collector = collector
 
     def __getattr__(self, name: str) -> RemoteMethod:
-        method = None if name.startswith("_") else getattr(type(self._collector), name, None)
+        method = (
+            None if name.startswith("_") else getattr(type(self._collector), name, None)
+        )
         if not callable(method):
             raise AttributeError(
                 f"the collector of a node has no method {name!r}. Its methods are"
@@ -193,7 +201,9 @@ def calls_of(
     Raises:
         BadOption: the lists have other lengths.
     """
-    given = [entries for entries in (list_of_args, list_of_kwargs) if entries is not None]
+    given = [
+        entries for entries in (list_of_args, list_of_kwargs) if entries is not None
+    ]
     length = len(given[0]) if given else count or 1
     every = list_of_args or [()] * length
     named = list_of_kwargs or [{}] * length
@@ -203,12 +213,16 @@ def calls_of(
             " have the same length"
         )
     if count is not None and len(every) != count:
-        raise BadOption(f"Expected {count} argument entries, one for each node, got {len(every)}")
+        raise BadOption(
+            f"Expected {count} argument entries, one for each node, got {len(every)}"
+        )
     if count is not None and len(named) != count:
         raise BadOption(
             f"Expected {count} keyword-argument entries, one for each node, got {len(named)}"
         )
-    return [(tuple(args), dict(kwargs)) for args, kwargs in zip(every, named, strict=True)]
+    return [
+        (tuple(args), dict(kwargs)) for args, kwargs in zip(every, named, strict=True)
+    ]
 
 
 def on_nodes(
@@ -227,7 +241,10 @@ def on_nodes(
         ask: sends a request to all workers, and returns their answers.
     """
     if path.partition(".")[0].partition("[")[0] not in IN_WORKERS:
-        return [_here(NodeCollector(collector, node), path, given) for node, given in calls.items()]
+        return [
+            _here(NodeCollector(collector, node), path, given)
+            for node, given in calls.items()
+        ]
     by_worker = {leaf: given for node, given in calls.items() for leaf in leaves[node]}
     answers = dict(ask(Call(follow, (path, by_worker))))
     found = [[answers.get(leaf) for leaf in leaves[node]] for node in calls]
@@ -272,12 +289,16 @@ def stats_of_nodes(
         found |= {"frames": stats.frames, "batches": stats.batches, **shared}
         if isinstance(stats.policy_version, int):
             found["policy_version"] = stats.policy_version
-        found["worker_frames"] = sum(worker.frames for workers in nodes for worker in workers)
+        found["worker_frames"] = sum(
+            worker.frames for workers in nodes for worker in workers
+        )
     found |= {"workers": len(nodes), "workers_alive": sum(alive)}
     if view != "aggregate":
         for number, workers in enumerate(nodes):
             of_node = stats_of_node(workers)
-            found |= {f"worker_{number}/{name}": value for name, value in of_node.items()}
+            found |= {
+                f"worker_{number}/{name}": value for name, value in of_node.items()
+            }
     return found
 
 

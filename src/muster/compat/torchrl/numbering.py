@@ -53,7 +53,9 @@ class Numbering:
         for (t, env), new in zip(ends, self._new(len(ends)), strict=True):
             self.current[env] = new
             ids[env, t + 1 :] = np.where(made[env, t + 1 :], new, -1)
-        batch.set(TRAJ_IDS, torch.from_numpy(ids).reshape(before.shape).to(before.device))
+        batch.set(
+            TRAJ_IDS, torch.from_numpy(ids).reshape(before.shape).to(before.device)
+        )
 
     def _ends(self, batch: Any) -> Array:
         ends = np.zeros((len(self.current), batch.shape[-1]), bool)

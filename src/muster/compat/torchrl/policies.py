@@ -67,7 +67,9 @@ class Compiled:
         return self._call(td)
 
 
-def check_graph(policy: Any, device: torch.device | None, options: Mapping[str, Any]) -> None:
+def check_graph(
+    policy: Any, device: torch.device | None, options: Mapping[str, Any]
+) -> None:
     """Make the CUDA graph of TorchRL's ``cudagraph_policy`` where there is no CUDA: it only calls
     the policy.
 
@@ -98,7 +100,10 @@ def take_actions_as_they_are(
     dims = len(group.env.spec.batch_shape)
     for key, spec in specs.items():
         action = (td if out is None else out).get(key, None) if spec.is_tensor else None
-        if isinstance(action, torch.Tensor) and action.shape[:dims] == group.env.spec.batch_shape:
+        if (
+            isinstance(action, torch.Tensor)
+            and action.shape[:dims] == group.env.spec.batch_shape
+        ):
             shape, dtype = tuple(action.shape[dims:]), numpy_dtype(action.dtype)
             if (shape, dtype) != (spec.shape, spec.dtype):
                 specs[key] = ArraySpec(shape, dtype, inner=spec.inner)
@@ -134,7 +139,9 @@ class ActedOn:
 
     def __call__(self, **kwargs: Any) -> Any:
         env = self._make(**kwargs)
-        if not isinstance(env, EnvBase) or not takes_tensordict(policy := self._policy()):
+        if not isinstance(env, EnvBase) or not takes_tensordict(
+            policy := self._policy()
+        ):
             return env
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -149,7 +156,9 @@ class ActedOn:
             spec = env.full_action_spec[key]
             if (action.shape, action.dtype) != (spec.shape, spec.dtype):
                 specs = base.full_action_spec.clone()
-                specs[key] = Unbounded(action.shape, device=spec.device, dtype=action.dtype)
+                specs[key] = Unbounded(
+                    action.shape, device=spec.device, dtype=action.dtype
+                )
                 base.full_action_spec = specs
                 env.empty_cache()
         return env
@@ -209,11 +218,17 @@ class _Called:
             AHEAD,
             *(
                 key[0]
-                for key in (*FLAGS, *group.env.spec.observation_specs, *group.env.spec.action_specs)
+                for key in (
+                    *FLAGS,
+                    *group.env.spec.observation_specs,
+                    *group.env.spec.action_specs,
+                )
             ),
         }
         if getattr(policy, "in_keys", None) is not None:
-            self.in_keys = [key for key in policy.in_keys if as_key(key) not in (*FLAGS, *own)]
+            self.in_keys = [
+                key for key in policy.in_keys if as_key(key) not in (*FLAGS, *own)
+            ]
             self.out_keys = [self._stored(as_key(key)) for key in policy.out_keys]
         self.__name__ = getattr(policy, "__name__", type(policy).__name__)
 
@@ -221,7 +236,9 @@ class _Called:
         td = td.copy() if self._device is None else td.to(self._device)
         fresh = {*self._fresh, *td.keys()}
         for name in self._flags:
-            td.set(name, torch.zeros((*self._lead, 1), dtype=torch.bool, device=td.device))
+            td.set(
+                name, torch.zeros((*self._lead, 1), dtype=torch.bool, device=td.device)
+            )
         for name, value in self._kept.items():
             if name not in fresh:
                 td.set(name, value)
@@ -231,7 +248,9 @@ class _Called:
         out = out.exclude(*self._flags)
         below = out.get("next", None)
         for key in (
-            [] if below is None else [("next", *as_key(key)) for key in below.keys(True, True)]
+            []
+            if below is None
+            else [("next", *as_key(key)) for key in below.keys(True, True)]
         ):
             if self._stored(key) != key:
                 out.set(self._stored(key), out.pop(key))
@@ -254,7 +273,9 @@ class RandomWithZeros:
             if spec.is_tensor
         }
         self._other = {
-            key: kind for key, kind in kinds.items() if kind != env.full_action_spec[key].dtype
+            key: kind
+            for key, kind in kinds.items()
+            if kind != env.full_action_spec[key].dtype
         }
 
     def __call__(self, td: Any) -> Any:
@@ -283,16 +304,28 @@ def needs_trial(policy: Any, env: EnvBase, use_buffers: bool) -> bool:
 def first_input(group: Group, policy: Any, device: torch.device | None) -> Any:
     """Return the input of TorchRL's first call of the policy."""
     specs = group.env.spec.observation_specs
-    inner = {key[:-1]: spec.shape[: spec.inner] for key, spec in specs.items() if spec.inner}
+    inner = {
+        key[:-1]: spec.shape[: spec.inner] for key, spec in specs.items() if spec.inner
+    }
     leaves = {
         k: v if torch.is_tensor(v) else v.reshape(group.env.spec.batch_shape)
         for k, v in group.observations().items()
     }
     td = assemble(leaves, group.env.spec.batch_shape, None, inner).clone()
     for flag in group.env.spec.flags:
-        td.set(flag, torch.zeros((*group.env.spec.batch_shape, 1), dtype=torch.bool, device="cpu"))
-    if IS_INIT not in specs and IS_INIT in map(as_key, getattr(policy, "in_keys", None) or ()):
         td.set(
-            IS_INIT, torch.ones((*group.env.spec.batch_shape, 1), dtype=torch.bool, device="cpu")
+            flag,
+            torch.zeros(
+                (*group.env.spec.batch_shape, 1), dtype=torch.bool, device="cpu"
+            ),
+        )
+    if IS_INIT not in specs and IS_INIT in map(
+        as_key, getattr(policy, "in_keys", None) or ()
+    ):
+        td.set(
+            IS_INIT,
+            torch.ones(
+                (*group.env.spec.batch_shape, 1), dtype=torch.bool, device="cpu"
+            ),
         )
     return td if device is None else td.to(device)

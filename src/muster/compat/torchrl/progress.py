@@ -78,4 +78,6 @@ def pending_frames(assembly: Any) -> int:
     """
     if assembly is None:
         return 0
-    return sum(len(part) for parts in list(assembly[0].values()) for part in list(parts))
+    return sum(
+        len(part) for parts in list(assembly[0].values()) for part in list(parts)
+    )

@@ -55,7 +55,13 @@ class SendingEnd:
         self._listener.bind(self.path)
         self._listener.listen(workers + 8)
         self._end = weakref.finalize(
-            self, _end, os.getpid(), folder, self._listener, self._publisher, self._readers
+            self,
+            _end,
+            os.getpid(),
+            folder,
+            self._listener,
+            self._publisher,
+            self._readers,
         )
 
     def serve(self) -> None:
@@ -63,7 +69,9 @@ class SendingEnd:
         if not self._is_serving:
             self._is_serving = True
             args = (self._listener, weakref.ref(self))
-            threading.Thread(target=_serve, args=args, name="muster-weights", daemon=True).start()
+            threading.Thread(
+                target=_serve, args=args, name="muster-weights", daemon=True
+            ).start()
 
     def publish(
         self, weights: Weights, version: int, workers: Collection[int] | None = None
@@ -92,7 +100,9 @@ class SendingEnd:
         until = time.monotonic() + self._deadline_s
         with self._state:
             readers = self._meant(workers)
-        if late := sorted(worker for worker, reader in readers.items() if not reader.wait(until)):
+        if late := sorted(
+            worker for worker, reader in readers.items() if not reader.wait(until)
+        ):
             raise CollectorTimeout(
                 f"workers {late} have not taken their weights within {self._deadline_s} s: they get"
                 " them with their next receive(). A scheme with sync=False does not wait for that."
@@ -102,7 +112,9 @@ class SendingEnd:
         """Send a connected receiver its ticket, and register it."""
         # a pickle, from a process of the same user
         worker, _ = reader.channel.receive(self._deadline_s)
-        with self._state:  # no version may be published between the ticket and the registration
+        with (
+            self._state
+        ):  # no version may be published between the ticket and the registration
             ticket = self._publisher.ticket(worker)
             try:
                 reader.channel.send(ticket, ticket.fds)
@@ -137,7 +149,9 @@ class _Reader:
         self._noted = version
         try:
             self.channel.send(version, timeout=0.0)
-        except TimeoutError:  # its unread notes suffice: it takes the newest weights after any note
+        except (
+            TimeoutError
+        ):  # its unread notes suffice: it takes the newest weights after any note
             pass
         except (EOFError, OSError):  # it has disconnected
             self.hang_up()
@@ -181,7 +195,9 @@ class ReceivingEnd:
         CollectorTimeout: the sender does not answer.
     """
 
-    def __init__(self, path: str, worker: int, *, deadline_s: float, answers: bool) -> None:
+    def __init__(
+        self, path: str, worker: int, *, deadline_s: float, answers: bool
+    ) -> None:
         self._answers = answers
         self.alone = False
         self._socket = socket.socket(socket.AF_UNIX)

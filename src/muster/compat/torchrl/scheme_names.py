@@ -16,6 +16,8 @@ SCHEMES: dict[str, SharedMemory | NoSync | NodeScheme] = {
     "DistributedWeightSyncScheme": NodeScheme(
         "DistributedWeightSyncScheme", "DistributedCollector", "torch.distributed"
     ),
-    "RPCWeightSyncScheme": NodeScheme("RPCWeightSyncScheme", "RPCCollector", "torch.distributed"),
+    "RPCWeightSyncScheme": NodeScheme(
+        "RPCWeightSyncScheme", "RPCCollector", "torch.distributed"
+    ),
     "RayWeightSyncScheme": NodeScheme("RayWeightSyncScheme", "RayCollector", "ray"),
 }

@@ -90,10 +90,16 @@ def connect_learner(service: Any) -> Any:
 
     targets = [service._actor]
     scheme = RayWeightSyncScheme()
-    scheme.init_on_sender(model_id="policy", remote_collectors=targets, num_workers=len(targets))
-    scheme._manage_receiver_connect = True  # the sender tells the receivers when to connect
+    scheme.init_on_sender(
+        model_id="policy", remote_collectors=targets, num_workers=len(targets)
+    )
+    scheme._manage_receiver_connect = (
+        True  # the sender tells the receivers when to connect
+    )
     registered = [
-        actor.register_scheme_receiver.remote({"policy": scheme}, synchronize_weights=False)
+        actor.register_scheme_receiver.remote(
+            {"policy": scheme}, synchronize_weights=False
+        )
         for actor in targets
     ]
     ray.get(registered)

@@ -15,7 +15,11 @@ from torchrl.modules import RandomPolicy
 from muster.collectors.engine import Engine
 from muster.collectors.options import CollectorOptions
 from muster.collectors.setup import in_this_thread, make_groups
-from muster.compat.torchrl.policies import as_torchrl_calls, needs_trial, take_actions_as_they_are
+from muster.compat.torchrl.policies import (
+    as_torchrl_calls,
+    needs_trial,
+    take_actions_as_they_are,
+)
 from muster.errors import BadOption
 from muster.keys import Key
 from muster.policies.tensordict_program import as_key
@@ -64,7 +68,9 @@ def written_as_asked(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
     if mode is None:
         return options
     if mode not in ("rollout", "trajectory"):
-        raise BadOption(f"replay_write_mode={mode!r}: expected 'rollout' or 'trajectory'")
+        raise BadOption(
+            f"replay_write_mode={mode!r}: expected 'rollout' or 'trajectory'"
+        )
     if options.get("replay_buffer") is None:
         raise BadOption(
             f"replay_write_mode={mode!r} says what is written into replay_buffer, and none was"
@@ -83,7 +89,12 @@ def written_as_asked(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_numbers(given: Mapping[str, Any]) -> None:
     """Raise ``BadOption`` for numbers of frames that are no integers."""
-    for option in ("frames_per_batch", "total_frames", "max_frames_per_traj", "init_random_frames"):
+    for option in (
+        "frames_per_batch",
+        "total_frames",
+        "max_frames_per_traj",
+        "init_random_frames",
+    ):
         value = given.get(option)
         if value is not None and (isinstance(value, bool) or value != int(value)):
             raise BadOption(f"{option}={value!r}: expected an integer")
@@ -95,9 +106,13 @@ def check_numbers(given: Mapping[str, Any]) -> None:
 
 def one_env(create_env_fn: Any) -> Any:
     """Return the only entry of a list; anything else unchanged."""
-    if isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, (str, bytes)):
+    if isinstance(create_env_fn, Sequence) and not isinstance(
+        create_env_fn, (str, bytes)
+    ):
         if len(create_env_fn) != 1:
-            raise ValueError("backend='direct' requires exactly one environment constructor.")
+            raise ValueError(
+                "backend='direct' requires exactly one environment constructor."
+            )
         return create_env_fn[0]
     return create_env_fn
 
@@ -162,7 +177,9 @@ def make_engine(
             acting = faster(policy)
             shown = needs_trial(policy, env, buffers)
             # A call that TorchRL does not make is no call of the warm-up.
-            take_actions_as_they_are(groups[0], acting if shown else policy, device, shown)
+            take_actions_as_they_are(
+                groups[0], acting if shown else policy, device, shown
+            )
             policy = as_torchrl_calls(acting, groups[0], options.devices.policy)
         source, worker = in_this_thread(options, groups, policy, device)
         engine = Engine(options, source, weights, stacked=False, local=worker)

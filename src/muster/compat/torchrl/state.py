@@ -57,7 +57,10 @@ class TorchRLState:
             if state_dict.get("traj_pool") is not None:
                 self._traj_pool.load_state_dict(state_dict["traj_pool"])
             self._numbering.renumber(range(self.n_env))
-        if state_dict.get("policy_version") is not None and self.policy_version_tracker is not None:
+        if (
+            state_dict.get("policy_version") is not None
+            and self.policy_version_tracker is not None
+        ):
             self.policy_version_tracker.version = state_dict["policy_version"]
 
     def muster_state_dict(self) -> dict[str, Any]:
@@ -70,7 +73,9 @@ class TorchRLState:
         self._check_open()
         with self._unregistered():
             state = resume.state_of(self._parts())
-        state["policy_is_module"] |= isinstance(self.policy, RandomPolicy)  # it has no state
+        state["policy_is_module"] |= isinstance(
+            self.policy, RandomPolicy
+        )  # it has no state
         own = {
             "frames": self._frames,
             "iter": self._iter,
@@ -86,7 +91,9 @@ class TorchRLState:
         """
         self._check_open()
         with self._unregistered():
-            report = resume.load(self._parts(), state, trust=trust, close=self._close_quietly)
+            report = resume.load(
+                self._parts(), state, trust=trust, close=self._close_quietly
+            )
         own = state["torchrl"]
         self._frames = own["frames"]
         self._iter = own["iter"]
@@ -96,7 +103,11 @@ class TorchRLState:
 
     def _parts(self) -> resume.CollectorParts:
         return resume.CollectorParts(
-            type(self).__name__, self.policy, self._engine, self._weights, self._on_demand
+            type(self).__name__,
+            self.policy,
+            self._engine,
+            self._weights,
+            self._on_demand,
         )
 
     def _close_quietly(self) -> None:

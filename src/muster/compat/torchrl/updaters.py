@@ -56,7 +56,9 @@ class WeightUpdaterBase(abc.ABC):
 
     # --- called by collectors ---------------------------------------------------------------------
 
-    def push_weights(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
+    def push_weights(
+        self, policy_or_weights: Any = None, worker_ids: Any = None
+    ) -> None:
         """Send weights to workers, then call the hooks.
 
         Args:
@@ -78,12 +80,24 @@ class WeightUpdaterBase(abc.ABC):
     def register_collector(self, collector: Any) -> None:
         self._collectors = (*self._collectors, weakref.ref(collector))
 
-    def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
-        given = self._get_server_weights() if policy_or_weights is None else policy_or_weights
+    def _push_weights(
+        self, *, policy_or_weights: Any = None, worker_ids: Any = None
+    ) -> None:
+        given = (
+            self._get_server_weights()
+            if policy_or_weights is None
+            else policy_or_weights
+        )
         weights = self._maybe_map_weights(given)
-        several = isinstance(worker_ids, Collection) and not isinstance(worker_ids, (str, bytes))
+        several = isinstance(worker_ids, Collection) and not isinstance(
+            worker_ids, (str, bytes)
+        )
         ids = (
-            self.all_worker_ids() if worker_ids is None else worker_ids if several else [worker_ids]
+            self.all_worker_ids()
+            if worker_ids is None
+            else worker_ids
+            if several
+            else [worker_ids]
         )
         if ids is None:
             self._sync_weights_with_worker(server_weights=weights)
@@ -149,7 +163,9 @@ class WeightUpdaterBase(abc.ABC):
             from tensordict import TensorDict
 
             return TensorDict.from_module(policy_or_weights).data
-        if isinstance(policy_or_weights, dict) or hasattr(policy_or_weights, "flatten_keys"):
+        if isinstance(policy_or_weights, dict) or hasattr(
+            policy_or_weights, "flatten_keys"
+        ):
             return policy_or_weights
         raise BadWeights(
             f"cannot push weights from {type(policy_or_weights).__name__}: expected a module, a"
@@ -157,7 +173,9 @@ class WeightUpdaterBase(abc.ABC):
         )
 
     @abc.abstractmethod
-    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+    def _sync_weights_with_worker(
+        self, *, worker_id: Any = None, server_weights: Any
+    ) -> None:
         """Send ``server_weights`` to the worker ``worker_id``."""
 
 
@@ -182,9 +200,13 @@ class VanillaWeightUpdater(WeightUpdaterBase):
 
         weights = TensorDict.from_module(policy)
         # are no weights
-        unsaved = {name for name, _ in policy.named_buffers()} - policy.state_dict().keys()
+        unsaved = {
+            name for name, _ in policy.named_buffers()
+        } - policy.state_dict().keys()
         return cls(
-            policy_weights=weights.exclude(*(tuple(name.split(".")) for name in unsaved)).lock_()
+            policy_weights=weights.exclude(
+                *(tuple(name.split(".")) for name in unsaved)
+            ).lock_()
         )
 
     def _get_server_weights(self) -> Any:
@@ -193,9 +215,14 @@ class VanillaWeightUpdater(WeightUpdaterBase):
     def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
         return policy_or_weights
 
-    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+    def _sync_weights_with_worker(
+        self, *, worker_id: Any = None, server_weights: Any
+    ) -> None:
         if server_weights is not None:
-            overwrite(named_weights(self.policy_weights), named_weights(flattened(server_weights)))
+            overwrite(
+                named_weights(self.policy_weights),
+                named_weights(flattened(server_weights)),
+            )
 
 
 class RayWeightUpdater(WeightUpdaterBase):
@@ -215,7 +242,10 @@ class RayWeightUpdater(WeightUpdaterBase):
     """
 
     def __init__(
-        self, policy_weights: Any, remote_collectors: Sequence[Any], max_interval: int = 0
+        self,
+        policy_weights: Any,
+        remote_collectors: Sequence[Any],
+        max_interval: int = 0,
     ) -> None:
         with optional("RayWeightUpdater", "ray", "ray"):
             import ray
@@ -239,7 +269,9 @@ class RayWeightUpdater(WeightUpdaterBase):
         self._passed_by[worker_id] += 1
         return self._passed_by[worker_id] <= self.max_interval
 
-    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+    def _sync_weights_with_worker(
+        self, *, worker_id: Any = None, server_weights: Any
+    ) -> None:
         before = self._asked.pop(worker_id, None)
         if before is not None and self._ray.wait([before], timeout=0)[0]:
             self._ray.get(before)  # raises the actor's error
@@ -271,11 +303,15 @@ class DistributedWeightUpdater(WeightUpdaterBase):
     def _get_server_weights(self) -> Any:
         return self.policy_weights
 
-    def push_weights(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
+    def push_weights(
+        self, policy_or_weights: Any = None, worker_ids: Any = None
+    ) -> None:
         """Copy weights into the policy of the collectors, which then publish it to ``worker_ids``."""
         super().push_weights(policy_or_weights)
 
-    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+    def _sync_weights_with_worker(
+        self, *, worker_id: Any = None, server_weights: Any
+    ) -> None:
         given = named_weights(flattened(server_weights))
         for collector in self.collectors or ():
             if collector is not None:
@@ -317,7 +353,11 @@ class RPCWeightUpdater(WeightUpdaterBase):
         return range(self.num_workers)
 
     def push_weights(
-        self, policy_or_weights: Any = None, worker_ids: Any = None, *, wait: bool = True
+        self,
+        policy_or_weights: Any = None,
+        worker_ids: Any = None,
+        *,
+        wait: bool = True,
     ) -> None:
         """Send weights to collectors, then call the hooks.
 
@@ -338,7 +378,9 @@ class RPCWeightUpdater(WeightUpdaterBase):
     def _get_server_weights(self) -> Any:
         return self.policy_weights
 
-    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+    def _sync_weights_with_worker(
+        self, *, worker_id: Any = None, server_weights: Any
+    ) -> None:
         # 0: torch RPC waits without a limit
         call = self.collector_rrefs[worker_id].rpc_async(timeout=self.wait_s or 0)
         self._answers.append(call.update_policy_weights_(server_weights))

@@ -40,7 +40,11 @@ def by_name(given: Any) -> Weights:
         BadWeights: of anything else.
     """
     named = named_weights(flattened(given))
-    return {name: tensor for name, tensor in named.items() if name.split(".")[0] != EXTRA_STATE}
+    return {
+        name: tensor
+        for name, tensor in named.items()
+        if name.split(".")[0] != EXTRA_STATE
+    }
 
 
 def is_tensordict(weights: Any) -> bool:
@@ -73,13 +77,19 @@ def fitted(given: Any, model: torch.nn.Module) -> Weights:
         path = _place(new, model)
     part = model.get_submodule(path)
     saved, unsaved = named_weights(part), unsaved_buffers(part)
-    check_fit(new, saved | {name: buffer for name, buffer in unsaved.items() if name in new})
+    check_fit(
+        new, saved | {name: buffer for name, buffer in unsaved.items() if name in new}
+    )
     check_finite(new)
     prefix = f"{path}." if path else ""
-    return named_weights(model) | {prefix + name: tensor for name, tensor in new.items()}
+    return named_weights(model) | {
+        prefix + name: tensor for name, tensor in new.items()
+    }
 
 
-def fitting_parts(names: AbstractSet[str], model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+def fitting_parts(
+    names: AbstractSet[str], model: torch.nn.Module
+) -> dict[str, torch.nn.Module]:
     """Return the model and the modules inside it, by path, of which these are the names of weights."""
     found = {}
     for path, part in model.named_modules():
@@ -113,7 +123,9 @@ def _place(new: Weights, model: torch.nn.Module) -> str:
 def _leaves(weights: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     for key, value in weights.items():
         names = (*path, *map(str, key)) if isinstance(key, tuple) else (*path, str(key))
-        if isinstance(value, Mapping) or (is_tensordict(value) and not torch.is_tensor(value)):
+        if isinstance(value, Mapping) or (
+            is_tensordict(value) and not torch.is_tensor(value)
+        ):
             yield from _leaves(value, names)
         else:
             yield (

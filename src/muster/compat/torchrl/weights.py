@@ -38,9 +38,14 @@ class TorchRLPolicyWeights(PolicyWeights):
     """
 
     def publish_all(
-        self, sources: Sequence[tuple[Any, Any]], *, workers: Collection[int] | None = None
+        self,
+        sources: Sequence[tuple[Any, Any]],
+        *,
+        workers: Collection[int] | None = None,
     ) -> int | str:
-        parts = [part for source, model in sources for part in self._parts(source, model)]
+        parts = [
+            part for source, model in sources for part in self._parts(source, model)
+        ]
         return super().publish_all(parts, workers=workers)
 
     def _parts(self, source: Any, model: Any) -> list[tuple[Any, Any]]:
@@ -110,7 +115,10 @@ class TorchRLWeights:
             self._weights.publish_all([])
 
     def register_scheme_receiver(
-        self, weight_recv_schemes: Mapping[str, Any], *, synchronize_weights: bool = True
+        self,
+        weight_recv_schemes: Mapping[str, Any],
+        *,
+        synchronize_weights: bool = True,
     ) -> None:
         """Receive weights from a parent collector; see ``Collector.register_scheme_receiver``."""
         self._check_open()
@@ -162,7 +170,9 @@ class TorchRLWeights:
         self, policy_or_weights: Any = None, *, model_id: str | None = None
     ) -> None:
         if model_id not in (None, "policy"):
-            raise KeyError(f"Collector has no local weight target for model_id={model_id!r}.")
+            raise KeyError(
+                f"Collector has no local weight target for model_id={model_id!r}."
+            )
         if not isinstance(self._weights.policy, torch.nn.Module):
             raise RuntimeError(
                 "Collector cannot update policy weights without explicit weights or an original"
@@ -173,5 +183,8 @@ class TorchRLWeights:
 
 def is_for_workers(scheme: Any) -> bool:
     """Return whether a scheme only names the transport of a collector with workers."""
-    is_local = isinstance(scheme, WeightSyncScheme) and scheme.backend in ("shared", "process")
+    is_local = isinstance(scheme, WeightSyncScheme) and scheme.backend in (
+        "shared",
+        "process",
+    )
     return is_local and not scheme.initialized_on_sender

@@ -21,9 +21,20 @@ from tensordict import TensorDict
 from torchrl.weight_update import MultiProcessWeightSyncScheme
 
 from muster.compat.torchrl.progress import SharedProgress, pending_frames
-from muster.compat.torchrl.weight_names import by_name, fitted, is_tensordict, unsaved_buffers
+from muster.compat.torchrl.weight_names import (
+    by_name,
+    fitted,
+    is_tensordict,
+    unsaved_buffers,
+)
 from muster.compat.torchrl.worker_errors import ErrorFolder, raise_original
-from muster.errors import BadOption, BadWeights, CollectorClosed, CollectorTimeout, MusterError
+from muster.errors import (
+    BadOption,
+    BadWeights,
+    CollectorClosed,
+    CollectorTimeout,
+    MusterError,
+)
 from muster.utils.tracebacks import trimmed
 from muster.weights.names import check_finite, copy_tensor, named_weights
 from muster.workers.failures import Where, died
@@ -94,12 +105,18 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
             return {**super().stats(), **self._progress_of_all()}
         with self._workers():
             numbers = dict(super().stats(workers))
-        return numbers if workers == "per_worker" else {**numbers, **self._progress_of_all()}
+        return (
+            numbers
+            if workers == "per_worker"
+            else {**numbers, **self._progress_of_all()}
+        )
 
     def _progress_of_all(self) -> dict[str, int]:
         numbers = self._progress.total()
         # without a replay buffer, trajectories are assembled here
-        numbers["pending_frames"] += pending_frames(getattr(self, "_traj_assembly", None))
+        numbers["pending_frames"] += pending_frames(
+            getattr(self, "_traj_assembly", None)
+        )
         return numbers
 
     def __len__(self) -> int:
@@ -130,7 +147,9 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
         with self._workers():
             if self._weight_sync_schemes:
                 policy_or_weights, kwargs = self._checked(policy_or_weights, kwargs)
-            super().update_policy_weights_(policy_or_weights, worker_ids=worker_ids, **kwargs)
+            super().update_policy_weights_(
+                policy_or_weights, worker_ids=worker_ids, **kwargs
+            )
 
     def receive_weights(
         self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None
@@ -148,7 +167,11 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
             ValueError: weights were given although schemes are registered, or twice.
             BadWeights: the weights do not fit, or are not finite. Nothing was changed.
         """
-        sources = [source for source in (policy_or_weights, weights, policy) if source is not None]
+        sources = [
+            source
+            for source in (policy_or_weights, weights, policy)
+            if source is not None
+        ]
         if len(sources) > 1:
             raise ValueError(
                 "the weights are given more than once: as the argument, as weights= or as policy="
@@ -171,7 +194,9 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
             if self._weight_sync_schemes:
                 self.update_policy_weights_()
 
-    def _checked(self, given: Any, named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _checked(
+        self, given: Any, named: Mapping[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         """Return the arguments of ``update_policy_weights_`` with weights that fit.
 
         Raises:
@@ -186,7 +211,8 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
                 options[name] = self._fitted(options[name], model_id)
         if options.get("weights_dict") is not None:
             options["weights_dict"] = {
-                name: self._fitted(own, name) for name, own in options["weights_dict"].items()
+                name: self._fitted(own, name)
+                for name, own in options["weights_dict"].items()
             }
         elif given is None and options.keys() <= {"model_id"}:
             model = self._model(model_id, None)
@@ -200,8 +226,14 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
         """
         if model_id not in self._weight_sync_schemes:
             return given  # TorchRL raises KeyError
-        if type(given) is dict and given and all(isinstance(worker, int) for worker in given):
-            if isinstance(self._weight_sync_schemes[model_id], MultiProcessWeightSyncScheme):
+        if (
+            type(given) is dict
+            and given
+            and all(isinstance(worker, int) for worker in given)
+        ):
+            if isinstance(
+                self._weight_sync_schemes[model_id], MultiProcessWeightSyncScheme
+            ):
                 raise BadOption(
                     "weights were given by worker, and TorchRL's MultiProcessWeightSyncScheme sends"
                     " the same weights to all workers: use"
@@ -214,7 +246,11 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
         whole = self._fitted_to(given, self._model(model_id, None))
         is_module = isinstance(given, torch.nn.Module) and not is_tensordict(given)
         # TorchRL takes more from a module than from its weights: its extra state.
-        return given if is_module and named_weights(given).keys() == whole.keys() else whole
+        return (
+            given
+            if is_module and named_weights(given).keys() == whole.keys()
+            else whole
+        )
 
     def _fitted_to(self, given: Any, model: torch.nn.Module | None) -> TensorDict:
         if model is not None:
@@ -234,7 +270,11 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
             model = self.get_model(model_id)
         except (AttributeError, ValueError):
             model = None
-        if model is None and model_id == "policy" and self.policy_factory[worker or 0] is not None:
+        if (
+            model is None
+            and model_id == "policy"
+            and self.policy_factory[worker or 0] is not None
+        ):
             model = self.policy_factory[worker or 0]()
         return model if isinstance(model, torch.nn.Module) else None
 
@@ -284,7 +324,9 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
                     queue.put("updated")
                 return
 
-        watcher = threading.Thread(target=watch, name="muster-acknowledged", daemon=True)
+        watcher = threading.Thread(
+            target=watch, name="muster-acknowledged", daemon=True
+        )
         watcher.start()
         try:
             yield
@@ -345,7 +387,11 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
         self._ended = True
         self._errors.close()
         # A worker exits with 0 after Ctrl-C.
-        return failure if self._is_free and getattr(failure, "exitcode", None) != 0 else None
+        return (
+            failure
+            if self._is_free and getattr(failure, "exitcode", None) != 0
+            else None
+        )
 
     def _failure(self, error: BaseException | None) -> MusterError | None:
         """Return the error of the first worker that has raised one, or has exited; None if there is
@@ -368,7 +414,12 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
         if reported is not None:
             pid, found = reported
             worker = next(
-                (n for n, each in enumerate(processes) if is_known(each) and each.pid == pid), None
+                (
+                    n
+                    for n, each in enumerate(processes)
+                    if is_known(each) and each.pid == pid
+                ),
+                None,
             )
             if found.worker is None:
                 found.worker = worker
@@ -411,7 +462,9 @@ def _join_ended(processes: Sequence[Any]) -> None:
     ended = connection.wait([process.sentinel for process in processes], timeout=EXIT_S)
     for process in processes:
         if process.sentinel in ended:
-            process.join(EXIT_S)  # the kernel closes files before it tells the exit code
+            process.join(
+                EXIT_S
+            )  # the kernel closes files before it tells the exit code
 
 
 def _guarded(name: str) -> Callable[..., Any]:
@@ -424,7 +477,14 @@ def _guarded(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    *("set_seed", "reset", "state_dict", "load_state_dict", "map_fn", "get_distant_attr"),
+    *(
+        "set_seed",
+        "reset",
+        "state_dict",
+        "load_state_dict",
+        "map_fn",
+        "get_distant_attr",
+    ),
     *("getattr_env", "getattr_policy", "enable_profile", "disable_profile"),
 ):
     setattr(WorkerCalls, _name, _guarded(_name))

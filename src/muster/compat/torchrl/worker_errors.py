@@ -61,9 +61,13 @@ class ErrorFolder:
         The original exception is the error's ``__cause__``; None if it is an error of Muster's.
         """
         with contextlib.suppress(FileNotFoundError):  # the folder was closed
-            files = [file for file in Path(self.path).iterdir() if file.name.isdecimal()]
+            files = [
+                file for file in Path(self.path).iterdir() if file.name.isdecimal()
+            ]
             for file in sorted(files, key=lambda file: file.stat().st_mtime_ns):
-                sent, parts = pickle.loads(file.read_bytes())  # of a process of the same user
+                sent, parts = pickle.loads(
+                    file.read_bytes()
+                )  # of a process of the same user
                 return int(file.name), _restored(sent, parts)
         return None
 
@@ -101,7 +105,9 @@ class WatchedClass:
         # for the end of its own pipe. So errors of the collector are written before it sees them.
         collector.iterator = report.watched(collector.iterator)
         for method, phase in PHASES.items():
-            setattr(collector, method, report.reported(getattr(collector, method), phase))
+            setattr(
+                collector, method, report.reported(getattr(collector, method), phase)
+            )
         if multiprocessing.parent_process() is not None:
             Finalize(None, report.at_exit, exitpriority=FIRST)
         return collector
@@ -153,7 +159,9 @@ class Report:
 
         return reported
 
-    def watched(self, iterator: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[Any]]:
+    def watched(
+        self, iterator: Callable[[], Iterator[Any]]
+    ) -> Callable[[], Iterator[Any]]:
         """Return a function whose iterators write errors."""
 
         def watched() -> Iterator[Any]:
@@ -170,13 +178,19 @@ class Report:
 
     def write(self, error: BaseException, phase: str) -> None:
         """Write an error of a phase, unless it was written before. Ctrl-C is not an error."""
-        if error is self._written or isinstance(error, (GeneratorExit, KeyboardInterrupt)):
+        if error is self._written or isinstance(
+            error, (GeneratorExit, KeyboardInterrupt)
+        ):
             return
         self._written = error
         sent = _located(error, phase, self._worker)
-        content = pickle.dumps((sent, None if sent.pickled is not None else _parts(error)))
+        content = pickle.dumps(
+            (sent, None if sent.pickled is not None else _parts(error))
+        )
         complete, name = self._folder / str(os.getpid()), f"{os.getpid()}.part"
-        with contextlib.suppress(OSError):  # the main process has removed the folder: it has ended
+        with contextlib.suppress(
+            OSError
+        ):  # the main process has removed the folder: it has ended
             (self._folder / name).write_bytes(content)
             (self._folder / name).rename(complete)
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from torchrl.collectors import MultiProcessedWeightUpdater, RemoteModuleWeightUpdater
 
-from muster.compat.torchrl.updaters import RayWeightUpdater, VanillaWeightUpdater, WeightUpdaterBase
+from muster.compat.torchrl.updaters import (
+    RayWeightUpdater,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
 
 __all__ = [
     "MultiProcessedWeightUpdater",

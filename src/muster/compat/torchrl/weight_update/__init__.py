@@ -23,7 +23,13 @@ import torch
 from muster.compat.torchrl.scheme_ends import ReceivingEnd, SendingEnd
 from muster.compat.torchrl.weight_names import by_name, flattened, unsaved_buffers
 from muster.errors import BadOption, CollectorClosed
-from muster.weights.names import Weights, check_finite, copy_tensor, named_weights, overwrite
+from muster.weights.names import (
+    Weights,
+    check_finite,
+    copy_tensor,
+    named_weights,
+    overwrite,
+)
 
 __all__ = [
     "DistributedWeightSyncScheme",
@@ -35,7 +41,13 @@ __all__ = [
     "WeightSyncScheme",
 ]
 _OF_TORCHRL = {  # parts of TorchRL's own schemes
-    *("DistributedTransport", "MPTransport", "RPCTransport", "RayTransport", "SharedMemTransport"),
+    *(
+        "DistributedTransport",
+        "MPTransport",
+        "RPCTransport",
+        "RayTransport",
+        "SharedMemTransport",
+    ),
     *(
         "InitialSyncTransport",
         "RayModuleTransformScheme",
@@ -118,7 +130,9 @@ class WeightSyncScheme:
     ) -> None:
         del per_worker_weights
         if strategy not in ("tensordict", "state_dict"):
-            raise BadOption(f"strategy={strategy!r}: expected 'tensordict' or 'state_dict'")
+            raise BadOption(
+                f"strategy={strategy!r}: expected 'tensordict' or 'state_dict'"
+            )
         self.strategy = strategy
         self.sync = sync
         self.deadline_s = deadline_s
@@ -178,7 +192,9 @@ class WeightSyncScheme:
         """
         del ctx
         if self._sender is not None or self.initialized_on_receiver:
-            raise BadOption(f"{self} is initialized already: one object is one end, for one model")
+            raise BadOption(
+                f"{self} is initialized already: one object is one end, for one model"
+            )
         if context is not None and model is None and weights is None:
             model, weights = _of_context(context, model_id)
         if params_map is not None and model is None:
@@ -190,7 +206,9 @@ class WeightSyncScheme:
                 " context, and one only"
             )
         if not self.backend:
-            raise BadOption(f"{self} cannot send by itself: take a subclass of WeightSyncScheme")
+            raise BadOption(
+                f"{self} cannot send by itself: take a subclass of WeightSyncScheme"
+            )
         count = _count(num_workers, devices, context)
         given = model if weights is None else weights
         modules = [
@@ -225,7 +243,9 @@ class WeightSyncScheme:
             CollectorTimeout: with ``sync``, a receiver has not taken the weights in time.
         """
         if self._sender is None or not self.synchronized_on_sender:
-            raise BadOption("send() is for senders: call init_on_sender(...) and connect() before")
+            raise BadOption(
+                "send() is for senders: call init_on_sender(...) and connect() before"
+            )
         self._publish(self._sender, weights, worker_ids)
 
     # --- receiver ---------------------------------------------------------------------------------
@@ -272,7 +292,9 @@ class WeightSyncScheme:
                 "init_on_receiver needs what gets the weights: give a model or a context"
             )
         _materialise(self.model, self._unsent)
-        self.worker_idx = getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
+        self.worker_idx = (
+            getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
+        )
         self.initialized_on_receiver = True
 
     def receive(self, timeout: float | None = 0.0) -> Weights | None:
@@ -322,7 +344,9 @@ class WeightSyncScheme:
                 "apply_weights() writes into the model of a receiver: call init_on_receiver(...)"
                 " before"
             )
-        overwrite(named_weights(flattened(self.model)), named_weights(flattened(weights)))
+        overwrite(
+            named_weights(flattened(self.model)), named_weights(flattened(weights))
+        )
 
     # --- both -------------------------------------------------------------------------------------
 
@@ -344,7 +368,11 @@ class WeightSyncScheme:
             self.synchronized_on_sender = True
             return
         self.worker_idx = self.worker_idx if worker_idx is None else worker_idx
-        if not self.initialized_on_receiver or self._path is None or self.worker_idx is None:
+        if (
+            not self.initialized_on_receiver
+            or self._path is None
+            or self.worker_idx is None
+        ):
             raise BadOption(
                 "connect() comes after init_on_sender(...), or init_on_receiver(...) with a"
                 " worker_idx"
@@ -353,7 +381,9 @@ class WeightSyncScheme:
             self._path, self.worker_idx, deadline_s=self.deadline_s, answers=self.sync
         )
         try:
-            self._take(end, announce=False)  # the collector reads the first weights from the model
+            self._take(
+                end, announce=False
+            )  # the collector reads the first weights from the model
         except BaseException:
             end.close()
             raise
@@ -368,7 +398,10 @@ class WeightSyncScheme:
         end, self._receiver = self._receiver, None
         if end is not None:
             end.hang_up()
-            if self._following is not None and self._following is not threading.current_thread():
+            if (
+                self._following is not None
+                and self._following is not threading.current_thread()
+            ):
                 self._following.join(self.deadline_s)
             end.close()
 
@@ -401,7 +434,11 @@ class WeightSyncScheme:
 
     def _follow_for_context(self) -> None:
         """Start a thread that receives, once this is connected and has a context."""
-        if self._receiver is not None and self.context is not None and self._following is None:
+        if (
+            self._receiver is not None
+            and self.context is not None
+            and self._following is None
+        ):
             args = (self._receiver, weakref.ref(self))
             self._following = threading.Thread(
                 target=_follow, args=args, name="muster-weights", daemon=True
@@ -423,7 +460,9 @@ class WeightSyncScheme:
             version = self.version + 1
             for worker, own in new.items():
                 if worker is None or receivers is None or worker in receivers:
-                    sender.publish(own, version, receivers if worker is None else [worker])
+                    sender.publish(
+                        own, version, receivers if worker is None else [worker]
+                    )
             self.version = version
             if self.sync:
                 sender.wait(receivers)
@@ -433,7 +472,9 @@ class WeightSyncScheme:
         named = {}
         for worker, own in (given if _differ(given) else {None: given}).items():
             named[worker] = {
-                name: tensor for name, tensor in by_name(own).items() if name not in self._constants
+                name: tensor
+                for name, tensor in by_name(own).items()
+                if name not in self._constants
             }
             check_finite(named[worker])
         return named
@@ -480,7 +521,12 @@ class NoWeightSyncScheme(WeightSyncScheme):
     _sends = False
 
     def init_on_sender(
-        self, *, model_id: str = "policy", context: Any = None, model: Any = None, **_: Any
+        self,
+        *,
+        model_id: str = "policy",
+        context: Any = None,
+        model: Any = None,
+        **_: Any,
     ) -> None:
         """Make this object the sender; see ``WeightSyncScheme.init_on_sender``."""
         if context is not None and model is None:
@@ -494,7 +540,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self.model_id = model_id
         self._sends = True
 
-    def init_on_receiver(self, *, model_id: str = "policy", model: Any = None, **_: Any) -> None:
+    def init_on_receiver(
+        self, *, model_id: str = "policy", model: Any = None, **_: Any
+    ) -> None:
         """Make this object a receiver, whose module on the device "meta" gets the weights of
         ``init_on_sender``.
         """
@@ -589,7 +637,9 @@ def _follow(end: ReceivingEnd, receiver: weakref.ref[WeightSyncScheme]) -> None:
                 RuntimeWarning,
                 1,
             )
-            end.answer(scheme.version or 0)  # the sender must not wait for refused weights
+            end.answer(
+                scheme.version or 0
+            )  # the sender must not wait for refused weights
         del scheme
 
 
@@ -611,7 +661,11 @@ def _of_context(context: Any, model_id: str) -> tuple[Any, Any]:
 
 def _differ(given: Any) -> bool:
     """Return whether these are weights by number of the receiver."""
-    return type(given) is dict and bool(given) and all(isinstance(key, int) for key in given)
+    return (
+        type(given) is dict
+        and bool(given)
+        and all(isinstance(key, int) for key in given)
+    )
 
 
 def _materialise(model: Any, packed: bytes | None) -> None:
@@ -620,7 +674,10 @@ def _materialise(model: Any, packed: bytes | None) -> None:
     """
     if not isinstance(model, torch.nn.Module):
         return
-    if not any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers())):
+    if not any(
+        tensor.is_meta
+        for tensor in itertools.chain(model.parameters(), model.buffers())
+    ):
         return
     model.to_empty(device="cpu")
     tensors = named_weights(model) | unsaved_buffers(model)
@@ -638,10 +695,21 @@ def _packed(tensors: Weights) -> bytes | None:
     return safetensors.torch.save(copies) if copies else None
 
 
-def _count(num_workers: int | None, devices: Collection[Any] | None, context: Any) -> int:
-    counts = [n for n in (num_workers, None if devices is None else len(devices)) if n is not None]
+def _count(
+    num_workers: int | None, devices: Collection[Any] | None, context: Any
+) -> int:
+    counts = [
+        n
+        for n in (num_workers, None if devices is None else len(devices))
+        if n is not None
+    ]
     count = counts[0] if counts else getattr(context, "num_workers", 1)
-    if len(set(counts)) > 1 or isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if (
+        len(set(counts)) > 1
+        or isinstance(count, bool)
+        or not isinstance(count, int)
+        or count < 1
+    ):
         raise BadOption(
             f"num_workers={num_workers!r}, devices={devices!r}: expected the number of receivers,"
             " once"

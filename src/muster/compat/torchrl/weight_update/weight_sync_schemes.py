@@ -8,7 +8,12 @@ import muster.compat.torchrl.weight_update as weight_update
 from muster.compat.torchrl.weight_update import WeightSyncScheme
 
 __all__ = ["WeightSyncScheme"]
-_OF_TORCHRL = ("InitialSyncTransport", "TransportBackend", "WeightStrategy", "WeightSyncBackend")
+_OF_TORCHRL = (
+    "InitialSyncTransport",
+    "TransportBackend",
+    "WeightStrategy",
+    "WeightSyncBackend",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -104,7 +104,11 @@ class _OverNodes:
     _lead = 1  # as TorchRL, which requests a node's next batch when it delivers the one before
 
     def _init_as_torchrl(
-        self, create_env_fn: Any, policy: Any, frames_per_batch: int, options: dict[str, Any]
+        self,
+        create_env_fn: Any,
+        policy: Any,
+        frames_per_batch: int,
+        options: dict[str, Any],
     ) -> None:
         self._pre_hook = SettableHook(options.get("pre_collect_hook"))
         options = {**options, "pre_collect_hook": self._pre_hook}
@@ -121,7 +125,9 @@ class _OverNodes:
         makers = [make_policy] * len(given)
         if isinstance(make_policy, (list, tuple)):
             makers = list(make_policy)[: len(given)]
-            makers += makers[:1] * (len(given) - len(makers))  # Muster refuses such a list
+            makers += makers[:1] * (
+                len(given) - len(makers)
+            )  # Muster refuses such a list
         envs = [
             ActedOn(make, maker) if shown and callable(make) else make
             for make, maker in zip(given, makers, strict=True)
@@ -134,7 +140,9 @@ class _OverNodes:
             self._kept_policy = policy
             self.update_policy_weights_()
 
-    def _show(self, create_env_fn: Any, frames_per_batch: int, options: dict[str, Any]) -> None:
+    def _show(
+        self, create_env_fn: Any, frames_per_batch: int, options: dict[str, Any]
+    ) -> None:
         """Set public attributes of TorchRL's collectors to the given arguments; devices are lists with
         one per node.
         """
@@ -151,15 +159,22 @@ class _OverNodes:
         for name in ("device", "storing_device", "env_device", "policy_device"):
             given = options.get(name)
             setattr(
-                self, name, list(given) if isinstance(given, (list, tuple)) else [given] * nodes
+                self,
+                name,
+                list(given) if isinstance(given, (list, tuple)) else [given] * nodes,
             )
 
-    def update_policy_weights_(self, policy_or_weights: Any = None, **options: Any) -> None:
+    def update_policy_weights_(
+        self, policy_or_weights: Any = None, **options: Any
+    ) -> None:
         """Publish weights as ``muster.Collector.update_policy_weights_``.
 
         Dicts may be nested, as TensorDicts are.
         """
-        if policy_or_weights is None and not {"weights", "policy", "weights_dict"} & options.keys():
+        if (
+            policy_or_weights is None
+            and not {"weights", "policy", "weights_dict"} & options.keys()
+        ):
             policy_or_weights = self._kept_policy
         if options.get("weights") is not None:
             options["weights"] = flattened(options["weights"])
@@ -270,8 +285,13 @@ class _OverNodes:
         """
         method = resolve(self, method_name)
         if not callable(method):
-            raise BadOption(f"{method_name!r} is {type(method).__name__}, which cannot be called")
-        return [method(*args, **kwargs) for args, kwargs in calls_of(list_of_args, list_of_kwargs)]
+            raise BadOption(
+                f"{method_name!r} is {type(method).__name__}, which cannot be called"
+            )
+        return [
+            method(*args, **kwargs)
+            for args, kwargs in calls_of(list_of_args, list_of_kwargs)
+        ]
 
     @property
     def _leaves(self) -> dict[int, list[int]]:
@@ -307,7 +327,10 @@ class DistributedCollector(_OverNodes, clusters.DistributedCollector):  # type: 
         **options: Any,
     ) -> None:
         self._init_as_torchrl(
-            create_env_fn, policy, frames_per_batch, _published_every(update_interval, options)
+            create_env_fn,
+            policy,
+            frames_per_batch,
+            _published_every(update_interval, options),
         )
 
 
@@ -318,7 +341,12 @@ class DistributedSyncCollector(DistributedCollector):
 
     @passes_on(clusters.DistributedOptions, WithoutEffect, ShownAsInTorchRL)
     def __init__(
-        self, create_env_fn: Any, policy: Any = None, *, update_interval: int = 1, **options: Any
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        update_interval: int = 1,
+        **options: Any,
     ) -> None:
         if "sync" in options:
             raise TypeError(
@@ -346,7 +374,12 @@ class RPCCollector(_OverNodes, clusters.RPCCollector):  # type: ignore[misc]
 
     @passes_on(clusters.RPCOptions, WithoutEffect, ShownAsInTorchRL)
     def __init__(
-        self, create_env_fn: Any, policy: Any = None, *, frames_per_batch: int, **options: Any
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        frames_per_batch: int,
+        **options: Any,
     ) -> None:
         self._init_as_torchrl(create_env_fn, policy, frames_per_batch, options)
 
@@ -381,7 +414,11 @@ class RayCollector(_OverNodes, clusters.RayCollector):  # type: ignore[misc]
         del use_env_creator, no_cuda_sync
         lists = [options.get(name) for name in ("collector_kwargs", "remote_configs")]
         counts = [len(given) for given in lists if isinstance(given, list)]
-        if options.get("num_collectors") is None and counts and not isinstance(create_env_fn, list):
+        if (
+            options.get("num_collectors") is None
+            and counts
+            and not isinstance(create_env_fn, list)
+        ):
             options["num_collectors"] = max(counts)
         self._service = policy if is_service(policy) else None
         if self._service is not None:
@@ -389,7 +426,9 @@ class RayCollector(_OverNodes, clusters.RayCollector):  # type: ignore[misc]
             policy = ServedModule(policy)
         self._init_as_torchrl(create_env_fn, policy, frames_per_batch, options)
 
-    def update_policy_weights_(self, policy_or_weights: Any = None, **options: Any) -> None:
+    def update_policy_weights_(
+        self, policy_or_weights: Any = None, **options: Any
+    ) -> None:
         """Publish weights as ``muster.Collector.update_policy_weights_``.
 
         If the policy is an ``InferenceServer``, it gets the weights.
@@ -409,7 +448,9 @@ class RayCollector(_OverNodes, clusters.RayCollector):  # type: ignore[misc]
         by_model = options.get("weights_dict") or {}
         given = [policy_or_weights, options.get("weights"), options.get("policy")]
         given.append(by_model.get(options.get("model_id") or "policy"))
-        update_service(self._service, next((one for one in given if one is not None), None))
+        update_service(
+            self._service, next((one for one in given if one is not None), None)
+        )
 
     def _learner_weight_sync(self, *, new_generation: bool = False) -> Any:
         """Return the scheme over which the learner of ``learner_backend="ray"`` sends weights.
@@ -439,7 +480,9 @@ class RayCollector(_OverNodes, clusters.RayCollector):  # type: ignore[misc]
         Empty after ``stop_remote_collectors`` and ``shutdown``.
         """
         return (
-            [] if self._closed else [CollectorActor(NodeCollector(self, i)) for i in self._leaves]
+            []
+            if self._closed
+            else [CollectorActor(NodeCollector(self, i)) for i in self._leaves]
         )
 
     def local_policy(self) -> Any:
@@ -558,7 +601,9 @@ def _translated(
         told["tcp_port"] = int(told["tcp_port"])
     frames = integer("frames_per_batch", frames_per_batch)
     if (total := told.get("total_frames", -1)) > 0:
-        told["total_frames"] = -(-total // frames) * frames  # TorchRL's last batch is complete, too
+        told["total_frames"] = (
+            -(-total // frames) * frames
+        )  # TorchRL's last batch is complete, too
     nodes = _nodes(create_env_fn, told)
     if told.get("sync"):
         if frames % nodes:
@@ -575,10 +620,17 @@ def _translated(
         shape = _padded(acting)
     elif acting.get("replay_write_mode") == "trajectory":
         pass  # flat, as TorchRL's
-    elif told.get("sync") and not acting.get("split_trajs") and acting.get("extend_buffer", True):
+    elif (
+        told.get("sync")
+        and not acting.get("split_trajs")
+        and acting.get("extend_buffer", True)
+    ):
         shape = _joined(acting, nodes, joins=joins)
     told |= shape
-    every = [{name: value for name, value in given.items() if name not in shape} for given in every]
+    every = [
+        {name: value for name, value in given.items() if name not in shape}
+        for given in every
+    ]
     if of_nodes is not None:
         told["collector_kwargs"] = every if several else every[0]
     as_torchrl = {"obs_dtype": "env", "execution": Execution(policy_mode="as_given")}
@@ -610,7 +662,10 @@ def _padded(options: Mapping[str, Any]) -> dict[str, Any]:
         return {"traj_format": "cat"}
     if (options.get("traj_format") or "pad") != "pad":
         return {}
-    return {"traj_format": "pad", "postproc": partial(_zero_padding, options.get("postproc"))}
+    return {
+        "traj_format": "pad",
+        "postproc": partial(_zero_padding, options.get("postproc")),
+    }
 
 
 def _zero_padding(postproc: Any, batch: Any) -> Any:
@@ -665,7 +720,9 @@ def _with_effect(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the options without those that have no effect: here, or on this machine, as in
     TorchRL.
     """
-    acting = {name: value for name, value in (options or {}).items() if name not in OF_TORCHRL}
+    acting = {
+        name: value for name, value in (options or {}).items() if name not in OF_TORCHRL
+    }
     compiling = acting.get("compile_policy")
     if isinstance(compiling, Mapping):
         acting["compile_policy"] = {
@@ -711,7 +768,10 @@ def _published_every(batches: int | None, options: dict[str, Any]) -> dict[str, 
     if batches is None:
         return options
     batches = integer("update_interval", batches)
-    if options.get("update_after_each_batch") or options.get("max_weight_update_interval", -1) > -1:
+    if (
+        options.get("update_after_each_batch")
+        or options.get("max_weight_update_interval", -1) > -1
+    ):
         raise BadOption(
             "update_interval, update_after_each_batch and max_weight_update_interval all say when"
             " to publish: give one"

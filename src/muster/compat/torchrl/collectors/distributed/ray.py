@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torchrl.collectors.distributed.ray import DEFAULT_RAY_INIT_CONFIG, DEFAULT_REMOTE_CLASS_CONFIG
+from torchrl.collectors.distributed.ray import (
+    DEFAULT_RAY_INIT_CONFIG,
+    DEFAULT_REMOTE_CLASS_CONFIG,
+)
 
 from muster.compat.torchrl.collectors.distributed import RayCollector
 
