@@ -104,6 +104,7 @@ class Rollout:
         )
         self.paused: Prepared | None = None
         self._settled = 0  # number of rows that ``settle`` has completed
+        self._steps_before: Array | None = None  # the first row
         self.reports = group.reports
         if request.is_random_start or listener is not None:
             self.reports = _reports_of(group, request, listener)
@@ -514,6 +515,8 @@ class Rollout:
         if not (ends or options.max_frames_per_traj) and isinstance(
             clock, TrajectoryClock
         ):
+            if t == 0:
+                self._steps_before = clock.steps.copy()
             clock.advance_row(ids[t], reward[t])
         else:
             flags = [rows[t:n] for rows in self.views.flags]
@@ -522,7 +525,13 @@ class Rollout:
                 over = lane.arrays[TRAJ_DONE][t:n]
             episodes = self._advance_clock(clock, t, flags, over)
         self._settled = n
-        return RolloutOutcome(lane.B, 1, episodes, self.next_obs.take_finals())
+        return RolloutOutcome(
+            lane.B,
+            1,
+            episodes,
+            self.next_obs.take_finals(),
+            steps_before=None if t else self._steps_before,
+        )
 
     def _advance_clock(
         self,
@@ -541,7 +550,9 @@ class Rollout:
         lane = self.lane
         group = self.group
         reward, _, terminated, truncated, ids = flags
-        clock.fill_ids(ids, over)
+        steps = clock.fill_ids(ids, over)
+        if begin == 0:
+            self._steps_before = steps
         if group.options.max_frames_per_traj:
             rows = slice(begin, lane.done_steps)
             counts = lane.arrays[STEP_COUNT][rows]
@@ -641,7 +652,12 @@ class Rollout:
         if options.reset_at_each_iter and closes:
             group.reset()
         return RolloutOutcome(
-            frames, n, episodes, self.next_obs.finals, left_out=not self.waiting.is_idle
+            frames,
+            n,
+            episodes,
+            self.next_obs.finals,
+            left_out=not self.waiting.is_idle,
+            steps_before=self._steps_before,
         )
 
     def _finish_there(self, rows: DeviceRows) -> RolloutOutcome:
@@ -651,7 +667,7 @@ class Rollout:
         on_device = group.on_device
         assert on_device is not None
         on_device.look()
-        on_device.prepare(rows)
+        steps = on_device.prepare(rows)
         on_device.compute(rows)
         for key, _, _, last in self.views.carried:
             group.carry.take(key, last, ())
@@ -663,7 +679,12 @@ class Rollout:
         group.closed()
         if group.options.reset_at_each_iter and closes:
             group.reset()
-        return RolloutOutcome(lane.T * lane.B, lane.T, on_device.send(rows))
+        return RolloutOutcome(
+            lane.T * lane.B,
+            lane.T,
+            on_device.send(rows),
+            steps_before=steps,
+        )
 
     def _carry_on_lives(self) -> None:
         """Let environments that only lost a life continue from their last observation."""
