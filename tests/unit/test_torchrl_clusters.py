@@ -30,8 +30,8 @@ from tensordict.nn import (
     TensorDictSequential,
 )
 from torch import nn
-from torchrl.data import LazyTensorStorage, ReplayBuffer
-from torchrl.envs import SerialEnv
+from torchrl.data import LazyTensorStorage, ReplayBuffer, Unbounded
+from torchrl.envs import SerialEnv, TensorDictPrimer
 from torchrl.modules import LSTMModule
 from torchrl.testing.mocking_classes import CountingEnv
 
@@ -513,6 +513,29 @@ def test_nodes_add_the_transforms_of_a_recurrent_policy_on_request(adds: Any) ->
     assert not batch["next", "is_init"].any(), "InitTracker's"
     state = batch["next", "recurrent_state_h"]
     assert torch.equal(state[:-1], batch["recurrent_state_h"][1:])
+
+
+class BeginsAtFive(TensorDictModuleBase):
+    in_keys = ["observation", "memory", "is_init"]  # noqa: RUF012
+    out_keys = ["action", ("next", "memory")]  # noqa: RUF012
+
+    def make_tensordict_primer(self) -> TensorDictPrimer:
+        return TensorDictPrimer(memory=Unbounded((1,)), default_value=5.0)
+
+    def forward(self, td: Any) -> Any:
+        td.set("action", torch.zeros(*td.shape, 1))
+        return td.set(("next", "memory"), td["memory"] + 1)
+
+
+def test_nodes_begin_with_the_state_of_a_primer_that_was_added() -> None:
+    with ours.DistributedCollector(
+        [env_maker],
+        BeginsAtFive(),
+        frames_per_batch=3,
+        launcher="mp",
+        collector_kwargs={"auto_register_policy_transforms": True},
+    ) as collector:
+        assert collector.next()["memory"].squeeze(-1).tolist() == [5, 6, 7]
 
 
 def test_transforms_of_nodes_that_differ_are_refused() -> None:
