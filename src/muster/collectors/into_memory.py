@@ -165,7 +165,7 @@ class MemoryWriter:
             if steps is not None:
                 follows &= ring.steps_so_far == steps
         else:
-            known.is_followed = False
+            known.break_off()
             if steps is None:
                 steps = known.steps_of(ids)
             follows = np.zeros(ring.B, bool)
@@ -175,7 +175,7 @@ class MemoryWriter:
                 follows = (ring.ids == ids) & (ring.steps_so_far == steps)
                 follows &= ring.going_on(row)
         if not follows.all():
-            known.is_followed = False
+            known.break_off()
             ring.follow(ids, steps, follows)
             known.note(ring)
         return known
@@ -321,6 +321,10 @@ class _Known:
         """Note the trajectories of the row that is written next, or was written last."""
         self._ids[...] = ring.ids
         self._began[...] = ring.began
+
+    def break_off(self) -> None:
+        """The observations of the next row are written, also where they are there already."""
+        self.is_followed = False
 
     def wrote(self, ring: Ring) -> None:
         """Note that its last row is the newest one of this ring."""

@@ -103,7 +103,6 @@ class Rollout:
         )
         self.paused: Prepared | None = None
         self._settled = 0  # number of rows that ``settle`` has completed
-        self._steps_before: Array | None = None  # the first row
         self.reports = group.reports
         if request.is_random_start or listener is not None:
             self.reports = _reports_of(group, request, listener)
@@ -511,26 +510,27 @@ class Rollout:
             self._check_values(None, t)
         clock = self.group.clock
         episodes = NO_EPISODES
+        steps: Array | None = None
         options = self.group.options
         if not (ends or options.max_frames_per_traj) and isinstance(
             clock, TrajectoryClock
         ):
             if t == 0:
-                self._steps_before = clock.steps.copy()
+                steps = clock.steps.copy()
             clock.advance_row(ids[t], reward[t])
         else:
             flags = [rows[t:n] for rows in self.views.flags]
             over = done[t:n]
             if options.traj_done_key is not None:
                 over = lane.arrays[TRAJ_DONE][t:n]
-            episodes = self._advance_clock(clock, t, flags, over)
+            episodes, steps = self._advance_clock(clock, t, flags, over)
         self._settled = n
         return RolloutOutcome(
             lane.B,
             1,
             episodes,
             self.next_obs.take_finals(),
-            steps_before=None if t else self._steps_before,
+            steps_before=None if t else steps,
         )
 
     def _advance_clock(
@@ -539,20 +539,21 @@ class Rollout:
         begin: int,
         flags: Sequence[Array],
         over: Array,
-    ) -> Episodes:
-        """Write the ids and step counts of the complete rows from ``begin`` on, and return the
-        episodes that ended in them.
+    ) -> tuple[Episodes, Array | None]:
+        """Write the ids and step counts of the complete rows from ``begin`` on.
 
         Args:
             flags: the columns of ``LaneViews.flags`` in these rows.
             over: where episodes end, ``[n, B]``.
+
+        Returns:
+            the episodes that ended in them, and the number of steps in each trajectory before them;
+            None: agents take turns.
         """
         lane = self.lane
         group = self.group
         reward, _, terminated, truncated, ids = flags
         steps = clock.fill_ids(ids, over)
-        if begin == 0:
-            self._steps_before = steps
         if group.options.max_frames_per_traj:
             rows = slice(begin, lane.done_steps)
             counts = lane.arrays[STEP_COUNT][rows]
@@ -561,7 +562,7 @@ class Rollout:
         episodes = clock.advance(reward, terminated, truncated, over)
         if group.env.spec.info_specs and len(episodes):
             episodes = replace(episodes, info=self.next_obs.infos(lane, over, begin))
-        return episodes
+        return episodes, steps
 
     @property
     def stays_open(self) -> bool:
@@ -617,7 +618,7 @@ class Rollout:
         clock = group.clock
         if isinstance(clock, AgentClock):
             clock.sort(lane.arrays[AGENT][:n])
-        episodes = self._advance_clock(clock, 0, flags, over)
+        episodes, steps = self._advance_clock(clock, 0, flags, over)
         if group.agent_returns is not None:
             returns = group.agent_returns.advance(lane.arrays, over)
             if returns:
@@ -657,7 +658,7 @@ class Rollout:
             episodes,
             self.next_obs.finals,
             left_out=not self.waiting.is_idle,
-            steps_before=self._steps_before,
+            steps_before=steps,
         )
 
     def _finish_there(self, rows: DeviceRows) -> RolloutOutcome:
