@@ -410,12 +410,14 @@ class Rollout:
         self.next_obs.copy(t + 1)
         if group.options.compact_obs:
             self.next_obs.keep(lane, t, cut, self.waiting.since)
-        if self.ends.waits:
-            if self.waiting.add(lane, t, cut):
+        if self.ends.repeats_flags:
+            all_wait = self.waiting.add(lane, t, cut)
+            if all_wait:
                 lane.stop()
-            if self._limit is not None:
-                self._limit.let_go(cut)
-            return
+            if all_wait or self.ends.waits:
+                if self._limit is not None:
+                    self._limit.let_go(cut)
+                return  # they are reset before the next batch
         for part, seeds in group.due.parts(group.pending):
             self._reset_rows(t + 1, part, seeds)
         group.due.done(group.due.leave_out(self.absent))
