@@ -7,29 +7,38 @@ where the mask is False. No attribute says this, so it is tried out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torchrl.envs import EnvBase
 
+from muster.envs.masks import like
 from muster.utils.private_names import tensordict_maker
 
 RESET = "_reset"  # TorchRL's key of a mask
 STEPS = 3
-# operations whose result the host must see
-WAITS = {
-    "_local_scalar_dense",
-    "_unique2",
+# functions whose result the host must see
+WAITING = {
+    "__bool__",
+    "__contains__",
+    "__float__",
+    "__index__",
+    "__int__",
+    "allclose",
+    "argwhere",
     "equal",
     "is_nonzero",
+    "item",
     "masked_select",
     "nonzero",
-    "unique_dim",
+    "numpy",
+    "tolist",
+    "unique",
+    "unique_consecutive",
 }
-BY_INDEX = {"index", "index_put", "index_put_"}
 FLAGS = (torch.bool, torch.uint8)
 
 
@@ -39,14 +48,14 @@ def resets_by_mask(env: EnvBase, device: torch.device, seed: int) -> bool:
     First a reset of one environment, which ends where something waits. Then three steps with random
     actions, which must give the same with resets of no environment between them.
     """
-    if list(env.reset_keys) != [RESET]:  # flags of agents decide
+    if not has_one_mask(env):  # flags of agents decide
         return False
     nowhere = torch.zeros(env.batch_size, dtype=torch.bool, device=device)
     first = nowhere.clone()
     first.view(-1)[0] = True
 
     def reset(mask: torch.Tensor) -> None:
-        with _NoWaits():  # type: ignore[no-untyped-call]
+        with _NoWaits():
             masked_reset(env, mask)
 
     devices = [device] if device.type == "cuda" else []
@@ -64,25 +73,42 @@ def resets_by_mask(env: EnvBase, device: torch.device, seed: int) -> bool:
 
 def masked_reset(env: EnvBase, mask: torch.Tensor, **options: Any) -> Any:
     """Reset where the mask is, ``[*batch_size]``, and return what ``env._reset`` does."""
-    make = tensordict_maker()
-    given = make(
-        {RESET: mask.unsqueeze(-1)}, batch_size=env.batch_size, device=env.device
-    )
+    if has_one_mask(env):
+        given = tensordict_maker()(
+            {RESET: mask.unsqueeze(-1)}, batch_size=env.batch_size, device=env.device
+        )
+    else:
+        given = env.full_done_spec.zero()
+        set_flags(given, env.done_keys, mask)
+        env.any_done(given)  # writes masks for all agents
+        given = given.select(*env.reset_keys, strict=False)
     return env._reset(given, **options)
 
 
+def has_one_mask(env: EnvBase) -> bool:
+    """Return whether an environment is reset by one mask; else its agents have masks of their own."""
+    return list(env.reset_keys) == [RESET]
+
+
+def set_flags(td: Any, keys: Iterable[Any], mask: torch.Tensor) -> None:
+    """Set all flags where the mask is."""
+    for key in keys:
+        flag = td.get(key)
+        td.set(key, flag | like(mask, flag))
+
+
 class _Waits(Exception):
-    """An operation would make the host wait for a device."""
+    """A function would make the host wait for a device."""
 
 
-class _NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _NoWaits(TorchFunctionMode):
     """Raises ``_Waits``."""
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name = func.overloadpacket.__name__
-        if name in WAITS or (name in BY_INDEX and _has_unknown_size(args)):
+        name = func.__name__
+        if name in WAITING or _looks_at_mask(name, args):
             raise _Waits(name)
         result = func(*args, **(kwargs or {}))
         if _is_copy_to_host(args, result):
@@ -90,12 +116,16 @@ class _NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _has_unknown_size(args: Sequence[Any]) -> bool:
-    """Whether an operation with indices has to know where a mask is; one that fills with a number
-    need not.
-    """
-    masks = [index for index in args[1] if index is not None and index.dtype in FLAGS]
-    fills = len(args) > 2 and args[2].numel() == 1 and args[2].device.type == "cpu"
+def _looks_at_mask(name: str, args: Sequence[Any]) -> bool:
+    """Whether the host has to know where a mask is; to fill with a number, it need not."""
+    if name == "where":
+        return len(args) == 1
+    if name not in ("__getitem__", "__setitem__"):
+        return False
+    index = args[1]
+    parts = index if isinstance(index, tuple) else (index,)
+    masks = [part for part in parts if torch.is_tensor(part) and part.dtype in FLAGS]
+    fills = name == "__setitem__" and not torch.is_tensor(args[2])
     return bool(masks) and not (fills and len(masks) == 1)
 
 

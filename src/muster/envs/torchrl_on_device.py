@@ -22,7 +22,7 @@ from torchrl.envs import EnvBase
 
 from muster.envs.checks import check_next_rows
 from muster.envs.masks import choose, like, where
-from muster.envs.torchrl_masks import RESET, masked_reset, resets_by_mask
+from muster.envs.torchrl_masks import masked_reset, resets_by_mask, set_flags
 from muster.envs.torchrl_one import (
     FIX,
     TERMINATED,
@@ -41,7 +41,7 @@ from muster.memory.slots import Lane, as_tensor, torch_dtype
 Leaves = list[torch.Tensor]
 
 
-class _Leaf(NamedTuple):
+class _Entry(NamedTuple):
     """A leaf of a step's result: its name, shape and dtype in the environment."""
 
     name: Any
@@ -67,7 +67,7 @@ class OneOnDevice(OneEnv):
         super().__init__(env, specs, name, 0)
         self._on = device
         dtype = torch_dtype(specs.reward_dtype)
-        self._reward_leaf = _Leaf("reward", torch.Size((*specs.lead, 1)), dtype)
+        self._reward_leaf = _Entry("reward", torch.Size((*specs.lead, 1)), dtype)
         self.by_mask: bool | None = None
         self.limit: int | None = None
         self.steps = torch.zeros(specs.lead, dtype=torch.int64, device=device)
@@ -177,7 +177,7 @@ class OneOnDevice(OneEnv):
         with self.explained("reset"):
             now = env.step_mdp(td.copy().set("next", after))
             if late is not None:
-                self._flag_all(now, env.done_keys, late)
+                set_flags(now, env.done_keys, late)
             return env.maybe_reset(now)
 
     def _count_on(self, done: torch.Tensor, limit: int) -> torch.Tensor:
@@ -241,13 +241,13 @@ class OneOnDevice(OneEnv):
             return torch.zeros(specs.lead, device=self._on)
         return total
 
-    def _leaf(self, key: Key) -> _Leaf:
+    def _leaf(self, key: Key) -> _Entry:
         spec = {**self.specs.observations, **self.specs.steps}[key]
         shape = torch.Size((*self.specs.lead, *spec.shape))
-        return _Leaf(name_of(key), shape, torch_dtype(spec.dtype))
+        return _Entry(name_of(key), shape, torch_dtype(spec.dtype))
 
     def _checked(
-        self, leaf: _Leaf, value: Any, td: Any, after: Any, method: str
+        self, leaf: _Entry, value: Any, td: Any, after: Any, method: str
     ) -> torch.Tensor:
         if value is None or value.shape != leaf.shape or value.dtype != leaf.dtype:
             name, shape, dtype = leaf
@@ -276,7 +276,7 @@ class OneOnDevice(OneEnv):
             if whole:
                 td = self.env.reset(**(options or {}))
             else:
-                td = self._reset_some(mask, options or {})
+                td = masked_reset(self.env, mask, **(options or {}))
             self.steps.masked_fill_(mask, 0)
         for key in self.specs.observations:
             leaf = self._leaf(key)
@@ -284,18 +284,3 @@ class OneOnDevice(OneEnv):
             target = as_tensor(arrays[key][row])
             target = target.reshape(*self.specs.lead, *target.shape[1:])
             target.copy_(where(mask, value.to(target.dtype), target))
-
-    def _reset_some(self, mask: torch.Tensor, options: dict[str, Any]) -> Any:
-        env = self.env
-        if list(env.reset_keys) == [RESET]:
-            return masked_reset(env, mask, **options)
-        td = env.full_done_spec.zero()
-        self._flag_all(td, env.done_keys, mask)
-        env.any_done(td)  # writes masks for all agents
-        return env._reset(td.select(*env.reset_keys, strict=False), **options)
-
-    def _flag_all(self, td: Any, keys: Sequence[Any], mask: torch.Tensor) -> None:
-        """Set all flags where the mask is."""
-        for key in keys:
-            flag = td.get(key)
-            td.set(key, flag | like(mask, flag))
