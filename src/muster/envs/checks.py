@@ -110,7 +110,12 @@ def call(
         ) from error
 
 
-def seed_argument(env: Any, seed: Any, name: str, casts: Casts) -> dict[str, Any]:
+def seed_argument(
+    env: Any,
+    seed: Any,
+    name: str,
+    casts: Casts,
+) -> dict[str, Any]:
     """Return the seed as an argument of ``env.reset``; none, if its ``reset`` takes no seed.
 
     The seed then goes to the environment's method ``seed``. Without one, there is a warning.
@@ -274,7 +279,12 @@ class Casts:
         """Cast nothing from now on."""
         self.refused = True
 
-    def problem(self, value: Any, spec: ArraySpec, what: str) -> str | None:
+    def problem(
+        self,
+        value: Any,
+        spec: ArraySpec,
+        what: str,
+    ) -> str | None:
         """Describe the problem of the leaf ``what``, as the end of "it is ..."; None if it can be
         assigned to a row.
         """
@@ -288,7 +298,13 @@ class Casts:
         )
         return None
 
-    def check(self, value: Any, spec: ArraySpec, what: str, who: str) -> None:
+    def check(
+        self,
+        value: Any,
+        spec: ArraySpec,
+        what: str,
+        who: str,
+    ) -> None:
         """Raise ``BadEnvOutput`` if the leaf ``what``, returned by ``who``, has a ``problem``."""
         if problem := self.problem(value, spec, what):
             raise BadEnvOutput(
