@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from muster.rng import GroupRng
@@ -16,9 +18,10 @@ else:
 
 
 class _Thread(threading.local):
-    """Whether a thread runs beside the user's thread."""
+    """Whether a thread runs beside the user's thread, or its rollouts are as if it did."""
 
     is_beside_user = False
+    is_as_beside_user = False
 
 
 _thread = _Thread()
@@ -30,6 +33,17 @@ def run_beside_user() -> None:
     Rollouts in it do not change the process's generators and threads, which the user may be using.
     """
     _thread.is_beside_user = True
+    _thread.is_as_beside_user = True
+
+
+@contextmanager
+def as_beside_user() -> Iterator[None]:
+    """Within it, rollouts in the user's thread are as those in a thread beside it."""
+    _thread.is_as_beside_user = True
+    try:
+        yield
+    finally:
+        _thread.is_as_beside_user = False
 
 
 def runs_beside_user() -> bool:
@@ -69,7 +83,7 @@ class RolloutContext:
         self._threads_before: int | None = None
 
     def __enter__(self) -> None:
-        is_beside_user = _thread.is_beside_user
+        is_beside_user = _thread.is_as_beside_user
         try:
             if self._own_rng and not is_beside_user:
                 self._user = self._rng.install()
