@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from muster.rng import GroupRng
@@ -18,10 +18,28 @@ else:
 
 
 class _Thread(threading.local):
-    """Whether a thread runs beside the user's thread, or its rollouts are as if it did."""
+    """How rollouts in a thread run.
+
+    Attributes:
+        is_beside_user: it runs beside the user's thread.
+        shares: they do not change the process's generators and threads.
+    """
 
     is_beside_user = False
-    is_as_beside_user = False
+    shares = False
+
+    def run_beside_user(self) -> None:
+        self.is_beside_user = True
+        self.shares = True
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        before = self.shares
+        self.shares = True
+        try:
+            yield
+        finally:
+            self.shares = before
 
 
 _thread = _Thread()
@@ -32,18 +50,12 @@ def run_beside_user() -> None:
 
     Rollouts in it do not change the process's generators and threads, which the user may be using.
     """
-    _thread.is_beside_user = True
-    _thread.is_as_beside_user = True
+    _thread.run_beside_user()
 
 
-@contextmanager
-def as_beside_user() -> Iterator[None]:
-    """Within it, rollouts in the user's thread are as those in a thread beside it."""
-    _thread.is_as_beside_user = True
-    try:
-        yield
-    finally:
-        _thread.is_as_beside_user = False
+def as_beside_user() -> AbstractContextManager[None]:
+    """Return a context in which rollouts in the user's thread are as those beside it."""
+    return _thread.sharing()
 
 
 def runs_beside_user() -> bool:
@@ -83,13 +95,13 @@ class RolloutContext:
         self._threads_before: int | None = None
 
     def __enter__(self) -> None:
-        is_beside_user = _thread.is_as_beside_user
+        shares = _thread.shares
         try:
-            if self._own_rng and not is_beside_user:
+            if self._own_rng and not shares:
                 self._user = self._rng.install()
             # else no environment uses it, and the policy acts in another process
             if "torch" in sys.modules:
-                if not is_beside_user and self._num_threads is not None:
+                if not shares and self._num_threads is not None:
                     threads = torch.get_num_threads()
                     if threads != self._num_threads:
                         self._threads_before = threads
