@@ -23,8 +23,9 @@ from muster.errors import (
     described,
     shown,
 )
-from muster.keys import dotted
+from muster.keys import Key, dotted, next_of
 from muster.memory.objects import copied
+from muster.memory.slots import Lane
 from muster.memory.specs import OBJECT, Array, ArraySpec, Specs
 
 NUMBERS = "biuf"  # kinds of dtypes
@@ -70,6 +71,15 @@ def check_arrays(name: str, *specs: Specs) -> None:
                 raise UnsupportedSpace(
                     f"{name}: {dotted(key)} has a space whose values are not arrays"
                 )
+
+
+def check_next_rows(name: str, keys: Sequence[Key], lane: Lane) -> None:
+    """Raise ``BadOption`` if a lane on a device has no rows for the last observations."""
+    if any(next_of(key) not in lane.tensors for key in keys):
+        raise BadOption(
+            f"{name}: compact_obs=True keeps last observations aside when an episode"
+            " ends, which only the device knows. Leave it out."
+        )
 
 
 def close_all(closes: Sequence[Callable[[], Any]]) -> None:

@@ -35,6 +35,7 @@ from muster.capabilities import (
 from muster.env_spec import EnvSpec
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
+from muster.envs.masks import choose, like, where
 from muster.envs.spaces import SpaceCodec, action_codec, action_masks, observation_codec
 from muster.envs.vector import autoreset_mode
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv, UnsupportedSpace
@@ -248,7 +249,7 @@ class TorchEnvs(
                     self._check_mask_respected(targets, leaves, mask)
                 for target, leaf in zip(targets, leaves, strict=True):
                     before = target.to(self._on)
-                    target.copy_(_where(mask, leaf, before))
+                    target.copy_(where(mask, leaf, before))
             self._count[index] = 0
 
     def start(self, lane: Lane) -> Step:
@@ -277,11 +278,7 @@ class TorchEnvs(
 
     def _make_step(self, lane: Lane) -> Step:
         keys = list(self.spec.observation_specs)
-        if next_of(keys[0]) not in lane.tensors:
-            raise BadOption(
-                f"{self.spec.name}: compact_obs=True keeps last observations aside when an episode"
-                " ends, which only the device knows. Leave it out."
-            )
+        checks.check_next_rows(self.spec.name, keys, lane)
         tensors = lane.tensors
 
         def rows_of(key: Key) -> Sequence[torch.Tensor]:
@@ -356,10 +353,10 @@ class TorchEnvs(
                     leaves = zip(observations, kept, first, strict=True)
                     for rows, others, leaf in leaves:
                         going_on = others[t + later]
-                        _choose(waiting, leaf, going_on, rows[t + 1])
+                        choose(waiting, leaf, going_on, rows[t + 1])
                 for rows in states:  # recurrent states at the start of an episode
                     row = rows[t + 1]
-                    began = _like(done.to(row.device), row)
+                    began = like(done.to(row.device), row)
                     row.masked_fill_(began, 0)
             self.executed_in_row = 0
 
@@ -402,16 +399,16 @@ class TorchEnvs(
             final = self._leaves(info[name], f"{self.spec.name}: info[{name!r}]")
             last = []
             for end, leaf in zip(final, obs, strict=True):
-                last.append(_where(done, end, leaf))
+                last.append(where(done, end, leaf))
             given = info.get(f"_{name}")
             if not torch.is_tensor(given):
                 return last, None
             unknown = done & ~self._column(given, f"info['_{name}']")
         blanked = []
         for leaf in last:
-            blank = leaf.masked_fill(_like(unknown, leaf), 0)
+            blank = leaf.masked_fill(like(unknown, leaf), 0)
             if leaf.is_floating_point():
-                is_nan = _like(unknown & ~ended, leaf)
+                is_nan = like(unknown & ~ended, leaf)
                 blank = blank.masked_fill(is_nan, float("nan"))
             blanked.append(blank)
         return blanked, unknown
@@ -540,7 +537,7 @@ class TorchEnvs(
         for old, new in zip(before, after, strict=True):
             equal = old.to(self._on) == new.to(old.dtype)
             same = equal | (new != new)
-            if not (same | _like(mask, new)).all():
+            if not (same | like(mask, new)).all():
                 raise UnsupportedEnv(
                     f"{self.spec.name} ignores options={{'reset_mask': mask}}: a reset of"
                     f" environments {mask.nonzero()[:8, 0].tolist()} also reset others; {DO_ONE}."
@@ -593,28 +590,6 @@ def _is_from(obj: Any, *packages: str) -> bool:
     classes = (*type(obj).__mro__, *type(inner).__mro__)
     prefixes = tuple(f"{name}." for name in packages)
     return any(f"{cls.__module__}.".startswith(prefixes) for cls in classes)
-
-
-def _like(mask: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """Reshape a mask ``[B]`` so that it broadcasts over ``leaf``."""
-    return mask.reshape(-1, *[1] * (leaf.ndim - 1))
-
-
-def _where(mask: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.where(_like(mask, a), a, b)
-
-
-def _choose(
-    mask: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    """Write ``a`` into ``out`` where the mask is, and ``b`` elsewhere."""
-    if a.dtype == out.dtype and a.device == out.device:
-        torch.where(_like(mask, a), a, b, out=out)
-    else:
-        out.copy_(_where(mask, a, b.to(a.device)))
 
 
 def _describe(value: Any) -> str:
