@@ -246,7 +246,13 @@ class TorchRLEnvs(
             actions[key] = np.zeros((*lead, *spec.shape), spec.dtype)
         return actions
 
-    def _put(self, out: dict[Key, Array], t: int, one: OneEnv, td: Any) -> None:
+    def _put(
+        self,
+        out: dict[Key, Array],
+        t: int,
+        one: OneEnv,
+        td: Any,
+    ) -> None:
         for key, spec in self.spec.action_specs.items():
             row = out[key][t, one.columns]
             if spec.is_tensor:

@@ -107,14 +107,18 @@ class Ring:
     @property
     def next_place(self) -> int:
         """Where that is which follows the newest row."""
-        return (self.hi - 1) % self.places + 1 if self.hi else 0
+        if not self.hi:
+            return 0
+        newest = (self.hi - 1) % self.places
+        return newest + 1
 
     # --- writing ----------------------------------------------------------------------------------
 
     @property
     def room(self) -> int:
         """Maximum number of rows that can be written now."""
-        return min(self.margin, self.places - self.hi % self.places)
+        next_place = self.hi % self.places
+        return min(self.margin, self.places - next_place)
 
     def write(
         self,
@@ -150,21 +154,28 @@ class Ring:
             ended = np.cumsum(done, axis=0)
             episodes[1:] += ended[:-1]
             self.episode += ended[-1]
-            t, env = np.nonzero(done if valid is None else done & valid)
+            ends = done
+            if valid is not None:
+                ends = done & valid
+            t, env = np.nonzero(ends)
             stored.asides.keep((first + t) * self.B + env, finals or {})
         if stored.masked is not None:
             stored.masked[first : first + n] = False
         if valid is not None and not valid.all():
             # what follows a gap does not continue what was before it
-            gaps = np.cumsum(~valid, axis=0)
+            invalid = ~valid
+            gaps = np.cumsum(invalid, axis=0)
             episodes += gaps
             self.episode += gaps[-1]
-            stored.make_maskable()[first : first + n] = ~valid
-            self.num_masked += int((~valid).sum())
+            masked = stored.make_maskable()
+            masked[first : first + n] = invalid
+            self.num_masked += int(invalid.sum())
         self._advance(n)
 
     def add_row(
-        self, done: Array | None = None, finals: Mapping[Key, Any] | None = None
+        self,
+        done: Array | None = None,
+        finals: Mapping[Key, Any] | None = None,
     ) -> None:
         """Make the row after the newest readable, which was copied to its place; see ``write``.
 
@@ -193,9 +204,14 @@ class Ring:
         """Return the memory of all columns without ``carry``, and of those with, by place; for
         ``add_row``: row ``hi`` is at ``hi % places``, and what follows it at the next place.
         """
-        data = self.stored.data
-        simple = [(c.key, data[c.key]) for c in self.stored.columns if not c.carry]
-        carried = [(c.key, data[c.key]) for c in self.stored.columns if c.carry]
+        simple = []
+        carried = []
+        for column in self.stored.columns:
+            entry = (column.key, self.stored.data[column.key])
+            if column.carry:
+                carried.append(entry)
+            else:
+                simple.append(entry)
         return simple, carried
 
     def break_off(self, envs: Sequence[int] | Array) -> None:
@@ -207,7 +223,8 @@ class Ring:
         if not len(index) or not self.hi:
             return
         following = self.next_place * self.B + index
-        self.stored.asides.keep(following - self.B, self.stored.observations(following))
+        observations = self.stored.observations(following)
+        self.stored.asides.keep(following - self.B, observations)
         self.episode[index] += 1
         self.fresh[index] = True
 
@@ -260,14 +277,16 @@ class Ring:
         the newest row, ``[B]``.
         """
         same = ~self.fresh
-        newest = self.stored.observations(self.next_place * self.B + np.arange(self.B))
+        following = self.next_place * self.B + np.arange(self.B)
+        newest = self.stored.observations(following)
         for key, rows in newest.items():
             here = self.stored.to_tensor(rows)
-            given = torch.as_tensor(obs[key], device=here.device).reshape(here.shape)
-            equal = (here == given) | (
-                (here != here) & (given != given)
-            )  # NaN is equal to NaN
-            same &= equal.reshape(self.B, -1).all(1).cpu().numpy()
+            given = torch.as_tensor(obs[key], device=here.device)
+            given = given.reshape(here.shape)
+            both_nan = (here != here) & (given != given)
+            equal = (here == given) | both_nan
+            in_env = equal.reshape(self.B, -1).all(1)
+            same &= in_env.cpu().numpy()
         found: Array = same
         return found
 
@@ -278,7 +297,13 @@ class Ring:
         self.episode[~self.fresh] += 1
         self.fresh[...] = True
 
-    def continue_from(self, lo: int, hi: int, episode: Array, fresh: Array) -> None:
+    def continue_from(
+        self,
+        lo: int,
+        hi: int,
+        episode: Array,
+        fresh: Array,
+    ) -> None:
         """Make the rows from ``lo`` to ``hi`` readable, which were put in their places."""
         self.lo = lo
         self.hi = hi
@@ -289,7 +314,8 @@ class Ring:
         self.num_masked = 0
         if self.stored.masked is not None:
             cells = self.places_of(np.arange(lo * self.B, hi * self.B))
-            self.num_masked = int(self.stored.masked.reshape(-1)[cells].sum())
+            masked = self.stored.masked.reshape(-1)
+            self.num_masked = int(masked[cells].sum())
 
     def _mark_begins(self, first: int, n: int) -> None:
         """Mark the row at place ``first`` as ``follow`` has said, the first one of ``n``."""
@@ -333,7 +359,8 @@ class Ring:
         places = self.places_of(later)
         episodes = self.stored.episodes.reshape(-1)
         same = episodes[self.places_of(cells)] == episodes[places]
-        found: Array = inside & same & self.stored.is_transition(places)
+        is_transition = self.stored.is_transition(places)
+        found: Array = inside & same & is_transition
         return found
 
     def last_of_episode(self, cells: Array) -> Array:
@@ -344,9 +371,8 @@ class Ring:
         most = int(rows_left.max(initial=0))
         while step <= most:
             step *= 2
-        while (
-            step
-        ):  # episodes are contiguous: the later cells of an episode are a prefix
+        # episodes are contiguous: the later cells of an episode are a prefix
+        while step:
             later = found + step * self.B
             goes_on = self.continues(cells, later)
             found[goes_on] = later[goes_on]
