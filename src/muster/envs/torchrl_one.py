@@ -11,6 +11,7 @@ import torch
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.batched_envs import BatchedEnvBase, ParallelEnv, SerialEnv
 
+from muster.envs.torchrl_pool import reset_ended, shares_memory
 from muster.envs.torchrl_specs import Declared, Nesting
 from muster.errors import BadEnvOutput, EnvError, described, text_of
 from muster.keys import (
@@ -405,6 +406,8 @@ class OneEnv:
             inner = (1,) * (flag.ndim - len(self.specs.lead))
             shaped = torch.from_numpy(cut.reshape(*self.specs.lead, *inner))
             td.set(key, flag | shaped.to(flag.device))
+        if not options and shares_memory(env):
+            return reset_ended(env, td)
         if not options:
             return env.maybe_reset(td)
         if env.any_done(td):
