@@ -219,7 +219,7 @@ class Engine:
             self._row_by_row = RowByRow(
                 local, self.memory, pool.counters[0], source.layout
             )
-        if local is None and self._shows:
+        if local is None and self._shows and not pool.changes_memory:
             source.prepare_ahead(self.views)
         self.next_batch = NextBatch(source, weights, self.views)
         self.stepped = SteppedBatch()
