@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 import torch
 
+from muster.capabilities import MayWait, capability
 from muster.capture.graph import Graph, GraphPool, default_generator
 from muster.capture.held import OF_POLICY, HeldState
 from muster.capture.state import Contents, Survey, compare, same_bits, survey
@@ -95,6 +96,7 @@ class GraphRecorder:
         lose: Callable[[], None],
     ) -> None:
         self._env = env
+        self._waiting = capability(env, MayWait)
         self._pool = pool
         self._device = device
         self._mode = mode
@@ -144,11 +146,17 @@ class GraphRecorder:
         if found is None or self._refused or not self._has_room():
             by_rows()
             lane.cache[key] = FILLED
-        elif runs_beside_user():
+        elif hindrance := self._present_hindrance():
             by_rows()
-            self._give_up(running, prepared, BESIDE)
+            self._give_up(running, prepared, hindrance)
         else:
             self._try(running, prepared, by_rows)
+
+    def _present_hindrance(self) -> str:
+        """Return why no rollout can be recorded that was not known before the first one."""
+        if runs_beside_user():
+            return BESIDE
+        return "" if self._waiting is None else self._waiting.why_waiting
 
     def _staleness(self, found: RecordedRollout, prepared: Prepared) -> str:
         """Return why a graph cannot be replayed now; "" if it can."""

@@ -14,7 +14,7 @@ frames.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +24,15 @@ from muster.episodes.packet import BadReward, Packet
 from muster.episodes.record import PendingEpisodes
 from muster.episodes.tensor_clock import ClockRows, EndedRows, TensorClock
 from muster.errors import BadEnvOutput
-from muster.keys import DONE, STEP_COUNT, TERMINATED, TRAJ_IDS, TRUNCATED, next_of
+from muster.keys import (
+    DONE,
+    STEP_COUNT,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    Key,
+    next_of,
+)
 from muster.memory.arrivals import Arrival, arrival_from
 from muster.memory.slots import Lane
 from muster.rollout.abilities import Abilities
@@ -83,6 +91,9 @@ class DeviceRows(NamedTuple):
 def device_rows(lane: Lane, spec: EnvSpec) -> DeviceRows:
     """Return the columns of a lane on a device, and memory for the records of its episodes."""
     tensors = lane.tensors
+    counted: Mapping[Key, torch.Tensor] = {}
+    if STEP_COUNT not in spec.carried_specs:  # else they are the environment's
+        counted = tensors
     with torch.inference_mode(False):
         clock = ClockRows(
             reward=tensors[spec.reward_key],
@@ -90,8 +101,8 @@ def device_rows(lane: Lane, spec: EnvSpec) -> DeviceRows:
             truncated=tensors[next_of(TRUNCATED)],
             done=tensors[next_of(DONE)],
             ids=tensors[TRAJ_IDS],
-            counts=tensors.get(STEP_COUNT),
-            next_counts=tensors.get(next_of(STEP_COUNT)),
+            counts=counted.get(STEP_COUNT),
+            next_counts=counted.get(next_of(STEP_COUNT)),
         )
         return DeviceRows(clock, EndedRows(lane.T, lane.B, clock.ids.device))
 
