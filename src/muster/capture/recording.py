@@ -52,8 +52,9 @@ MOST_TRIES = 3  # for a reason that may pass: attributes that the first rollouts
 FILLED = "filled once"  # in place of a graph, in ``lane.cache``
 PAYS = 4  # replays that make up for a recording
 BESIDE = (
-    "rollouts in a background thread share the process's random generators with your thread, which"
-    " could not use them during a recording"
+    "a background thread shares the process's random generators with your thread, which could not"
+    " use them during a recording. start() makes batches in your thread until rollouts are recorded,"
+    " and those of this policy were not"
 )
 UNUSED = 4 * MOST_GRAPHS  # replays of others after which a graph makes room
 
@@ -146,6 +147,8 @@ class GraphRecorder:
         if found is None or self._refused or not self._has_room():
             by_rows()
             lane.cache[key] = FILLED
+        elif runs_beside_user() and prepared.policy in self._held:
+            by_rows()  # other lanes have its graphs
         elif hindrance := self._present_hindrance():
             by_rows()
             self._give_up(running, prepared, hindrance)
