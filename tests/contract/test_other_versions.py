@@ -176,6 +176,14 @@ class TestDifference:
         assert "(protocol" in difference(installed(), {**installed(), key: "other"})
         assert "(protocol" in difference({**installed(), key: "other"}, installed())
 
+    def test_of_files_that_have_changed_meanwhile(self):
+        later = {**installed(), "protocol": "later"}
+        why = difference(installed(), later)
+        assert "protocol later" in why
+        assert f"protocol {installed()['protocol']}" in why
+        assert "have changed since" in why
+        assert "Start it again" in why
+
     def test_of_a_version_that_says_nothing(self):
         assert "does not say its version" in difference(installed(), None)
         assert "does not say its version" in difference(None, installed())

@@ -68,6 +68,11 @@ def difference(main: Installed | None, node: Installed | None) -> str:
         keys = ("version", "protocol")
         if all(main.get(key) == node.get(key) for key in keys):
             return ""
+    if main is not None and node is not None and _place(main) == _place(node):
+        return (
+            f"it has {_named(node)}, and the main process has protocol {main.get('protocol')}: these"
+            " files have changed since the main process has imported them. Start it again"
+        )
     return (
         f"it has {_named(node)}, and the main process has {_named(main)}: their messages differ."
         " Install the same version on both; a node imports the first `muster` on its PYTHONPATH,"
@@ -79,6 +84,10 @@ def check_node(number: int, node: Installed | None) -> None:
     """Raise OtherMuster if this node does not have the Muster of this process."""
     if why := difference(installed(), node):
         raise OtherMuster(f"Node {number} cannot be used: {why}.")
+
+
+def _place(one: Installed) -> tuple[str | None, ...]:
+    return tuple(one.get(key) for key in ("path", "host", "version"))
 
 
 def _named(one: Installed | None) -> str:
