@@ -229,7 +229,8 @@ class Engine:
             self._row_by_row = RowByRow(
                 local, self.memory, pool.counters[0], source.layout
             )
-        if local is None and self.pipeline.needs_batches:
+        is_shown = self.pipeline.needs_batches and not pool.changes_memory
+        if local is None and is_shown:
             source.prepare_ahead(self.views)
         self.next_batch = NextBatch(source, weights, self.views)
         self.stepped = SteppedBatch()
