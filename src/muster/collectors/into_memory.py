@@ -202,33 +202,38 @@ class MemoryWriter:
             begin = end
         known.wrote(ids[rows - 1])
 
+    def row_copier(self, lane: Lane, group: int) -> RowCopier | None:
+        """Return what writes the quiet rows of a lane, after ``write_lane`` has written one; None:
+            ``write_lane`` has to.
+
+        A row is quiet if its episodes go on from the row before it, and to the next one.
+        """
+        copier: RowCopier | None = lane.cache.get(self)
+        if copier is None or not copier.is_current(self._known.get(group)):
+            return None
+        return copier
+
     def _write_row(
         self, lane: Lane, t: int, result: RolloutResult, known: _Known
     ) -> None:
         """Write row ``t`` of a lane in host memory: the usual case off-policy."""
         ring = known.ring
-        copies: _Copies | None = lane.cache.get(self)
-        if copies is None or copies.ring is not ring:
-            copies = lane.cache[self] = _Copies(ring, lane)
-        place = ring.hi % ring.places
-        # what follows the newest row is there already, except at the beginning of the memory
-        is_there = place > 0 and known.is_followed
-        ids = copies.ids[t]
+        copier: RowCopier | None = lane.cache.get(self)
+        if copier is None or not copier.is_current(known):
+            copier = RowCopier(self._memory, result.group, known, lane)
+            lane.cache[self] = copier
+        if copier.write(t):
+            return
+        ids = lane.arrays[TRAJ_IDS][t]
         if known.ids.tobytes() != ids.tobytes():  # a third of the time of ``any``
             ring.break_off(np.flatnonzero(known.ids != ids))
-            is_there = False
-        for there, rows in copies.simple:
-            there[place] = rows[t]
-        for there, rows in copies.carried:
-            if not is_there:
-                there[place] = rows[t]
-            there[place + 1] = rows[t + 1]
-        done = copies.done[t]
+        copier.copy_all(t)
+        done = lane.arrays[DONE][t]
         if 1 in done.tobytes():
             finals = self._finals(lane, result.finals, done[None], t)
-            self._memory.add_row(result.group, done, finals)
+            copier.add(done, finals)
         else:
-            self._memory.add_row(result.group)
+            copier.add()
         known.wrote(ids)
 
     def _after_stop(
@@ -285,50 +290,117 @@ class _Known:
 
     Attributes:
         ids: the trajectories of its last row, ``[B]``.
+        ids_written: the same as bytes; empty before the first row.
         hi: number of rows of the ring then.
-        is_followed: the observations after its last row are the newest ones in the ring.
     """
 
     def __init__(self, ring: Ring, ids: Array) -> None:
         self.ring = ring
         self.ids = ids
+        self.ids_written = b""
         self.hi = ring.hi
-        self.is_followed = False
 
     def wrote(self, ids: Array) -> None:
         """Note the last row that was written, with these trajectories."""
         self.ids[...] = ids
+        self.ids_written = ids.tobytes()
         self.hi = self.ring.hi
-        self.is_followed = True
+
+    def wrote_more(self) -> None:
+        """Note one more row with the same trajectories."""
+        self.hi = self.ring.hi
 
     def is_newest(self, ring: Ring) -> bool:
         """Whether it is the newest row of this ring."""
         return ring is self.ring and ring.hi == self.hi
 
 
-class _Copies:
-    """The columns of a lane, and where their rows go in a ring; made once per lane.
+class RowCopier:
+    """Copies rows of a lane in host memory into a ring; made once per lane.
+
+    Args:
+        group: number of the ring.
+        known: what was written last.
 
     Attributes:
-        simple: columns of the ring, and of the lane, whose row is copied.
-        carried: the same for columns with ``carry``: the row after it is copied, too.
-        done, ids: flags and trajectories, ``[T, B]``.
+        add: makes the row readable that was copied; see ``Ring.add_row``.
     """
 
-    def __init__(self, ring: Ring, lane: Lane) -> None:
+    def __init__(
+        self, memory: ReplayMemory, group: int, known: _Known, lane: Lane
+    ) -> None:
+        ring = known.ring
+        self._memory = memory
+        self._lock = memory.lock
+        self._rings = memory.rings
+        self._known = known
+        self._ring = ring
+        self.add = memory.row_adder(group)
+        self._done = [row.tobytes for row in lane.arrays[DONE]]
+        self._ids = [row.tobytes for row in lane.arrays[TRAJ_IDS]]
+        # memory in the ring, rows of the lane, bytes of a row, and how many rows later they go there
+        self._copies: list[tuple[Any, list[Any], int, int]] = []
+        # of columns with ``carry``: the row itself, which is there already if it follows the newest
+        self._before: list[tuple[Any, list[Any], int, int]] = []
         simple, carried = ring.destinations()
-        self.ring = ring
-        self.simple = [(there, lane.data[key]) for key, there in simple]
-        self.carried = [(there, lane.data[key]) for key, there in carried]
-        # a policy may write its state in the row in which an episode begins
-        states = [
-            (there, lane.data[key])
-            for key, there in carried
-            if key not in ring.stored.observed
-        ]
-        self.simple += states
-        self.done = lane.arrays[DONE]
-        self.ids = lane.arrays[TRAJ_IDS]
+        for key, there in simple:
+            self._copies.append(_copy(there, lane.data[key]))
+        for key, there in carried:
+            at_place = _copy(there, lane.data[key])
+            if key in ring.stored.observed:
+                self._before.append(at_place)
+            else:
+                # a policy may write its state in the row in which an episode begins
+                self._copies.append(at_place)
+            memory_there, rows, size, _ = at_place
+            self._copies.append((memory_there, rows[1:], size, size))
+
+    def is_current(self, known: _Known | None) -> bool:
+        """Whether it copies after what was written last."""
+        return known is self._known and self._memory.rings is self._rings
+
+    def write(self, t: int) -> bool:
+        """Write row ``t`` if it is quiet, and return whether it was."""
+        known = self._known
+        ring = self._ring
+        with self._lock:
+            place = ring.hi % ring.places
+            is_quiet = (
+                place  # what follows the last place is not at the first one
+                and ring.hi == known.hi
+                and self._ids[t]() == known.ids_written
+                and 1 not in self._done[t]()
+                and self._memory.rings is self._rings
+            )
+            if not is_quiet:
+                return False
+            for there, rows, size, ahead in self._copies:
+                at = place * size + ahead
+                there[at : at + size] = rows[t]
+            self.add()
+            known.wrote_more()
+        return True
+
+    def copy_all(self, t: int) -> None:
+        """Copy row ``t`` to the place after the newest, and what follows it to the next one."""
+        place = self._ring.hi % self._ring.places
+        for there, rows, size, ahead in self._copies + self._before:
+            at = place * size + ahead
+            there[at : at + size] = rows[t]
+
+
+def _copy(there: Array, rows: Array) -> tuple[Any, list[Any], int, int]:
+    """Return a column of a ring and the rows of a lane as bytes, and the size of a row: slices of
+    memoryviews are copied in half of the time of arrays.
+    """
+    size = rows[0].nbytes
+    flat = _bytes(rows)
+    parts = [flat[at : at + size] for at in range(0, len(flat), size)] if size else []
+    return _bytes(there), parts or [flat] * len(rows), size, 0
+
+
+def _bytes(array: Array) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
 def _valid(lane: Lane, first: int, result: RolloutResult) -> Array | None:
