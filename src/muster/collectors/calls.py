@@ -387,7 +387,7 @@ class EpisodesCall(CollectCall):
         if self._group is not None:
             self._engine.ledger.discard("interrupted", self._group.frames)
         self._unkept = self._group = None
-        self._engine.give_up_batch()
+        self._engine.next_batch.end_batch()
 
     @property
     def can_be_saved(self) -> bool:
@@ -508,7 +508,7 @@ class ExtraBatch(UserCall):
         self._parts = []
         self._frames = 0
         self._env_ids = None
-        self._engine.give_up_batch()
+        self._engine.next_batch.end_batch()
 
     @property
     def can_be_saved(self) -> bool:

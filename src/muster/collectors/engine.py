@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -74,6 +73,9 @@ class NextBatch:
        them.
 
     Where rollouts go to a ``ReplayMemory``, they are written before the batch is made.
+
+    Attributes:
+        is_partial: the batch consists of several rollouts, and more of them follow.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class NextBatch:
         self._like: object = None
         self._filled: FilledSlot | None = None
         self._is_written = False
+        self.is_partial = False
 
     @property
     def frames(self) -> int:
@@ -108,6 +111,7 @@ class NextBatch:
             memory: writes the rollouts; None: they go to no memory.
             shown: False: make no batch, but free the slots.
         """
+        self.is_partial = not request.closes
         like = request.limit, request.rows, request.closes, request.bootstrap
         if self._filled is not None and self._like != like:
             discard(self.give_up())
@@ -147,6 +151,15 @@ class NextBatch:
         self._filled = None
         return frames
 
+    def end_batch(self) -> None:
+        """End a batch of several rollouts."""
+        self.is_partial = False
+
+    def load(self, *, is_partial: bool) -> None:
+        """Restore the state, without full slots."""
+        self.give_up()
+        self.is_partial = is_partial
+
 
 class Engine:
     """Collects batches, and passes them through the pipeline.
@@ -160,9 +173,7 @@ class Engine:
 
     Attributes:
         memory: writes the rollouts into the user's ``ReplayMemory``; None: there is none.
-        counted: number of frames in batches that count towards ``total_frames``.
         acting: policy of the last rollouts, "policy" or "random".
-        in_batch: the batch of the last rollout is not complete.
         ledger: what became of every frame.
         last: the rollouts that were collected last.
         ended: the episodes that have ended.
@@ -203,7 +214,6 @@ class Engine:
             self.memory = MemoryWriter(
                 options.replay_buffer, pool, options.devices.storing
             )
-        self._shows = self.memory is None or not self.pipeline.is_direct
         self._row_by_row: RowByRow | None = None
         one_row = (
             local is not None
@@ -214,12 +224,12 @@ class Engine:
             self.memory is not None
             and local is not None
             and one_row
-            and not self._shows
+            and not self.pipeline.needs_batches
         ):
             self._row_by_row = RowByRow(
                 local, self.memory, pool.counters[0], source.layout
             )
-        if local is None and self._shows:
+        if local is None and self.pipeline.needs_batches:
             source.prepare_ahead(self.views)
         self.next_batch = NextBatch(source, weights, self.views)
         self.stepped = SteppedBatch()
@@ -231,8 +241,6 @@ class Engine:
         self.acting = "random" if options.init_random_frames else "policy"
         path = local.policies[self.acting].path if local is not None else ""
         self.last = LastRollouts(pool.counters, path)
-        self.counted = 0
-        self.in_batch = False
 
     @property
     def num_envs(self) -> int:
@@ -290,7 +298,7 @@ class Engine:
         """
         total = self.options.total_frames
         pipeline = self.pipeline
-        while total < 0 or self.counted < total or not pipeline.is_empty:
+        while total < 0 or self.ledger.counted < total or not pipeline.is_empty:
             with trimmed:
                 check_open()
                 if not pipeline.is_empty:
@@ -315,9 +323,8 @@ class Engine:
         """Collect a batch, and put it through the hooks into the pipeline."""
         limit = self.options.frames
         if self.options.total_frames > 0:
-            limit = min(
-                limit, self.options.total_frames - self.counted + self.stepped.frames
-            )
+            left = self.options.total_frames - self.ledger.counted
+            limit = min(limit, left + self.stepped.frames)
         if self.options.pre_collect_hook is not None:
             self.options.pre_collect_hook()
         if not self.options.extend_buffer:
@@ -328,20 +335,19 @@ class Engine:
             return
         with postponed():
             checkpoint()
+            hook = self.options.post_collect_hook
             batch, hidden, frames, episodes, *_ = self.collect(
-                limit, shown=self._shows or self.options.post_collect_hook is not None
+                limit,
+                shown=self.pipeline.needs_batches or hook is not None,
+                counts=True,
             )
-            self.counted += frames
-            is_direct = (
-                self.pipeline.is_direct and self.options.post_collect_hook is None
-            )
-            if is_direct and not hidden:
+            if self.pipeline.is_direct and hook is None and not hidden:
                 self.pipeline.ready.append(PipelineItem(batch, (), frames, episodes))
                 return
             try:
-                if self.options.post_collect_hook is not None:
+                if hook is not None:
                     with allowed():
-                        self.options.post_collect_hook(batch)
+                        hook(batch)
             finally:
                 self.pipeline.put(
                     batch, hidden, self.last.env_ids, frames=frames, episodes=episodes
@@ -355,6 +361,7 @@ class Engine:
         acting: str | None = None,
         shown: bool = True,
         remembered: bool = True,
+        counts: bool = False,
         **others: Any,
     ) -> CollectedRollout:
         """Collect one rollout of every group. To be called within ``postponed()``.
@@ -365,13 +372,14 @@ class Engine:
             acting: "policy" or "random"; None: as the options say.
             shown: a batch is made.
             remembered: the rollouts go to the ``ReplayMemory``, if there is one.
+            counts: the frames count towards ``total_frames``.
             **others: see ``CollectRequest``.
         """
         began = time.perf_counter_ns()
         self.acting = acting or self.acting
         if self.local is None:
             others = {"batches": self._batches_left()} | others
-        is_chosen = self.in_batch or acting is not None
+        is_chosen = self.next_batch.is_partial or acting is not None
         request = CollectRequest(
             (lambda ahead: self.acting) if is_chosen else self._who_acts,
             limit=limit,
@@ -379,7 +387,6 @@ class Engine:
             spans=self.time.timeline.running,
             **others,
         )
-        self.in_batch = not closes
         memory = self.memory
         if memory is not None and remembered:
             if not memory.is_open:
@@ -397,7 +404,9 @@ class Engine:
         if self.source.preempts:
             cells = sum(filled.layout.T - result.rows for result in filled.results)
             cut_short = cells * filled.layout.B
-        frames = self._note(filled.results, hidden, closes=closes, cut_short=cut_short)
+        frames = self._note(
+            filled.results, hidden, closes=closes, counts=counts, cut_short=cut_short
+        )
         if self.local is None:
             self.ledger.retire_dropped()
         # else the time of the rollouts is that of collecting
@@ -437,7 +446,7 @@ class Engine:
         return (
             limit == self.options.frames
             and self.options.post_collect_hook is None
-            and not self.in_batch
+            and not self.next_batch.is_partial
             and not self.source.has_begun
             and not self.next_batch.frames
             and not self.time.timeline.running
@@ -463,10 +472,9 @@ class Engine:
             frames = rows.item.frames
             if self.last.results is results:
                 self.last.repeat(self.weights)
-                self.ledger.collected(frames, closes=True)
+                self.ledger.collected(frames, closes=True, counts=True)
             else:
-                self._note(results, [], closes=True)
-            self.counted += frames
+                self._note(results, [], closes=True, counts=True)
             self.pipeline.ready.append(rows.item)
 
     def _put_results(self, results: Sequence[RolloutResult]) -> None:
@@ -484,8 +492,7 @@ class Engine:
                 error = result.error
                 continue
             counters.deliver(result.frames)
-            frames = self._note([result], [], closes=True)
-            self.counted += frames
+            frames = self._note([result], [], closes=True, counts=True)
             self.pipeline.ready.append(
                 PipelineItem(None, (), frames, self.ended.collected)
             )
@@ -505,13 +512,14 @@ class Engine:
         hidden: list[Key],
         *,
         closes: bool,
+        counts: bool,
         cut_short: int = 0,
     ) -> int:
         """Note the results of rollouts, and return their number of frames; see
         ``Ledger.collected``.
         """
         frames, episodes = self.last.replace(results, hidden, self.weights)
-        self.ledger.collected(frames, closes=closes, cut_short=cut_short)
+        self.ledger.collected(frames, closes=closes, counts=counts, cut_short=cut_short)
         if episodes or self.ended.collected is not NO_EPISODES:
             self.ended.collect(episodes, self.ledger.frames)
         return frames
@@ -589,11 +597,7 @@ class Engine:
     def end_batch(self) -> None:
         """End a batch of several rollouts whose number was not known before."""
         self.ledger.end_batch()
-        self.in_batch = False
-
-    def give_up_batch(self) -> None:
-        """No further rollouts belong to the batch of the last one."""
-        self.in_batch = False
+        self.next_batch.end_batch()
 
     def stats(self) -> CollectorStats:
         counters = self.source.pool.counters
@@ -642,8 +646,7 @@ class Engine:
         return {
             **self.ledger.state_dict(),
             **self.ended.state_dict(),
-            "counted": self.counted,
-            "in_batch": self.in_batch,
+            "in_batch": self.next_batch.is_partial,
             "acting": self.acting,
             "stepped": self.stepped.state_dict(),
         }
@@ -652,15 +655,13 @@ class Engine:
         """Restore ``state_dict()``."""
         self.ledger.load_state_dict(state)
         self.ended.load_state_dict(state)
-        self.counted = index(state["counted"])
-        self.in_batch = bool(state["in_batch"])
         self.acting = str(state["acting"])
         self.stepped.load_state_dict(state["stepped"], self.place)
         if self.memory is not None:
             self.memory.forget()
         if self._row_by_row is not None:
             self._row_by_row.forget()
-        self.next_batch.give_up()
+        self.next_batch.load(is_partial=bool(state["in_batch"]))
 
     def source_state(self) -> dict[str, Any]:
         """Return the undelivered rollouts as plain data; see ``Schedule.state_dict``."""
@@ -694,7 +695,7 @@ class Engine:
         """Return the number of batches up to ``total_frames``, at least 1 since one is requested;
         None: no limit.
         """
-        left = self.options.total_frames - self.counted
+        left = self.options.total_frames - self.ledger.counted
         return (
             None
             if self.options.total_frames < 0
@@ -710,21 +711,28 @@ class Engine:
         buffer = self.pipeline.sink.buffer
         batch = self.stepped
         batch.write(buffer)  # a step that the buffer has refused
-        while (rollout := self.collect_step(batch.steps, limit)) is not None:
+        while (
+            rollout := self.collect_step(batch.steps, limit, counts=True)
+        ) is not None:
             step = rollout.batch.squeeze(rollout.batch.names.index("time"))
             batch.add(step, rollout.frames, rollout.episodes)
-            self.counted += rollout.frames
             batch.write(buffer)
         self.ended.join(batch.episodes)
         self.pipeline.ready.append(PipelineItem(None, (), 0, batch.episodes))
         batch.clear()
 
-    def collect_step(self, number: int, limit: int) -> CollectedRollout | None:
+    def collect_step(
+        self, number: int, limit: int, *, counts: bool = False
+    ) -> CollectedRollout | None:
         """Collect time step ``number`` of a batch of ``limit`` frames as a rollout; None after the
         last one.
+
+        Args:
+            counts: the frames count towards ``total_frames``.
         """
         begin = number * self.num_envs
         if begin >= limit:
             return None
         end = begin + self.num_envs
-        return self.collect(min(limit - begin, self.num_envs), closes=end >= limit)
+        frames = min(limit - begin, self.num_envs)
+        return self.collect(frames, closes=end >= limit, counts=counts)

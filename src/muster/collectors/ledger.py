@@ -75,6 +75,7 @@ class Ledger:
     Attributes:
         frames: number of collected frames that were not discarded afterwards.
         batches: number of collected batches.
+        counted: number of frames in batches that count towards ``total_frames``.
         rollouts: number of collected rollouts, each of one group or of all.
         cut_short: number of cells of batches that have no step, because a rollout was stopped.
     """
@@ -87,6 +88,7 @@ class Ledger:
         self._is_closed = False
         self.frames = 0
         self.batches = 0
+        self.counted = 0
         self.rollouts = 0
         self.cut_short = 0
 
@@ -94,9 +96,18 @@ class Ledger:
         """Count the frames of this object as not delivered yet."""
         self._holders.append(holder)
 
-    def collected(self, frames: int, *, closes: bool, cut_short: int = 0) -> None:
-        """Count a collected rollout. ``closes``: it ends a batch."""
+    def collected(
+        self, frames: int, *, closes: bool, counts: bool, cut_short: int = 0
+    ) -> None:
+        """Count a collected rollout.
+
+        Args:
+            closes: it ends a batch.
+            counts: its frames count towards ``total_frames``.
+        """
         self.frames += frames
+        if counts:
+            self.counted += frames
         self.batches += closes
         self.rollouts += 1
         self.cut_short += cut_short
@@ -172,9 +183,14 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers of frames and batches as plain data."""
-        return {"frames": self.frames, "batches": self.batches}
+        return {
+            "frames": self.frames,
+            "batches": self.batches,
+            "counted": self.counted,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict()``."""
         self.frames = index(state["frames"])
         self.batches = index(state["batches"])
+        self.counted = index(state["counted"])

@@ -124,6 +124,7 @@ class Pipeline:
         ready: items to yield before anything else is collected.
         needs_flags: uses ``("next", "done")``, which an environment may not show.
         is_direct: batches are yielded as they were collected.
+        needs_batches: False: nothing uses the batches, whose rows are in a ``ReplayMemory``.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class Pipeline:
             has_sink or options.on_batch is not None or options.postproc is not None
         )
         self.is_direct = not (self.needs_flags or buffered or self.recorder is not None)
+        self.needs_batches = not (options.has_memory and self.is_direct)
 
     def leave_to_nodes(self) -> None:
         """Nodes write items into the replay buffer before they arrive here."""

@@ -71,7 +71,7 @@ class RowByRow:
         """Whether nothing has to be done only at the ends of rollouts."""
         return (
             self._can_stay_open
-            and self._group.resumed is None
+            and self._group.carry.resumed is None
             and not self._worker.is_watched
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from muster.capabilities import (
     Bypasses,
+    CastsValues,
     CountsSteps,
     HoldsSteps,
     LimitsResets,
@@ -21,6 +22,7 @@ from muster.capabilities import (
 from muster.errors import BadOption
 from muster.keys import Key
 from muster.protocols import EnvBatch
+from muster.rollout.ends import Bypass
 from muster.rollout.options import RolloutOptions
 from muster.rollout.starting import Starting, starting_of
 
@@ -32,6 +34,8 @@ class Abilities:
         lives_lost: environments that the last step ended, but whose own episode continues.
         starting: how policy and environments start in a lane.
         holding: the env batch, if it executes steps whose rows are complete later.
+        casting: the env batch, if it casts values to the types of its columns.
+        bypass: leaves environments out of steps.
         write_next: the env batch resets itself, and writes next observations.
 
     Raises:
@@ -43,6 +47,8 @@ class Abilities:
         self.starting: Starting = starting_of(env)
         self.lives_lost = _lives_of(env, options.traj_done_key)
         self.holding = capability(env, HoldsSteps)
+        self.casting = capability(env, CastsValues)
+        self.bypass = Bypass(env)
         self._counting = capability(env, CountsSteps)
         self._restarting = capability(env, RestartsAgents)
         self._with_options = capability(env, ResetsWithOptions)

@@ -1,9 +1,9 @@
-"""The rows for the next step of a group."""
+"""The rows for the next step of a group, and the policy's call on them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from muster.env_spec import EnvSpec
 from muster.keys import IS_INIT, Key
 from muster.memory.slots import as_tensor, torch_dtype
 from muster.memory.specs import ArraySpec, Column
+from muster.protocols import Outputs, Policy
 
 if TYPE_CHECKING:
     import torch
@@ -18,18 +19,37 @@ else:
     from muster.utils import lazy_torch as torch
 
 
+class FirstCall(NamedTuple):
+    """A policy's call on the rows for the next step, made before a rollout begins.
+
+    It determines the policy's columns, and its outputs become row 0 of the next rollout.
+    """
+
+    policy: Policy
+    outputs: Outputs
+    version: int | str
+
+
 class Carry(dict[Key, Any]):
     """Observations, infos and recurrent states before the next step, ``[1, B, *shape]`` each.
 
-    They are arrays, or tensors on a device.
+    They are arrays, or tensors on a device. With them goes what else belongs to row 0 of the next
+    rollout: the policy's first call, and marks of resumed episodes.
 
     Args:
         env_spec: description of the env batch that writes the observations.
+
+    Attributes:
+        first_call: the kept call; None: none.
+        resumed: environments whose next row is the first after a load; None: the rollouts have no
+            column for that.
     """
 
     def __init__(self, env_spec: EnvSpec) -> None:
         self._env_spec = env_spec
         self._by_env = env_spec.carried_specs
+        self.first_call: FirstCall | None = None
+        self.resumed: list[int] | None = None
         super().__init__({key: self._zeros(spec) for key, spec in self._by_env.items()})
 
     def of(self, column: Column) -> Any:
@@ -66,6 +86,48 @@ class Carry(dict[Key, Any]):
             return row  # type: ignore[return-value]
         tensor = as_tensor(row)
         return tensor.reshape((*self._env_spec.batch_shape, *tensor.shape[1:]))
+
+    # --- first calls ------------------------------------------------------------------------------
+
+    def call_of(self, policy: Policy) -> FirstCall | None:
+        """Return the kept call, if it is this policy's."""
+        call = self.first_call
+        if call is None or call.policy is not policy:
+            return None
+        return call
+
+    def keep_call(self, call: FirstCall) -> None:
+        """Keep a call whose outputs become row 0 of the next rollout."""
+        self.first_call = call
+
+    def take_call(self) -> FirstCall:
+        """Return the kept call, which is used now."""
+        call = self.first_call
+        assert call is not None
+        self.first_call = None
+        return call
+
+    def discard_call(self) -> None:
+        """Discard the kept call: the rows that it was made on are not the next ones any more."""
+        self.first_call = None
+
+    # --- resumed episodes -------------------------------------------------------------------------
+
+    def mark_resumed(self, which: Sequence[int] | None = None) -> None:
+        """Let rollouts have the column of resumed episodes, in which those of ``which`` are marked
+        (None: those that are marked already).
+        """
+        if which is not None:
+            self.resumed = list(which)
+        elif self.resumed is None:
+            self.resumed = []
+
+    def take_resumed(self) -> list[int]:
+        """Return the environments whose next row is the first after a load, for the last time."""
+        resumed = self.resumed or []
+        if self.resumed is not None:
+            self.resumed = []
+        return resumed
 
     def _zeros(self, spec: ArraySpec) -> Any:
         shape = (1, self._env_spec.num_envs, *spec.shape)

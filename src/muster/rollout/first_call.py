@@ -7,7 +7,8 @@ from __future__ import annotations
 from muster.keys import IS_INIT
 from muster.protocols import Outputs, Policy
 from muster.rollout.acting import call_policy, keep
-from muster.rollout.group import FirstCall, Group
+from muster.rollout.carry import FirstCall
+from muster.rollout.group import Group
 from muster.rollout.random_start import start_at_random
 
 
@@ -40,11 +41,11 @@ def prime(group: Group, policy: Policy, version: int | str) -> Outputs:
     """
     if not group.can.starting.keeps_first_call:
         return probe(group, policy)
-    call = group.call_of(policy)
+    call = group.carry.call_of(policy)
     if call is None:
         begin_episodes(group)
         call = FirstCall(policy, _call(group, policy), version)
-        group.keep_call(call)
+        group.carry.keep_call(call)
     return call.outputs
 
 

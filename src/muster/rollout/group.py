@@ -12,13 +12,12 @@ from muster.episodes.agent_returns import AgentReturns
 from muster.episodes.clock import AgentClock, TrajectoryClock
 from muster.keys import Key
 from muster.memory.specs import Array
-from muster.protocols import EnvBatch, Outputs, Policy
+from muster.protocols import EnvBatch
 from muster.rng import GroupRng
 from muster.rollout.abilities import Abilities
 from muster.rollout.acting import env_error
 from muster.rollout.carry import Carry
 from muster.rollout.context import Contexts
-from muster.rollout.ends import Bypass
 from muster.rollout.on_device import OnDevice
 from muster.rollout.options import RolloutOptions
 from muster.rollout.progress import Phase, Progress
@@ -34,17 +33,6 @@ class Reports(NamedTuple):
 
     progress: Progress
     listeners: Sequence[ResetListener]
-
-
-class FirstCall(NamedTuple):
-    """A policy's call on the rows for the next step, made before a rollout begins.
-
-    It determines the policy's columns, and its outputs become row 0 of the next rollout.
-    """
-
-    policy: Policy
-    outputs: Outputs
-    version: int | str
 
 
 class OpenRollout(Protocol):
@@ -116,7 +104,7 @@ class Group:
     2. ``begin_episodes`` executes the resets that are due, into the rows for the next step
        (``carry``). Before the first rollout, random steps may follow (``random_start``).
     3. A policy that did not act last makes its first call on these rows; the call is kept for row 0
-       of the next rollout (``keep_call``).
+       of the next rollout (``carry.keep_call``).
     4. A rollout begins with the carried rows, and gives back the rows for the step after it.
        Meanwhile it is ``open``. An error leaves it open: the next request for the same lane
        continues it, and any other replaces it.
@@ -139,12 +127,11 @@ class Group:
         reports: see ``Reports``.
         sharing: indices of the environments among those of the same batch, ``[B]``, and their
             number, unless a request says otherwise.
-        first_call: the kept call; None: none.
+        carry: the rows for the next step, and the policy's call on them.
+        can: what the env batch can do.
         contexts: the contexts for environments and policies.
         seeding: the seeds of episodes.
         agent_returns: the returns of agents that act at the same time; None: there are none.
-        resumed: environments whose next row is the first after a load; None: the rollouts have no
-            column for that.
     """
 
     def __init__(
@@ -178,10 +165,7 @@ class Group:
         self.due = Due(range(env.spec.num_envs))
         self.random_start = RandomStart(options.max_decorrelation_steps)
         self.reports = Reports(Progress() if progress is None else progress, [])
-        self.bypass = Bypass(env)
-        self.resumed: list[int] | None = None
         self.open: OpenRollout | None = None
-        self.first_call: FirstCall | None = None
         self.contexts = Contexts(rng, options)
         self.can = Abilities(env, options)
         self.seeding = EpisodeSeeding(
@@ -295,7 +279,7 @@ class Group:
             self.reset_envs(
                 self.carry, 0, part, self.seeding.seeds_of(part, seeds), reports
             )
-        self.discard_call()
+        self.carry.discard_call()
         self.due.done(early=early)
         return which
 
@@ -323,30 +307,6 @@ class Group:
         progress.begin(phase)
         self.seeding.note(which, seeds)
         return time.perf_counter_ns() - began
-
-    # --- first calls ------------------------------------------------------------------------------
-
-    def call_of(self, policy: Policy) -> FirstCall | None:
-        """Return the kept call, if it is this policy's."""
-        call = self.first_call
-        if call is None or call.policy is not policy:
-            return None
-        return call
-
-    def keep_call(self, call: FirstCall) -> None:
-        """Keep a call whose outputs become row 0 of the next rollout."""
-        self.first_call = call
-
-    def take_call(self) -> FirstCall:
-        """Return the kept call, which is used now."""
-        call = self.first_call
-        assert call is not None
-        self.first_call = None
-        return call
-
-    def discard_call(self) -> None:
-        """Discard the kept call: the rows that it was made on are not the next ones any more."""
-        self.first_call = None
 
     # --- rollouts ---------------------------------------------------------------------------------
 
@@ -409,19 +369,3 @@ class Group:
     def is_paused(self) -> bool:
         """Whether the open rollout goes on after its last row as if nothing had happened."""
         return self.open is not None and self.open.is_paused
-
-    def mark_resumed(self, which: Sequence[int] | None = None) -> None:
-        """Let rollouts have the column of resumed episodes, in which those of ``which`` are marked
-        (None: those that are marked already).
-        """
-        if which is not None:
-            self.resumed = list(which)
-        elif self.resumed is None:
-            self.resumed = []
-
-    def take_resumed(self) -> list[int]:
-        """Return the environments whose next row is the first after a load, for the last time."""
-        resumed = self.resumed or []
-        if self.resumed is not None:
-            self.resumed = []
-        return resumed

@@ -145,6 +145,40 @@ class StepView:
         return path in self._repeats
 
 
+class RowHooks:
+    """The functions that are called after each row of a rollout.
+
+    Args:
+        watches: called with the lane and its row, which is complete.
+        own: the one of them that the caller of ``rollout`` gave; None: it gave none.
+        stopped: returns whether the collection was stopped; None: it cannot be.
+
+    Attributes:
+        are_any: something has to be called.
+    """
+
+    def __init__(
+        self,
+        watches: Sequence[Watch] = (),
+        own: Watch | None = None,
+        stopped: Callable[[], bool] | None = None,
+    ) -> None:
+        self.watches = watches
+        self.own = own
+        self._stopped = stopped
+        self.are_any = bool(watches) or stopped is not None
+
+    def call(self, lane: Lane, t: int) -> None:
+        """Call all of them for row ``t``, and stop the lane if the collection was stopped."""
+        for watch in self.watches:
+            watch(lane, t)
+        if self._stopped is not None and not lane.stopped and self._stopped():
+            lane.stop()
+
+
+NO_HOOKS = RowHooks()
+
+
 def watching(
     on_step: Callable[[StepView], object],
     env_ids: Array,

@@ -89,9 +89,9 @@ def rollout(
         else:
             if group.on_device is not None:
                 group.check_earlier()
-            running = Rollout(group, request, lane, tally, listener, watch)
+            running = Rollout(group, request, lane, tally, listener)
             group.opened(running)
-            acted = running.begin()
+            acted = running.begin(watch)
         prepared = _prepare(running, policy, acted=acted)
         signals = interrupts.here()
         if (

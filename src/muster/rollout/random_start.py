@@ -50,7 +50,7 @@ def start_at_random(group: Group, which: Sequence[int]) -> None:
     tally = Tally()
     try:
         for left in range(most, 0, -1):
-            if group.bypass.is_possible:
+            if group.can.bypass.is_possible:
                 absent = np.flatnonzero(steps < left).tolist()
             else:
                 absent = []
@@ -72,7 +72,7 @@ def start_at_random(group: Group, which: Sequence[int]) -> None:
     finally:
         group.random_start.execute(tally.executed)
         group.closed()
-        group.bypass.set(())
+        group.can.bypass.set(())
         for listener in group.reports.listeners:
             listener.lost_track(range(group.B))
     progress.cells[STEPPING] = progress.cells[ACTING]

@@ -17,6 +17,7 @@ from muster.memory.slots import Lane
 from muster.memory.specs import Array
 from muster.protocols import Act, Policy, Step
 from muster.rollout.acting import store_outputs
+from muster.rollout.carry import FirstCall
 from muster.rollout.ends import (
     RESET_NOW,
     ChosenByRule,
@@ -26,8 +27,8 @@ from muster.rollout.ends import (
     Waiting,
     unneeded_by,
 )
-from muster.rollout.group import FirstCall, Group, Reports
-from muster.rollout.hooks import rendering, watching
+from muster.rollout.group import Group, Reports
+from muster.rollout.hooks import NO_HOOKS, RowHooks, rendering, watching
 from muster.rollout.lane_views import TERMINATED, TRUNCATED, LaneViews, views_of
 from muster.rollout.marks import NextObservations, end_agents, mark_end, mark_valid
 from muster.rollout.on_device import DeviceRows, OnDevice, device_rows, needs_of_request
@@ -69,7 +70,6 @@ class Rollout:
     Args:
         tally: of the present request; ``go_on`` replaces it.
         listener: is told of resets, beside the group's listeners.
-        watch: called after every step with the lane and its row, which is complete.
 
     Attributes:
         views: see ``LaneViews``.
@@ -87,7 +87,6 @@ class Rollout:
         lane: Lane,
         tally: Tally,
         listener: ResetListener | None = None,
-        watch: Watch | None = None,
     ) -> None:
         self.group = group
         self.request = request
@@ -107,22 +106,22 @@ class Rollout:
         self.reports = group.reports
         if request.is_random_start or listener is not None:
             self.reports = _reports_of(group, request, listener)
-        self._watch = watch
         self.absent = request.absent
         # its rows are completed on the device, and the host does not wait for them
         self._there: DeviceRows | None = None
         self.waiting: Waiting
         self.ends: Ends
         self._limit: StepLimit | None = None
-        self._watchers: tuple[Watch, ...] = ()
-        self._stopped: Callable[[], bool] | None = None
-        if group.options.interruptor is not None and not request.is_random_start:
-            self._stopped = group.options.interruptor.collection_stopped
+        self._hooks = NO_HOOKS
 
     # --- the beginning ----------------------------------------------------------------------------
 
-    def begin(self) -> bool:
-        """Prepare the lane for the first row, and return whether it has an action already."""
+    def begin(self, watch: Watch | None = None) -> bool:
+        """Prepare the lane for the first row, and return whether it has an action already.
+
+        Args:
+            watch: called after every step with the lane and its row, which is complete.
+        """
         group = self.group
         lane = self.lane
         request = self.request
@@ -131,7 +130,7 @@ class Rollout:
             lane.restart()
         if request.rule is not None or group.due.which or group.due.begun:
             self._begin_episodes()
-        self.waiting = Waiting(group.env, group.bypass, self.absent)
+        self.waiting = Waiting(group.env, group.can.bypass, self.absent)
         if group.options.max_frames_per_traj is not None and not group.can.write_next:
             limit = group.options.max_frames_per_traj
             self._limit = StepLimit(limit, group.clock.steps, self.absent)
@@ -140,10 +139,11 @@ class Rollout:
             self.ends = self._choose_ends()
         if (
             group.options.on_step is not None
+            or group.options.interruptor is not None
             or request.pause is not None
-            or self._watch is not None
+            or watch is not None
         ):
-            self._watchers = self._choose_watchers()
+            self._hooks = self._choose_hooks(watch)
         if group.can.holding is not None or not group.random_start.is_over:
             self._count_before()
         if request.rule is not None and request.rule.complete:
@@ -164,7 +164,7 @@ class Rollout:
                 resumed = views.resumed_there
         if resumed is not None:
             resumed[...] = False
-            which = group.take_resumed()
+            which = group.carry.take_resumed()
             if which:
                 resumed[0, which] = True
         for key, _, first, _ in views.carried:
@@ -175,8 +175,8 @@ class Rollout:
                     False  # resets set it; the slot may hold values of an earlier rollout
                 )
         call = None
-        if group.first_call is not None and not lane.stopped:
-            call = group.take_call()
+        if group.carry.first_call is not None and not lane.stopped:
+            call = group.carry.take_call()
         if self.reports.progress.watched:
             self.reports.progress.count(waits=self.ends.leaves_out)
         if version is not None:
@@ -205,8 +205,7 @@ class Rollout:
         self.request = request
         self.tally = tally
         self.reports = _reports_of(self.group, request, listener)
-        self._watch = watch
-        self._watchers = self._choose_watchers()
+        self._hooks = self._choose_hooks(watch)
         if self.group.pending:
             self._cut(self.lane.done_steps - 1)
         if self.reports.progress.watched:
@@ -229,7 +228,7 @@ class Rollout:
         """Return the rows of the lane if it is completed on the device; None if the host needs
         them.
         """
-        if on_device.needs or needs_of_request(self.request, self._watch):
+        if on_device.needs or needs_of_request(self.request, self._hooks.own):
             return None
         if not self.lane.mirrored:  # in shared memory
             return None
@@ -247,7 +246,7 @@ class Rollout:
         group = self.group
         unneeded: list[int] = []
         if self.request.rule is not None:
-            unneeded = unneeded_by(self.request.rule, range(group.B), group.bypass)
+            unneeded = unneeded_by(self.request.rule, range(group.B), group.can.bypass)
             self.absent = unneeded
         held = group.due.leave_out(unneeded)
         group.begin_episodes(reports=self.reports)
@@ -260,29 +259,32 @@ class Rollout:
         ends: Ends = RESET_NOW
         if not group.options.reset_when_done and not self.request.is_random_start:
             ends = WaitForBatch(
-                self.waiting, group.bypass, self._limit, group.env.spec.reward_key
+                self.waiting, group.can.bypass, self._limit, group.env.spec.reward_key
             )
         if self.request.rule is None:
             return ends
         return ChosenByRule(
-            self.request.rule, ends, self.waiting, group.bypass, self._limit
+            self.request.rule, ends, self.waiting, group.can.bypass, self._limit
         )
 
-    def _choose_watchers(self) -> tuple[Watch, ...]:
+    def _choose_hooks(self, own: Watch | None) -> RowHooks:
         group = self.group
-        watchers: list[Watch] = []
-        if group.options.on_step is not None and not self.request.is_random_start:
+        options = group.options
+        watches: list[Watch] = []
+        if options.on_step is not None and not self.request.is_random_start:
             env_ids = group.env_ids
-            on_step = group.options.on_step
             repeats = group.env.spec.repeats
-            watchers.append(
-                watching(on_step, env_ids, self.waiting, repeats, self.next_obs)
+            watches.append(
+                watching(options.on_step, env_ids, self.waiting, repeats, self.next_obs)
             )
         if self.request.pause is not None:
-            watchers.append(rendering(group.env, self.request.pause))
-        if self._watch is not None:
-            watchers.append(self._watch)
-        return tuple(watchers)
+            watches.append(rendering(group.env, self.request.pause))
+        if own is not None:
+            watches.append(own)
+        stopped: Callable[[], bool] | None = None
+        if options.interruptor is not None and not self.request.is_random_start:
+            stopped = options.interruptor.collection_stopped
+        return RowHooks(watches, own, stopped)
 
     def _count_before(self) -> None:
         """Count the steps that were made before the first row."""
@@ -328,7 +330,7 @@ class Rollout:
         """Return the first row, from ``t`` on, after which ``after_step`` is due even if no episode
         ends.
         """
-        if self._stopped is not None or self._watchers:
+        if self._hooks.are_any:
             return t
         if self._limit is None:
             return self.next_obs.due
@@ -356,12 +358,10 @@ class Rollout:
             if self.group.options.compact_obs:
                 self.next_obs.keep(lane, t, finished, self.waiting.all)
             self._end_episodes(t, finished, late)
-        elif t >= self.next_obs.due or self._watchers:
+        elif t >= self.next_obs.due or self._hooks.watches:
             self.next_obs.copy(t + 1)
-        for watch in self._watchers:
-            watch(lane, t)
-        if self._stopped is not None and not lane.stopped and self._stopped():
-            lane.stop()
+        if self._hooks.are_any:
+            self._hooks.call(lane, t)
         return STOP if lane.stopped else self.next_call(t + 1)
 
     def _end_episodes(
@@ -582,7 +582,7 @@ class Rollout:
         self.next_obs.copy(n)
         if self._there is not None:
             is_whole = n == lane.T and self.waiting.is_idle
-            if is_whole and not needs_of_request(self.request, self._watch):
+            if is_whole and not needs_of_request(self.request, self._hooks.own):
                 return self._finish_there(self._there)
             lane.pull(views.mirrored)
         elif lane.mirrored:
@@ -686,7 +686,7 @@ class Rollout:
             ).tolist()  # no step has told of them
         clock.take_back(without.sum(axis=0), ended)
         self.group.due.add(ended)
-        if not self.group.bypass.is_possible:
+        if not self.group.can.bypass.is_possible:
             self.tally.discard("after_done", int(without.sum()))
 
     def _mark_valid(self, n: int, without: Array | None) -> int:

@@ -66,7 +66,7 @@ def _reset(worker: Worker, request: Reset) -> None:
 
 def _mark_resumed(worker: Worker, request: MarkResumed) -> None:
     for group in worker.groups:
-        group.mark_resumed()
+        group.carry.mark_resumed()
 
 
 _IN_WORKER: dict[type[Request], Callable[[Worker, Any], Any]] = {

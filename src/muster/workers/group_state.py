@@ -17,7 +17,8 @@ from muster.memory.slots import Lane, Layout, Slot, SlotState, as_tensor
 from muster.memory.specs import OBJECT, Array, Column
 from muster.protocols import Outputs, Policy
 from muster.rollout.bootstrap import BootstrapRows
-from muster.rollout.group import FirstCall, Group
+from muster.rollout.carry import FirstCall
+from muster.rollout.group import Group
 from muster.rollout.marks import Final
 from muster.workers.messages import RolloutResult
 
@@ -37,7 +38,9 @@ def take(group: Group, acting: str | None) -> dict[str, Any]:
         "acting": acting,
         "clock": group.clock.state_dict(),
         "rng": group.rng.state_dict(),
-        "call": None if group.first_call is None else _call_state(group.first_call),
+        "call": None
+        if group.carry.first_call is None
+        else _call_state(group.carry.first_call),
         "carry": {key: _plain(row) for key, row in group.carry.items()},
         "pending": list(group.pending),
         "seeds": dict(group.due.seeds),
@@ -69,10 +72,10 @@ def load(
     group.rng.load_state_dict(state["rng"])
     _load_carry(group, state["carry"])
     call = state["call"]
-    group.discard_call()
+    group.carry.discard_call()
     if call is not None and policy is not None:
-        group.keep_call(FirstCall(policy, _outputs(call), call["version"]))
-    group.take_resumed()
+        group.carry.keep_call(FirstCall(policy, _outputs(call), call["version"]))
+    group.carry.take_resumed()
     group.due.load(state["pending"], state["seeds"], group.B)
     if group.agent_returns is not None:
         group.agent_returns.load_state_dict(state.get("agent_returns"))
@@ -87,7 +90,7 @@ def load(
         group.clock.abandon(range(group.B))
     lost = _lost(group, reasons)
     group.reset(list(lost))
-    group.mark_resumed(list(lost))
+    group.carry.mark_resumed(list(lost))
     ids = group.env_ids
     return {int(ids[i]): why for i, why in lost.items()}
 

@@ -391,7 +391,7 @@ class WorkerMain:
             if place.episodes is not None:
                 group.clock.begin_at(place.episodes[number])
             if place.marks_resumed:
-                group.mark_resumed()
+                group.carry.mark_resumed()
             groups.append(group)
         kinds = {
             (env.spec.batch_shape, str(env.spec.action_specs)) for env in self.built

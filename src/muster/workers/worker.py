@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muster.capabilities import AwaitsCoroutines, CastsValues, RefersToParts, capability
+from muster.capabilities import AwaitsCoroutines, RefersToParts, capability
 from muster.episodes.record import NO_EPISODES
 from muster.errors import BadOption, MusterError
 from muster.keys import Key
@@ -100,9 +100,6 @@ class Worker:
                     " policy itself for the environments that are ready. Leave inference out, or"
                     " leave batch_size of EnvPool out"
                 )
-        self._casting = {
-            group.number: capability(group.env, CastsValues) for group in self.groups
-        }
         parts: list[Any] = [*policies.values()]
         parts += [capability(group.env, AwaitsCoroutines) for group in self.groups]
         for part in parts:
@@ -135,7 +132,7 @@ class Worker:
     def prepared(self, name: str) -> bool:
         """Return whether ``laid_out`` is still valid for rollouts of this policy."""
         for group in self.groups:
-            if group.resumed:
+            if group.carry.resumed:
                 return False
         return self.policies[name] is self.acting
 
@@ -158,7 +155,7 @@ class Worker:
                     policy.columns(),
                     group.options,
                     marks_valid=self._marks_valid,
-                    resumed=group.resumed is not None,
+                    resumed=group.carry.resumed is not None,
                 ),
                 batch_shape=group.env.spec.batch_shape,
             )
@@ -309,7 +306,7 @@ class Worker:
             error = raised
             phase = phase_ended_by(raised, group.progress)
         else:
-            casting = self._casting[group.number]
+            casting = group.can.casting
             has_warnings = casting is not None and casting.casts.pending
             if (
                 outcome.episodes is NO_EPISODES
@@ -333,7 +330,7 @@ class Worker:
     ) -> RolloutResult:
         """Return the result of a request that is complete, or that an error has interrupted."""
         group = self.groups[request.group - self.groups[0].number]
-        casting = self._casting[group.number]
+        casting = group.can.casting
         recorder = self._recorders.get(group.number)
         warnings: Sequence[str] = ()
         if casting is not None and casting.casts.pending:
