@@ -203,10 +203,8 @@ class MemoryWriter:
         known.wrote(ids[rows - 1])
 
     def row_copier(self, lane: Lane, group: int) -> RowCopier | None:
-        """Return what writes the quiet rows of a lane, after ``write_lane`` has written one; None:
-            ``write_lane`` has to.
-
-        A row is quiet if its episodes go on from the row before it, and to the next one.
+        """Return what writes further rows of a lane, of which ``write_lane`` has written one; None:
+        ``write_lane`` has to.
         """
         copier: RowCopier | None = lane.cache.get(self)
         if copier is None or not copier.is_current(self._known.get(group)):
@@ -217,24 +215,14 @@ class MemoryWriter:
         self, lane: Lane, t: int, result: RolloutResult, known: _Known
     ) -> None:
         """Write row ``t`` of a lane in host memory: the usual case off-policy."""
-        ring = known.ring
         copier: RowCopier | None = lane.cache.get(self)
         if copier is None or not copier.is_current(known):
             copier = RowCopier(self._memory, result.group, known, lane)
             lane.cache[self] = copier
-        if copier.write(t):
-            return
-        ids = lane.arrays[TRAJ_IDS][t]
-        if known.ids.tobytes() != ids.tobytes():  # a third of the time of ``any``
-            ring.break_off(np.flatnonzero(known.ids != ids))
-        copier.copy_all(t)
-        done = lane.arrays[DONE][t]
-        if 1 in done.tobytes():
+        if not copier.write(t):
+            done = lane.arrays[DONE][t]
             finals = self._finals(lane, result.finals, done[None], t)
-            copier.add(done, finals)
-        else:
-            copier.add()
-        known.wrote(ids)
+            copier.write_apart(t, done, finals)
 
     def _after_stop(
         self, lane: Lane, source: Mapping[Key, Any], end: int, kept: Sequence[Final]
@@ -315,15 +303,16 @@ class _Known:
         return ring is self.ring and ring.hi == self.hi
 
 
+# Memory in the ring, rows of the lane, bytes of a row, and how many bytes further they go there.
+_Copy = tuple[Any, list[Any], int, int]
+
+
 class RowCopier:
     """Copies rows of a lane in host memory into a ring; made once per lane.
 
     Args:
         group: number of the ring.
         known: what was written last.
-
-    Attributes:
-        add: makes the row readable that was copied; see ``Ring.add_row``.
     """
 
     def __init__(
@@ -335,19 +324,23 @@ class RowCopier:
         self._rings = memory.rings
         self._known = known
         self._ring = ring
-        self.add = memory.row_adder(group)
-        self._done = [row.tobytes for row in lane.arrays[DONE]]
-        self._ids = [row.tobytes for row in lane.arrays[TRAJ_IDS]]
-        # memory in the ring, rows of the lane, bytes of a row, and how many rows later they go there
-        self._copies: list[tuple[Any, list[Any], int, int]] = []
-        # of columns with ``carry``: the row itself, which is there already if it follows the newest
-        self._before: list[tuple[Any, list[Any], int, int]] = []
+        self._add = memory.row_adder(group)
+        self._done = list(lane.arrays[DONE])
+        self._ids = list(lane.arrays[TRAJ_IDS])
+        # the observations after each row; None: those after ends of episodes are kept elsewhere
+        self._after: dict[Key, Any] | None = None
+        observed = ring.stored.observed
+        if next_of(observed[0]) in lane.data:
+            self._after = {key: lane.data[next_of(key)] for key in observed}
+        self._copies: list[_Copy] = []
+        # of observations: the row itself, which is there already if it follows the newest
+        self._before: list[_Copy] = []
         simple, carried = ring.destinations()
         for key, there in simple:
-            self._copies.append(_copy(there, lane.data[key]))
+            self._copies.append(_copy_of(there, lane.data[key]))
         for key, there in carried:
-            at_place = _copy(there, lane.data[key])
-            if key in ring.stored.observed:
+            at_place = _copy_of(there, lane.data[key])
+            if key in observed:
                 self._before.append(at_place)
             else:
                 # a policy may write its state in the row in which an episode begins
@@ -360,36 +353,63 @@ class RowCopier:
         return known is self._known and self._memory.rings is self._rings
 
     def write(self, t: int) -> bool:
-        """Write row ``t`` if it is quiet, and return whether it was."""
+        """Write row ``t``, and return True; False if something else was written after the row before
+        it, or if the observations after the ends of episodes are not in the lane.
+        """
         known = self._known
         ring = self._ring
+        done: Array | None = None
+        finals: dict[Key, Any] | None = None
         with self._lock:
-            place = ring.hi % ring.places
-            is_quiet = (
-                place  # what follows the last place is not at the first one
-                and ring.hi == known.hi
-                and self._ids[t]() == known.ids_written
-                and 1 not in self._done[t]()
-                and self._memory.rings is self._rings
-            )
-            if not is_quiet:
+            if ring.hi != known.hi or self._memory.rings is not self._rings:
                 return False
-            for there, rows, size, ahead in self._copies:
-                at = place * size + ahead
-                there[at : at + size] = rows[t]
-            self.add()
-            known.wrote_more()
+            if 1 in self._done[t].tobytes():
+                if self._after is None:
+                    return False
+                done = self._done[t]
+                finals = {key: rows[t][done] for key, rows in self._after.items()}
+            place = ring.hi % ring.places
+            ids = self._ids[t]
+            now = ids.tobytes()
+            # what follows the last place is not at the first one
+            is_there = place and now == known.ids_written
+            if not is_there:
+                changed = ids != known.ids
+                if 1 in (changed > ring.fresh).tobytes():
+                    return False
+                self._copy(self._before, place, t)
+            self._copy(self._copies, place, t)
+            self._add(done, finals)
+            if is_there:
+                known.wrote_more()
+            else:
+                known.wrote(ids)
         return True
 
-    def copy_all(self, t: int) -> None:
-        """Copy row ``t`` to the place after the newest, and what follows it to the next one."""
-        place = self._ring.hi % self._ring.places
-        for there, rows, size, ahead in self._copies + self._before:
+    def write_apart(self, t: int, done: Array, finals: Mapping[Key, Any]) -> None:
+        """Write row ``t``, which may continue no episode.
+
+        Args:
+            finals: observations after the ends of episodes.
+        """
+        ring = self._ring
+        known = self._known
+        ids = self._ids[t]
+        ring.break_off(np.flatnonzero(known.ids != ids))
+        place = ring.hi % ring.places
+        self._copy(self._before, place, t)
+        self._copy(self._copies, place, t)
+        self._add(done, finals)
+        known.wrote(ids)
+
+    @staticmethod
+    def _copy(copies: list[_Copy], place: int, t: int) -> None:
+        for there, rows, size, ahead in copies:
             at = place * size + ahead
             there[at : at + size] = rows[t]
 
 
-def _copy(there: Array, rows: Array) -> tuple[Any, list[Any], int, int]:
+def _copy_of(there: Array, rows: Array) -> _Copy:
     """Return a column of a ring and the rows of a lane as bytes, and the size of a row: slices of
     memoryviews are copied in half of the time of arrays.
     """

@@ -156,17 +156,19 @@ class TrajectoryClock:
         np.copyto(began[1:], rows[1:], where=done[:-1])
         np.subtract(rows, np.maximum.accumulate(began, axis=0), out=counts)
 
-    def advance_row(self, ids: Array, reward: Array) -> None:
-        """Write the trajectory ids of a row in which no episode ends, and advance to its end (``[B]``
-        each).
+    def advance_row(self, ids: Array, reward: bytes, dtype: Any) -> None:
+        """Write the trajectory ids of a row in which no episode ends (``[B]``), and advance to its
+        end.
+
+        Args:
+            reward: the bytes of its rewards.
+            dtype: of the rewards.
         """
         ids[...] = self._ids
         self._since += 1
-        if len(self._rewards) < MOST_REWARDS:
-            self._rewards.append((reward.tobytes(), reward.dtype))
-        else:
-            returns = self.returns
-            returns += reward
+        self._rewards.append((reward, dtype))
+        if len(self._rewards) > MOST_REWARDS:
+            self.returns  # noqa: B018 (adds them)
 
     def advance(
         self, reward: Array, terminated: Array, truncated: Array, done: Array
