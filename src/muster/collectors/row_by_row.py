@@ -79,6 +79,11 @@ class RowByRow:
             and not self._worker.is_watched
         )
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a rollout is open, which the next row belongs to."""
+        return self._next_row is not None and self._next_row.is_open
+
     def forget(self) -> None:
         """Prepare the lane again before the next row, since layouts and views are not valid any
         more.
@@ -97,7 +102,7 @@ class RowByRow:
             failed, or Ctrl-C came), the result with the row.
         """
         next_row = self._next_row
-        if next_row is not None and next_row.is_possible(self._worker.policies[policy]):
+        if next_row is not None and next_row.is_for(self._worker.policies[policy]):
             return self._go_on(next_row, number, policy, version)
         lane = self._lane
         if lane is None or not self._worker.prepared(policy):

@@ -71,8 +71,14 @@ class TrajectoryClock:
         written to.
         """
         if self._rewards:
-            for row, dtype in self._rewards:
-                self._returns += np.frombuffer(row, dtype)
+            dtype = self._rewards[0][1]
+            rows = np.frombuffer(b"".join([row for row, _ in self._rewards]), dtype)
+            sums = np.concatenate(
+                (self._returns[None], rows.reshape(-1, len(self._returns))),
+                dtype=np.float64,
+            )
+            # one after another, other than ``sum``
+            self._returns[...] = np.add.accumulate(sums, 0)[-1]
             self._rewards.clear()
         return self._returns
 
@@ -187,7 +193,11 @@ class TrajectoryClock:
                 np.add.accumulate(sums, 0, out=sums)
                 self._returns[...] = sums[-1]
             return NO_EPISODES
-        if T == 1 or B >= MANY:
+        if T == 1:
+            return self._advance_to_ends(
+                reward[0], terminated[0], truncated[0], done[0]
+            )
+        if B >= MANY:
             return self._advance_by_rows(reward, terminated, truncated, done)
         # from here on rows are numbered by environment, then time
         end = done.T.reshape(-1).nonzero()[0]
@@ -226,6 +236,29 @@ class TrajectoryClock:
         self.returns[...] = np.where(goes_on, total[last], 0.0)
         return episodes
 
+    def _advance_to_ends(
+        self, reward: Array, terminated: Array, truncated: Array, done: Array
+    ) -> Episodes:
+        """Advance to the end of a row in which episodes end (``[B]`` each)."""
+        returns = self.returns
+        returns += reward
+        steps = self.steps
+        steps += 1
+        (env,) = done.nonzero()
+        episodes = Episodes(
+            self._ids[env],
+            self.env_ids[env],
+            returns[env],
+            steps[env],
+            terminated[env],
+            truncated[env],
+        )
+        self.episode[env] += 1
+        steps[env] = 0
+        returns[env] = 0.0
+        self._number()
+        return episodes
+
     def _advance_by_rows(
         self, reward: Array, terminated: Array, truncated: Array, done: Array
     ) -> Episodes:
@@ -253,8 +286,6 @@ class TrajectoryClock:
             returns[env] = 0.0
         self.steps[...] = len(done) - begin
         self._number()
-        if len(parts) == 1:
-            return Episodes(*parts[0])
         return Episodes(*map(np.concatenate, zip(*parts, strict=True)))
 
     def _number(self) -> None:

@@ -146,7 +146,12 @@ class NextRow:
         self._quiet = quiet_rows(group, running.lane, running.views)
         self._prepared: Prepared | None = None
 
-    def is_possible(self, policy: Policy) -> bool:
+    @property
+    def is_open(self) -> bool:
+        """Whether the rollout is still open."""
+        return self._group.open is self._running
+
+    def is_for(self, policy: Policy) -> bool:
         """Return whether the rollout is still open, nothing has interrupted it, and this policy acts
         in it.
         """
