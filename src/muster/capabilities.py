@@ -133,6 +133,14 @@ class WritesNext(Protocol):
         """
 
 
+class MayWait(Protocol):
+    """Its rows are on a device, and its steps may have to wait for it."""
+
+    @property
+    def why_waiting(self) -> str:
+        """Why every step waits; "" if none does. It is known after the first reset."""
+
+
 class ActsWhenReady(Protocol):
     """Its environments act when they are ready, and not all at the same time.
 

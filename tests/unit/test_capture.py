@@ -561,24 +561,73 @@ def test_environments_that_another_object_replaces(pools):
         assert twins.recorded._engine.groups[0].env.env is twins.kept[1][0].envs[-1]
 
 
-def test_nothing_is_recorded_beside_the_users_thread(pools):
+def in_background(capture: Any, policy: Any, **options: Any) -> tuple[Any, Any]:
+    """The memory after 30 batches in a background thread, and what ``capture`` says."""
     memory = ReplayMemory(40 * 8 * B, seed=1)
-    given = {
+    chosen = {
         "frames_per_batch": 8 * B,
         "total_frames": 30 * 8 * B,
         "replay_buffer": memory,
+        **options,
     }
+    torch.manual_seed(4)
     with Collector(
-        on_device(CartPole), net_policy(), seed=0, capture="auto", **given
-    ) as c:
-        c.start()
-        wait_until(lambda: not c.is_running())
-        assert "background thread" in c.stats().capture.reason
+        on_device(CartPole), policy(), seed=0, capture=capture, **chosen
+    ) as collector:
+        collector.start()
+        wait_until(lambda: not collector.is_running())
+        assert_accounted(collector)
         assert len(memory) == 30 * 8 * B
+        drawn = torch.rand(3)
+        return memory.sample(256).set("after", drawn.expand(256, 3)), collector.stats()
 
 
-def net_policy() -> Any:
-    return policies.categorical(net())
+@pytest.mark.parametrize(
+    "policy",
+    ["head", "module", "recurrent", pytest.param("random", marks=pytest.mark.slow)],
+)
+def test_a_background_thread_replays_what_start_has_recorded(pools, policy):
+    expected, _ = in_background(False, POLICIES[policy])
+    sampled, stats = in_background(True, POLICIES[policy])
+    assert_same(expected, sampled)
+    assert stats.capture.state == "replaying"
+    assert stats.capture.replays == 30 - 2
+
+
+def test_start_collects_random_frames_before_it_records(pools):
+    options = {"init_random_frames": 5 * 8 * B}
+    expected, _ = in_background(False, POLICIES["head"], **options)
+    sampled, stats = in_background(True, POLICIES["head"], **options)
+    assert_same(expected, sampled)
+    assert stats.capture.replays == 30 - 4
+
+
+def test_another_policy_is_not_recorded_in_the_background(pools, monkeypatch):
+    monkeypatch.setattr("muster.collectors.base.MOST_BEFORE_RECORDED", 1)
+    sampled, stats = in_background("auto", POLICIES["head"])
+    expected, _ = in_background(False, POLICIES["head"])
+    assert_same(expected, sampled)
+    assert "those of this policy were not" in stats.capture.reason
+
+
+def test_start_says_why_nothing_can_be_recorded_and_goes_on_when_it_is_called_again(
+    pools,
+):
+    memory = ReplayMemory(40 * 8 * B, seed=1)
+    with Collector(
+        on_device(partial(torch_envs.Counts, B)),
+        frames_per_batch=8 * B,
+        total_frames=9 * 8 * B,
+        replay_buffer=memory,
+        capture=True,
+    ) as collector:
+        with pytest.raises(CaptureRefused, match="env.counter"):
+            collector.start()
+        assert not collector.is_running()
+        collector.start()
+        wait_until(lambda: not collector.is_running())
+        assert len(memory) == 9 * 8 * B
+        assert_accounted(collector)
 
 
 @pytest.mark.parametrize("what", ["wind", "scale", "gravity", "global"])

@@ -17,9 +17,12 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from muster import Collector, ReplayMemory, policies
 from muster.collectors.last_rollouts import MOST_UNREAD
+from muster.collectors.options import CollectorOptions
+from muster.collectors.setup import slot_limit
 from muster.episodes.clock import TrajectoryClock
 from muster.episodes.record import PendingEpisodes, join_episodes
 from muster.episodes.tensor_clock import TensorClock
@@ -546,6 +549,47 @@ def test_beyond_the_limit_batches_on_a_device_are_copies():
             assert_same(a, b)
         assert there.stats().slots["lent"] < 8
         assert_accounted(there)
+
+
+def test_the_default_limit_of_slots_on_a_gpu_is_half_of_its_free_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 << 30, 8 << 30))
+    options = CollectorOptions(make(), frames_per_batch=100)
+    gpu = torch.device("cuda", 0)
+    assert slot_limit(options, gpu) == 3 << 30
+    for memory in ("heap", torch.device("cpu")):
+        assert slot_limit(options, memory) == options.slot_memory_limit
+    chosen = CollectorOptions(make(), frames_per_batch=100, slot_memory_limit=1 << 20)
+    assert slot_limit(chosen, gpu) == 1 << 20
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies that the host waits for, and those that it does not wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[bool] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.found[bool(args[2]) if len(args) > 2 else False] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_columns_are_brought_to_the_host_together():
+    """The host waits once, after the last copy has begun."""
+    with Collector(on_device(make()), tilt, frames_per_batch=100, seed=3) as there:
+        there.next()
+        lane = there._engine.source.bundles[0].ring.take().lanes[0]
+        lane.completed_there()
+        with Copies() as copies:
+            lane.bring_to_host()
+        host = [column for column in lane.layout.tensor_columns if column.host]
+        assert copies.found == {True: len(host)}
+        for column in host:
+            tensor = lane.tensors[column.key]
+            assert (lane.arrays[column.key] == tensor.numpy()).all()
 
 
 def test_what_a_user_writes_into_a_batch_is_in_no_other():

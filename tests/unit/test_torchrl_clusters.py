@@ -24,14 +24,20 @@ pytest.importorskip("gymnasium.envs.classic_control")
 
 import torchrl.collectors.distributed as theirs
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import (
+    TensorDictModule,
+    TensorDictModuleBase,
+    TensorDictSequential,
+)
 from torch import nn
-from torchrl.data import LazyTensorStorage, ReplayBuffer
-from torchrl.envs import SerialEnv
+from torchrl.data import LazyTensorStorage, ReplayBuffer, Unbounded
+from torchrl.envs import SerialEnv, TensorDictPrimer
+from torchrl.modules import LSTMModule
 from torchrl.testing.mocking_classes import CountingEnv
 
 import muster
 import muster.compat.torchrl.collectors.distributed as ours
+from muster.compat.torchrl import Collector
 from muster.errors import BadOption, BadWeights, CollectorClosed
 from tests.fakes.pendulum import env_maker, linear
 from tests.fakes.ray_cluster import needs_ray, ray_cluster
@@ -479,6 +485,69 @@ def test_trajectories_in_a_replay_buffer_are_not_padded() -> None:
     assert ("collector", "mask") not in stored.keys(True)
     assert int(stored["next", "done"].sum()) == 2
     assert bool(stored["next", "done"][-1])
+
+
+@needs_ray
+@pytest.mark.parametrize("made", [ours.RayCollector, partial(Collector, backend="ray")])
+def test_actors_cannot_write_into_a_buffer_of_this_process(made: Any) -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(200))
+    with pytest.raises(TypeError, match="service_backend='ray'.* or muster.RayBuffer"):
+        made([env_maker], linear(), frames_per_batch=10, replay_buffer=buffer)
+
+
+@pytest.mark.parametrize("adds", [True, [True]])
+def test_nodes_add_the_transforms_of_a_recurrent_policy_on_request(adds: Any) -> None:
+    name = "auto_register_policy_transforms"
+    told = [{name: True}] if isinstance(adds, list) else {name: True}
+    lstm = LSTMModule(3, 4, in_key="observation", out_key="features")
+    head = TensorDictModule(nn.Linear(4, 1), ["features"], ["action"])
+    with ours.DistributedCollector(
+        [env_maker],
+        TensorDictSequential(lstm, head),
+        frames_per_batch=10,
+        launcher="mp",
+        collector_kwargs=told,
+    ) as collector:
+        batch = collector.next()
+    assert batch["is_init"].squeeze(-1).tolist() == [True] + [False] * 9
+    assert not batch["next", "is_init"].any(), "InitTracker's"
+    state = batch["next", "recurrent_state_h"]
+    assert torch.equal(state[:-1], batch["recurrent_state_h"][1:])
+
+
+class BeginsAtFive(TensorDictModuleBase):
+    in_keys = ["observation", "memory", "is_init"]  # noqa: RUF012
+    out_keys = ["action", ("next", "memory")]  # noqa: RUF012
+
+    def make_tensordict_primer(self) -> TensorDictPrimer:
+        return TensorDictPrimer(memory=Unbounded((1,)), default_value=5.0)
+
+    def forward(self, td: Any) -> Any:
+        td.set("action", torch.zeros(*td.shape, 1))
+        return td.set(("next", "memory"), td["memory"] + 1)
+
+
+def test_nodes_begin_with_the_state_of_a_primer_that_was_added() -> None:
+    with ours.DistributedCollector(
+        [env_maker],
+        BeginsAtFive(),
+        frames_per_batch=3,
+        launcher="mp",
+        collector_kwargs={"auto_register_policy_transforms": True},
+    ) as collector:
+        assert collector.next()["memory"].squeeze(-1).tolist() == [5, 6, 7]
+
+
+def test_transforms_of_nodes_that_differ_are_refused() -> None:
+    name = "auto_register_policy_transforms"
+    with pytest.raises(BadOption, match=f"{name}=.*all nodes share one"):
+        ours.DistributedCollector(
+            [env_maker] * 2,
+            linear(),
+            frames_per_batch=10,
+            launcher="mp",
+            collector_kwargs=[{name: True}, {}],
+        )
 
 
 @pytest.mark.parametrize("batched", [False, True])

@@ -4,6 +4,7 @@ what is equal.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torchrl.collectors import BaseCollector, WeightUpdaterBase
 from torchrl.collectors.utils import _TrajectoryPool
 from torchrl.data import LazyTensorStorage, ReplayBuffer
-from torchrl.envs import GymEnv, TransformedEnv
+from torchrl.envs import GymEnv, InitTracker, TransformedEnv
 from torchrl.modules import LSTMModule
 
 from muster import policies
@@ -156,27 +157,53 @@ def test_torchs_seed_decides_what_musters_own_policies_draw(policy):
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_a_recurrent_policy_needs_no_transforms():
-    lstm = LSTMModule(4, 8, in_key="observation", out_key="features")
-    head = TensorDictModule(
-        torch.nn.Linear(8, 2), in_keys=["features"], out_keys=["action"]
-    )
+def recurrent(observations: int, *head: Any) -> TensorDictSequential:
+    lstm = LSTMModule(observations, 8, in_key="observation", out_key="features")
+    return TensorDictSequential(lstm, *head)
+
+
+def head(actions: int) -> TensorDictModule:
+    return TensorDictModule(torch.nn.Linear(8, actions), ["features"], ["action"])
+
+
+def test_a_recurrent_policy_needs_no_primer():
     one_hot = TensorDictModule(
         lambda a: torch.nn.functional.one_hot(a.argmax(-1), 2), ["action"], ["action"]
     )
-    policy = TensorDictSequential(lstm, head, one_hot)
-    batch = Collector(GymEnv("CartPole-v1"), policy, frames_per_batch=40).next()
+    policy = recurrent(4, head(2), one_hot)
+    env = TransformedEnv(GymEnv("CartPole-v1"), InitTracker())
+    batch = Collector(env, policy, frames_per_batch=40).next()
     begins = torch.cat([torch.tensor([True]), batch["next", "done"][:-1, 0]])
     assert batch["recurrent_state_h"][begins].eq(0).all()
     assert batch["recurrent_state_h"][~begins].ne(0).any(-1).any(-1).all()
 
 
+@pytest.mark.parametrize("adds", [False, None])
+@pytest.mark.parametrize("writes", [False, True], ids=["batches", "into a buffer"])
+def test_a_missing_is_init_is_an_error_as_in_torchrl(adds, writes):
+    policy = recurrent(3, head(1))
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20)) if writes else None
+    with (
+        pytest.warns(FutureWarning) if adds is None else contextlib.nullcontext(),
+        pytest.raises(KeyError, match="is_init.*auto_register_policy_transforms=True"),
+    ):
+        Collector(
+            pendulum(),
+            policy,
+            frames_per_batch=5,
+            replay_buffer=buffer,
+            auto_register_policy_transforms=adds,
+        )
+
+
+def test_a_recurrent_policy_acts_in_an_environment_that_is_not_torchrls():
+    policy = recurrent(3, head(1))
+    collector = Collector("Pendulum-v1", policy, frames_per_batch=5)
+    assert collector.next()["is_init"].squeeze(-1).tolist() == [True] + [False] * 4
+
+
 def test_transforms_for_a_recurrent_policy_are_added_on_request():
-    lstm = LSTMModule(3, 8, in_key="observation", out_key="features")
-    head = TensorDictModule(
-        torch.nn.Linear(8, 1), in_keys=["features"], out_keys=["action"]
-    )
-    policy = TensorDictSequential(lstm, head)
+    policy = recurrent(3, head(1))
     collector = Collector(
         pendulum(), policy, frames_per_batch=5, auto_register_policy_transforms=True
     )

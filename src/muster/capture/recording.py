@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 import torch
 
+from muster.capabilities import MayWait, capability
 from muster.capture.graph import Graph, GraphPool, default_generator
 from muster.capture.held import OF_POLICY, HeldState
 from muster.capture.state import Contents, Survey, compare, same_bits, survey
@@ -51,8 +52,9 @@ MOST_TRIES = 3  # for a reason that may pass: attributes that the first rollouts
 FILLED = "filled once"  # in place of a graph, in ``lane.cache``
 PAYS = 4  # replays that make up for a recording
 BESIDE = (
-    "rollouts in a background thread share the process's random generators with your thread, which"
-    " could not use them during a recording"
+    "a background thread shares the process's random generators with your thread, which could not"
+    " use them during a recording. start() makes batches in your thread until rollouts are recorded,"
+    " and those of this policy were not"
 )
 UNUSED = 4 * MOST_GRAPHS  # replays of others after which a graph makes room
 
@@ -95,6 +97,7 @@ class GraphRecorder:
         lose: Callable[[], None],
     ) -> None:
         self._env = env
+        self._waiting = capability(env, MayWait)
         self._pool = pool
         self._device = device
         self._mode = mode
@@ -144,11 +147,19 @@ class GraphRecorder:
         if found is None or self._refused or not self._has_room():
             by_rows()
             lane.cache[key] = FILLED
-        elif runs_beside_user():
+        elif runs_beside_user() and prepared.policy in self._held:
+            by_rows()  # other lanes have its graphs
+        elif hindrance := self._present_hindrance():
             by_rows()
-            self._give_up(running, prepared, BESIDE)
+            self._give_up(running, prepared, hindrance)
         else:
             self._try(running, prepared, by_rows)
+
+    def _present_hindrance(self) -> str:
+        """Return why no rollout can be recorded that was not known before the first one."""
+        if runs_beside_user():
+            return BESIDE
+        return "" if self._waiting is None else self._waiting.why_waiting
 
     def _staleness(self, found: RecordedRollout, prepared: Prepared) -> str:
         """Return why a graph cannot be replayed now; "" if it can."""

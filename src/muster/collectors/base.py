@@ -42,6 +42,7 @@ from muster.observing.profiling import ProfileConfig
 from muster.observing.stats import CollectorStats
 from muster.policies.agents import heads_of
 from muster.policies.sampling import all_masks_of
+from muster.rollout.context import as_beside_user
 from muster.rollout.group import Group
 from muster.utils.attributes import resolve
 from muster.utils.forks import Owner
@@ -55,6 +56,10 @@ from muster.workers.worker import on_environments
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+
+
+# of the policy, with ``capture``, before a background thread begins
+MOST_BEFORE_RECORDED = 6
 
 
 class NoWorkerIndex(BadOption, RuntimeError):
@@ -339,7 +344,11 @@ class BaseCollector(ABC):
         latest ``shutdown()``. ``is_running()``, ``stats()`` and the properties never raise it.
         After that ``start()`` continues.
 
+        With ``capture`` the first batches are collected before ``start()`` returns, until rollouts
+        are recorded: after ``init_random_frames``, mostly three.
+
         Raises:
+            CaptureRefused: ``capture=True``, and rollouts cannot be recorded.
             BadOption: there is no replay buffer. The error is a ``RuntimeError``, too.
         """
         self._check_open()
@@ -352,7 +361,36 @@ class BaseCollector(ABC):
         self._go_into_background()
         batches = self.iterator()
         name = f"muster-{id(self):x}"
-        self._background = Background(lambda: next(batches, self) is not self, name)
+
+        def collect() -> bool:
+            return next(batches, self) is not self
+
+        if self.options.capture:
+            with as_beside_user():
+                self._record_first(collect)
+        self._background = Background(collect, name)
+
+    def _record_first(self, collect: Callable[[], bool]) -> None:
+        """Collect until rollouts are replays of recorded ones, which they cannot become in the
+        background thread, or cannot be recorded.
+        """
+        tries = 0
+        while tries < MOST_BEFORE_RECORDED:
+            replays = self._replays()
+            if replays is None or not collect():
+                return
+            if self._engine.acting == "policy":  # the random rollouts are over
+                tries += 1
+                now = self._replays()
+                if now is None or now > replays:
+                    return
+
+    def _replays(self) -> int | None:
+        """Return the number of rollouts that were replays; None: rollouts are not recorded."""
+        stats = self._engine.last.capture
+        if stats is None:
+            return 0
+        return None if stats.state == "refused" else stats.replays
 
     def is_running(self) -> bool:
         """Return whether the background thread runs."""

@@ -20,6 +20,7 @@ from muster.workers.pool import Pool
 from muster.workers.schedule import FilledSlot
 
 MARGIN = 256  # rows of a ring beyond its capacity, for long rollouts
+UNKNOWN = 1 << 40  # steps before a row: more than any episode has
 DONE = next_of(("done",))
 
 
@@ -97,7 +98,8 @@ class MemoryWriter:
 
     def forget(self) -> None:
         """The next rollouts may not continue those that were written."""
-        self._known.clear()
+        for known in self._known.values():
+            known.forget()
 
     def write(self, filled: FilledSlot) -> None:
         """Write the rollouts of filled slots.
@@ -130,29 +132,57 @@ class MemoryWriter:
             lane.bring_to_host()
         with self._memory.lock:  # nothing is sampled between breaking off and writing
             ring = self._memory.rings[result.group]
-            known = self._known_of(ring, lane, first, result.group)
+            known = self._known_of(ring, lane, first, result)
             valid = _valid(lane, first, result)
             is_one = result.rows == 1 and (goes_on or lane.T == 1)
             if is_one and valid is None and not lane.mirrored and ring.takes_rows:
-                self._write_row(lane, first, result, known)
+                self._write_row(ring, lane, first, result, known)
             else:
-                self._write_rows(lane, first, result, known, valid, goes_on=goes_on)
+                self._write_rows(
+                    ring, lane, first, result, known, valid, goes_on=goes_on
+                )
 
-    def _known_of(self, ring: Ring, lane: Lane, t: int, group: int) -> _Known:
-        """Return what was written last of a group, before row ``t`` of a lane is written."""
+    def _known_of(
+        self, ring: Ring, lane: Lane, t: int, result: RolloutResult
+    ) -> _Known:
+        """Return what was written last of a group, before row ``t`` of a lane is written.
+
+        The ring knows then in which environments that row follows its newest one, and in which an
+        episode begins.
+        """
         if lane.layout.columns is not self._columns:
             self._prepare(lane.layout.columns)
-        known = self._known.get(group)
-        if known is None or not known.is_newest(ring):
-            if ring.hi:
+        ids = lane.arrays[TRAJ_IDS][t]
+        steps = result.steps_before
+        known = self._known.get(result.group)
+        if known is None:
+            known = self._known[result.group] = _Known(ring.B)
+        if known.is_newest(ring):
+            # the usual case; comparing bytes takes a third of the time of ``any``
+            if steps is None and ring.ids.tobytes() == ids.tobytes():
+                return known
+            follows = ring.ids == ids
+            if steps is not None:
+                follows &= ring.steps_so_far == steps
+        else:
+            known.break_off()
+            if steps is None:
+                steps = known.steps_of(ids)
+            follows = np.zeros(ring.B, bool)
+            if ring.hi and known.ring is not ring:
+                # else another collector has written rows since
                 row = {key: lane.data[key][t] for key in self._observed}
-                ring.break_off(np.flatnonzero(~ring.going_on(row)))
-            known = _Known(ring, lane.arrays[TRAJ_IDS][t].copy())
-            self._known[group] = known
+                follows = (ring.ids == ids) & (ring.steps_so_far == steps)
+                follows &= ring.going_on(row)
+        if not follows.all():
+            known.break_off()
+            ring.follow(ids, steps, follows)
+            known.note(ring)
         return known
 
     def _write_rows(
         self,
+        ring: Ring,
         lane: Lane,
         first: int,
         result: RolloutResult,
@@ -162,12 +192,9 @@ class MemoryWriter:
         goes_on: bool,
     ) -> None:
         """Write the rows of a rollout, which begin with row ``first`` of its lane."""
-        ring = known.ring
         rows = first + result.rows
-        ids = lane.arrays[TRAJ_IDS]
-        others = np.flatnonzero(known.ids != ids[first])
-        if len(others):
-            ring.break_off(others)
+        ring.note_ids(lane.arrays[TRAJ_IDS][first:rows])
+        known.note(ring)
         source = (
             lane.tensors
             if lane.mirrored or ring.stored.device is not None
@@ -200,7 +227,7 @@ class MemoryWriter:
                 valid=None if valid is None else valid[begin - first : end - first],
             )
             begin = end
-        known.wrote(ids[rows - 1])
+        known.wrote(ring)
 
     def row_copier(self, lane: Lane, group: int) -> RowCopier | None:
         """Return what writes further rows of a lane, of which ``write_lane`` has written one; None:
@@ -212,17 +239,19 @@ class MemoryWriter:
         return copier
 
     def _write_row(
-        self, lane: Lane, t: int, result: RolloutResult, known: _Known
+        self, ring: Ring, lane: Lane, t: int, result: RolloutResult, known: _Known
     ) -> None:
         """Write row ``t`` of a lane in host memory: the usual case off-policy."""
         copier: RowCopier | None = lane.cache.get(self)
         if copier is None or not copier.is_current(known):
-            copier = RowCopier(self._memory, result.group, known, lane)
+            copier = RowCopier(self._memory, ring, result.group, known, lane)
             lane.cache[self] = copier
-        if not copier.write(t):
-            done = lane.arrays[DONE][t]
+        done = lane.arrays[DONE][t]
+        if 1 in done.tobytes():
             finals = self._finals(lane, result.finals, done[None], t)
-            copier.write_apart(t, done, finals)
+            copier.write_next(t, done, finals)
+        else:
+            copier.write_next(t, None, None)
 
     def _after_stop(
         self, lane: Lane, source: Mapping[Key, Any], end: int, kept: Sequence[Final]
@@ -277,30 +306,47 @@ class _Known:
     """What was written last of a group.
 
     Attributes:
-        ids: the trajectories of its last row, ``[B]``.
-        ids_written: the same as bytes; empty before the first row.
-        hi: number of rows of the ring then.
+        ring: has the rows; None: the next row may be of any time.
+        is_followed: the observations after its last row are the newest ones in the ring.
     """
 
-    def __init__(self, ring: Ring, ids: Array) -> None:
+    def __init__(self, num_envs: int) -> None:
+        self.ring: Ring | None = None
+        self.is_followed = False
+        self._hi = 0  # number of rows of the ring then
+        self._ids = np.full(num_envs, -1, np.int64)  # trajectories of its last row
+        self._began = np.zeros(num_envs, np.int64)  # the rows with which they began
+
+    def note(self, ring: Ring) -> None:
+        """Note the trajectories of the row that is written next, or was written last."""
+        self._ids[...] = ring.ids
+        self._began[...] = ring.began
+
+    def break_off(self) -> None:
+        """The observations of the next row are written, also where they are there already."""
+        self.is_followed = False
+
+    def wrote(self, ring: Ring) -> None:
+        """Note that its last row is the newest one of this ring."""
         self.ring = ring
-        self.ids = ids
-        self.ids_written = b""
-        self.hi = ring.hi
-
-    def wrote(self, ids: Array) -> None:
-        """Note the last row that was written, with these trajectories."""
-        self.ids[...] = ids
-        self.ids_written = ids.tobytes()
-        self.hi = self.ring.hi
-
-    def wrote_more(self) -> None:
-        """Note one more row with the same trajectories."""
-        self.hi = self.ring.hi
+        self._hi = ring.hi
+        self.is_followed = True
 
     def is_newest(self, ring: Ring) -> bool:
-        """Whether it is the newest row of this ring."""
-        return ring is self.ring and ring.hi == self.hi
+        """Whether its last row is the newest one of this ring."""
+        return ring is self.ring and ring.hi == self._hi
+
+    def steps_of(self, ids: Array) -> Array:
+        """Return the number of steps before a row of trajectories ``ids`` that follows the last
+        one.
+        """
+        found: Array = np.where(self._ids == ids, self._hi - self._began, 0)
+        return found
+
+    def forget(self) -> None:
+        """The next row may be of any time."""
+        self.ring = None
+        self._hi = UNKNOWN
 
 
 # Memory in the ring, rows of the lane, bytes of a row, and how many bytes further they go there.
@@ -311,14 +357,13 @@ class RowCopier:
     """Copies rows of a lane in host memory into a ring; made once per lane.
 
     Args:
-        group: number of the ring.
+        ring: of the memory, with the number ``group``.
         known: what was written last.
     """
 
     def __init__(
-        self, memory: ReplayMemory, group: int, known: _Known, lane: Lane
+        self, memory: ReplayMemory, ring: Ring, group: int, known: _Known, lane: Lane
     ) -> None:
-        ring = known.ring
         self._memory = memory
         self._lock = memory.lock
         self._rings = memory.rings
@@ -353,54 +398,47 @@ class RowCopier:
         return known is self._known and self._memory.rings is self._rings
 
     def write(self, t: int) -> bool:
-        """Write row ``t``, and return True; False if something else was written after the row before
-        it, or if the observations after the ends of episodes are not in the lane.
+        """Write row ``t``, which follows the row that was made before it, and return True; False if
+        something else was written since, or if the observations after the ends of episodes are not
+        in the lane.
         """
         known = self._known
         ring = self._ring
         done: Array | None = None
         finals: dict[Key, Any] | None = None
         with self._lock:
-            if ring.hi != known.hi or self._memory.rings is not self._rings:
+            if not known.is_newest(ring) or self._memory.rings is not self._rings:
                 return False
             if 1 in self._done[t].tobytes():
                 if self._after is None:
                     return False
                 done = self._done[t]
                 finals = {key: rows[t][done] for key, rows in self._after.items()}
-            place = ring.hi % ring.places
             ids = self._ids[t]
-            now = ids.tobytes()
-            # what follows the last place is not at the first one
-            is_there = place and now == known.ids_written
-            if not is_there:
-                changed = ids != known.ids
-                if 1 in (changed > ring.fresh).tobytes():
-                    return False
-                self._copy(self._before, place, t)
-            self._copy(self._copies, place, t)
-            self._add(done, finals)
-            if is_there:
-                known.wrote_more()
-            else:
-                known.wrote(ids)
+            if ring.ids.tobytes() != ids.tobytes():
+                known.break_off()
+                ring.follow(ids, None, ring.ids == ids)
+                known.note(ring)
+            self.write_next(t, done, finals)
         return True
 
-    def write_apart(self, t: int, done: Array, finals: Mapping[Key, Any]) -> None:
-        """Write row ``t``, which may continue no episode.
+    def write_next(
+        self, t: int, done: Array | None, finals: Mapping[Key, Any] | None
+    ) -> None:
+        """Write row ``t``; what it follows is known already (``Ring.follow``).
 
         Args:
-            finals: observations after the ends of episodes.
+            done, finals: see ``Ring.write``.
         """
         ring = self._ring
         known = self._known
-        ids = self._ids[t]
-        ring.break_off(np.flatnonzero(known.ids != ids))
         place = ring.hi % ring.places
-        self._copy(self._before, place, t)
+        # what follows the last place is not at the first one
+        if not (place and known.is_followed):
+            self._copy(self._before, place, t)
         self._copy(self._copies, place, t)
         self._add(done, finals)
-        known.wrote(ids)
+        known.wrote(ring)
 
     @staticmethod
     def _copy(copies: list[_Copy], place: int, t: int) -> None:

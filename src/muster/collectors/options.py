@@ -271,7 +271,8 @@ def _device(name: str, value: Any, *, here: bool = True) -> torch.device | None:
     return with_index(device)
 
 
-def _half_of_memory() -> int:
+def half_of_memory() -> int:
+    """Return half of the machine's memory in bytes: the default of ``slot_memory_limit``."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     except (AttributeError, OSError, ValueError):  # not available on every system
@@ -345,7 +346,8 @@ class CollectorOptions(BatchOptions, WorkerOptions):
             is a free port of this machine's loopback. ``muster.Watch(directory, address)`` also
             sets where the snapshots are. See docs/watch.md.
         slot_memory_limit: maximum size in bytes of the batches referenced at once. None: half of
-            the machine's memory.
+            the machine's memory; for batches on a GPU, half of its free memory when the collector
+            is made.
     """
 
     SHOWN_ORDER: ClassVar[tuple[str, ...]] = SHOWN_ORDER
@@ -381,7 +383,7 @@ class CollectorOptions(BatchOptions, WorkerOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.slot_memory_limit is None:
-            object.__setattr__(self, "slot_memory_limit", _half_of_memory())
+            object.__setattr__(self, "slot_memory_limit", half_of_memory())
         if self.round_up_total_frames and self.total_frames > 0 and self.frames:
             batches = math.ceil(self.total_frames / self.frames)
             object.__setattr__(self, "total_frames", batches * self.frames)

@@ -152,7 +152,8 @@ class RowByRow:
     def _write(self, lane: Lane, t: int, result: RolloutResult) -> None:
         """Write row ``t``."""
         copier = self._copier
-        if copier is None or not copier.write(t):
+        follows = result.steps_before is None
+        if copier is None or not follows or not copier.write(t):
             self._writer.write_lane(lane, t, result, goes_on=True)
             self._copier = self._writer.row_copier(lane, self._group.number)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from muster.collectors.options import CollectorOptions
+from muster.collectors.options import CollectorOptions, half_of_memory
 from muster.errors import BadOption
 from muster.policies.adapt import observed_dtype
 from muster.restore.crash_report import EnvFactory
@@ -91,7 +91,7 @@ def in_this_thread(
     memory = _memory(options, groups[0].env.spec.device)
     bundle = Bundle(
         range(len(groups)),
-        limit_bytes=cast(int, options.slot_memory_limit),
+        limit_bytes=slot_limit(options, memory),
         memory=memory,
     )
     return Sync(pool, [bundle], [rows] * len(groups)), worker
@@ -177,6 +177,16 @@ def keywords_of(kwargs: Any, count: int) -> Sequence[Mapping[str, Any] | None]:
             " create_env_fn"
         )
     return list(kwargs)
+
+
+def slot_limit(options: CollectorOptions, memory: Memory) -> int:
+    """Return the largest size of all slots in bytes; by default a share of the memory they are in."""
+    limit = cast(int, options.slot_memory_limit)
+    is_default = limit == half_of_memory()
+    if is_default and isinstance(memory, torch.device) and memory.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(memory)
+        return free // 2
+    return limit
 
 
 def _memory(options: CollectorOptions, device: torch.device | None) -> Memory:

@@ -25,7 +25,10 @@ class MaskedCartPole(VectorWrapper[Any, Any, Any, Any, Any]):
     env: CartPoleVectorEnv
 
     def reset(
-        self, *, seed: Any = None, options: dict[str, Any] | None = None
+        self,
+        *,
+        seed: Any = None,
+        options: dict[str, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         given = dict(options or {})
         mask = given.pop("reset_mask", None)

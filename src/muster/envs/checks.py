@@ -23,8 +23,9 @@ from muster.errors import (
     described,
     shown,
 )
-from muster.keys import dotted
+from muster.keys import Key, dotted, next_of
 from muster.memory.objects import copied
+from muster.memory.slots import Lane
 from muster.memory.specs import OBJECT, Array, ArraySpec, Specs
 
 NUMBERS = "biuf"  # kinds of dtypes
@@ -72,6 +73,15 @@ def check_arrays(name: str, *specs: Specs) -> None:
                 )
 
 
+def check_next_rows(name: str, keys: Sequence[Key], lane: Lane) -> None:
+    """Raise ``BadOption`` if a lane on a device has no rows for the last observations."""
+    if any(next_of(key) not in lane.tensors for key in keys):
+        raise BadOption(
+            f"{name}: compact_obs=True keeps last observations aside when an episode"
+            " ends, which only the device knows. Leave it out."
+        )
+
+
 def close_all(closes: Sequence[Callable[[], Any]]) -> None:
     """Call all functions, the last one first, even if some of them raise errors."""
     with ExitStack() as stack:
@@ -100,7 +110,12 @@ def call(
         ) from error
 
 
-def seed_argument(env: Any, seed: Any, name: str, casts: Casts) -> dict[str, Any]:
+def seed_argument(
+    env: Any,
+    seed: Any,
+    name: str,
+    casts: Casts,
+) -> dict[str, Any]:
     """Return the seed as an argument of ``env.reset``; none, if its ``reset`` takes no seed.
 
     The seed then goes to the environment's method ``seed``. Without one, there is a warning.
@@ -264,7 +279,12 @@ class Casts:
         """Cast nothing from now on."""
         self.refused = True
 
-    def problem(self, value: Any, spec: ArraySpec, what: str) -> str | None:
+    def problem(
+        self,
+        value: Any,
+        spec: ArraySpec,
+        what: str,
+    ) -> str | None:
         """Describe the problem of the leaf ``what``, as the end of "it is ..."; None if it can be
         assigned to a row.
         """
@@ -278,7 +298,13 @@ class Casts:
         )
         return None
 
-    def check(self, value: Any, spec: ArraySpec, what: str, who: str) -> None:
+    def check(
+        self,
+        value: Any,
+        spec: ArraySpec,
+        what: str,
+        who: str,
+    ) -> None:
         """Raise ``BadEnvOutput`` if the leaf ``what``, returned by ``who``, has a ``problem``."""
         if problem := self.problem(value, spec, what):
             raise BadEnvOutput(

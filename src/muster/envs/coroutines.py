@@ -146,7 +146,12 @@ class AwaitedEnv:
         self.action_space = env.action_space
         self._call = CoroutineCall(env.reset)
 
-    def begin(self, method: str, *args: Any, **kwargs: Any) -> CoroutineCall:
+    def begin(
+        self,
+        method: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> CoroutineCall:
         """Return a call of a method, for a ``CoroutineRunner``.
 
         It has an error already if the last one still runs.

@@ -94,7 +94,10 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         self._newest: list[Array] = []
 
     def reset(
-        self, *, seed: Any = None, options: dict[str, Any] | None = None
+        self,
+        *,
+        seed: Any = None,
+        options: dict[str, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         """Start new episodes in the environments of ``options["reset_mask"]`` (``[B]`` bool,
         default all).
@@ -150,7 +153,10 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         self.pool.close()
 
     def _in_order(
-        self, rows: Array, info: Any, *groups: list[Array]
+        self,
+        rows: Array,
+        info: Any,
+        *groups: list[Array],
     ) -> list[list[Array]]:
         """Sort arrays with rows for ``info["env_id"]`` into the order of ``rows``."""
         ids = np.asarray(info["env_id"])

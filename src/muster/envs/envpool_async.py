@@ -102,8 +102,10 @@ class PoolInfo:
         leaves = []
         specs = self.codec.specs.values()
         for leaf, spec in zip(self.codec.flatten(obs), specs, strict=True):
-            lossless = np.can_cast(leaf.dtype, spec.dtype)
-            leaves.append(leaf.astype(spec.dtype, copy=False) if lossless else leaf)
+            if np.can_cast(leaf.dtype, spec.dtype):
+                leaves.append(leaf.astype(spec.dtype, copy=False))
+            else:
+                leaves.append(leaf)
         return leaves
 
     def check_seed(self, seed: Any, *, running: bool) -> None:
@@ -133,9 +135,10 @@ def _unbounded(space: Any) -> Any:
     which is above 0.
     """
     if isinstance(space, spaces.Dict):
-        return spaces.Dict(
-            {key: _unbounded(part) for key, part in space.spaces.items()}
-        )
+        parts = {}
+        for key, part in space.spaces.items():
+            parts[key] = _unbounded(part)
+        return spaces.Dict(parts)
     if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
         return space
     limits = np.finfo(space.dtype)
@@ -535,7 +538,12 @@ class RowsAhead:
         for key in self.states:
             self.flat[key][...] = key == IS_INIT
 
-    def _allocate(self, key: Key, shape: tuple[int, ...], dtype: Any) -> None:
+    def _allocate(
+        self,
+        key: Key,
+        shape: tuple[int, ...],
+        dtype: Any,
+    ) -> None:
         cells = self.size * len(self.steps)
         self.flat[key] = np.zeros((cells, *shape), dtype)
         if key == IS_INIT:
@@ -550,7 +558,12 @@ class ReadyRows:
         stamps: whether the version of the policy is one of them, and the policy does not write it.
     """
 
-    def __init__(self, lane: Lane, count: int, written: Collection[Key]) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        count: int,
+        written: Collection[Key],
+    ) -> None:
         of_lane = lane.layout.columns
         columns = tuple(c for c in of_lane if c.carry or c.key in written)
         env_bytes = sum(math.prod(c.shape) * c.dtype.itemsize for c in columns)
@@ -584,7 +597,12 @@ class ReadyRows:
         self._version = version
         self._row = self._T
 
-    def act(self, rows: RowsAhead, ids: Array, actions: Collection[Key]) -> list[Array]:
+    def act(
+        self,
+        rows: RowsAhead,
+        ids: Array,
+        actions: Collection[Key],
+    ) -> list[Array]:
         """Act for the environments ``ids``, in their current rows.
 
         Return copies of the leaves of the actions.

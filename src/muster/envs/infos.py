@@ -195,7 +195,8 @@ def look_at(env: EnvBatch, seen: Seen) -> None:
 
 
 def _seen_in_batch(
-    told: Mapping[Any, Any], num_envs: int
+    told: Mapping[Any, Any],
+    num_envs: int,
 ) -> list[tuple[Key, ArraySpec | NotStored]]:
     """Return the specs of the first present value of each field of a batch's infos."""
     found: list[tuple[Key, ArraySpec | NotStored]] = []
@@ -211,7 +212,8 @@ def _seen_in_batch(
 
 
 def _joined(
-    before: ArraySpec | NotStored, spec: ArraySpec | NotStored
+    before: ArraySpec | NotStored,
+    spec: ArraySpec | NotStored,
 ) -> ArraySpec | NotStored:
     """Return the spec of values of both; the first one, if one of them is not stored."""
     if isinstance(before, NotStored) or isinstance(spec, NotStored):
@@ -245,7 +247,9 @@ def _info_of(env: Any, told: Any, i: int) -> dict[Any, Any]:
 
 
 def _rows_of(
-    column: Any, mask: Any, num_envs: int
+    column: Any,
+    mask: Any,
+    num_envs: int,
 ) -> tuple[Array, Array | Literal[True]] | str:
     """Return the values ``[B, ...]`` of a batch's field and the mask of environments that have one
     (True: all).
@@ -425,7 +429,12 @@ class _WithInfos(WrappedEnvs, KeepsState):
         if self._keeping is not None:
             self._keeping.restore(rest)
 
-    def _keep_begun(self, arrays: Mapping[Key, Array], row: int, some: Any) -> None:
+    def _keep_begun(
+        self,
+        arrays: Mapping[Key, Array],
+        row: int,
+        some: Any,
+    ) -> None:
         """Keep the infos of resets within a step, which ``row`` has until the step's are written."""
         for key in self.spec.info_specs:
             array = arrays[key]
@@ -439,7 +448,13 @@ class _WithInfos(WrappedEnvs, KeepsState):
             cells.append((each, arrays[values], arrays[flags]))
         return cells
 
-    def _put(self, cells: Cells, row: int, some: Any, told: Any) -> None:
+    def _put(
+        self,
+        cells: Cells,
+        row: int,
+        some: Any,
+        told: Any,
+    ) -> None:
         """Write infos of the environments ``some`` into a row; see ``TellsInfos``."""
         if isinstance(told, Mapping):
             leaves = _leaves(told, many=True)
@@ -459,7 +474,12 @@ class _WithInfos(WrappedEnvs, KeepsState):
                 self._put_one(each, values[row], flags[row], i, value)
 
     def _put_one(
-        self, each: InfoField, values: Array, flags: Array, i: int, value: Any
+        self,
+        each: InfoField,
+        values: Array,
+        flags: Array,
+        i: int,
+        value: Any,
     ) -> None:
         if value is None:
             values[i] = each.blank
@@ -511,7 +531,12 @@ class _WithInfos(WrappedEnvs, KeepsState):
             _warn_of(self, path, "the first reset and step did not have it")
         self._known.update(leaves)
 
-    def _misfit(self, each: InfoField, value: Any, i: int | None) -> EnvError:
+    def _misfit(
+        self,
+        each: InfoField,
+        value: Any,
+        i: int | None,
+    ) -> EnvError:
         name = _shown(each.path)
         expected = each.spec if each.spec.is_tensor else "text"
         who = self.spec.name if i is None else f"{self.spec.name}[{i}]"

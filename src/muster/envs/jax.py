@@ -33,6 +33,7 @@ from muster.protocols import EnvBatch
 Reset = Callable[[Any], tuple[Any, Any]]  # key -> obs, state
 # key, state, action -> obs, state, reward, terminated, truncated
 Advance = Callable[[Any, Any, Any], tuple[Any, ...]]
+Info = dict[str, Any]
 NO_LIMIT = 2**31 - 1
 
 
@@ -40,15 +41,19 @@ def takes(obj: Any) -> bool:
     """Return whether ``obj`` is a ``JaxEnvs``, or an environment with the API of gymnax, brax or
     Playground.
     """
-    return isinstance(obj, JaxEnvs) or _is_gymnax(obj) or _is_brax(obj)
+    if isinstance(obj, JaxEnvs):
+        return True
+    return _is_gymnax(obj) or _is_brax(obj)
 
 
 def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
     """Return the env batch of a ``JaxEnvs``, or of ``len(envs)`` copies of the first environment
     (all are alike).
     """
-    if not isinstance(envs[0], JaxEnvs):
-        return TorchEnvs(JaxEnvs(envs[0], len(envs)), device, single=True)
+    first = envs[0]
+    if not isinstance(first, JaxEnvs):
+        copies = JaxEnvs(first, len(envs))
+        return TorchEnvs(copies, device, single=True)
     return TorchEnvs(the_only(envs), device)
 
 
@@ -78,7 +83,11 @@ class JaxEnvs:
     muster_exact = True  # masks are respected, and every last observation is returned
 
     def __init__(
-        self, env: Any, num_envs: int, params: Any = None, device: Any = None
+        self,
+        env: Any,
+        num_envs: int,
+        params: Any = None,
+        device: Any = None,
     ) -> None:
         self.num_envs = num_envs
         self.spec = SimpleNamespace(id=type(env).__name__)
@@ -93,14 +102,17 @@ class JaxEnvs:
                 " gymnax's reset_env, step_env, default_params and action_space, or brax's reset,"
                 " step, observation_size and action_size"
             )
-        self._home = jax.devices()[0] if device is None else device
-        on_cpu = self._home.platform == "cpu"
-        if on_cpu:
+        if device is None:
+            device = jax.devices()[0]
+        self._home = device
+        if device.platform == "cpu":
             self.device = torch.device("cpu")
         else:
-            self.device = torch.device("cuda", self._home.local_hardware_id or 0)
-        with jax.default_device(self._home):
-            obs, state = jax.eval_shape(one_reset, jax.random.PRNGKey(0))
+            number = device.local_hardware_id or 0
+            self.device = torch.device("cuda", number)
+        with jax.default_device(device):
+            key = jax.random.PRNGKey(0)
+            obs, state = jax.eval_shape(one_reset, key)
         kept = getattr(state, "info", ())
         if any(str(key).endswith(RESETTING) for key in kept):
             raise UnsupportedEnv(
@@ -116,9 +128,19 @@ class JaxEnvs:
         self._obs: Any = None
         self.state: Any = None
 
+    def _set(self, now: tuple[Any, Any, Any]) -> None:
+        """Set observations, states and keys."""
+        obs, state, keys = now
+        self._obs = obs
+        self.state = state
+        self._keys = keys
+
     def reset(
-        self, *, seed: Any = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+        self,
+        *,
+        seed: Any = None,
+        options: Info | None = None,
+    ) -> tuple[Any, Info]:
         """Start new episodes.
 
         Args:
@@ -126,52 +148,58 @@ class JaxEnvs:
                 None: keep the keys.
             options: ``reset_mask`` (bool ``[B]``): environments to reset; default all.
         """
-        mask = (options or {}).get("reset_mask")
+        mask = None
+        if options is not None:
+            mask = options.get("reset_mask")
         with jax.default_device(self._home):
             if seed is not None or self._keys is None:
                 self._keys = self._keys_from(seed)
             if mask is None or self.state is None:
-                self._obs, self.state, self._keys = self._begin(self._keys)
+                now = self._begin(self._keys)
             else:
-                now = (self._obs, self.state, self._keys)
-                now = self._begin_some(now, _to_jax(mask))
-                self._obs, self.state, self._keys = now
+                before = (self._obs, self.state, self._keys)
+                now = self._begin_some(before, _to_jax(mask))
+            self._set(now)
         return _to_torch(self._obs), {}
 
     def step(
-        self, action: Any
-    ) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+        self,
+        action: Any,
+    ) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, Info]:
         """Step all environments; ``info["final_obs"]`` has the observations before resets."""
         with jax.default_device(self._home):
-            now, last = self._advance(self.state, self._keys, _to_jax(action))
+            chosen = _to_jax(action)
+            now, last = self._advance(self.state, self._keys, chosen)
             self._obs, self.state, self._keys = now
-        final, reward, terminated, truncated = (_to_torch(part) for part in last)
+        final, reward, terminated, truncated = map(_to_torch, last)
         info = {"final_obs": final}
-        return _to_torch(self._obs), reward, terminated, truncated, info
+        obs = _to_torch(self._obs)
+        return obs, reward, terminated, truncated, info
 
     def get_state(self) -> dict[str, Any]:
         """Return copies of all arrays as NumPy arrays, for exact resume."""
-        leaves = jax.tree.leaves((self._obs, self.state, self._keys))
-        return {"leaves": [np.array(leaf) for leaf in leaves]}
+        now = (self._obs, self.state, self._keys)
+        copies = [np.array(leaf) for leaf in jax.tree.leaves(now)]
+        return {"leaves": copies}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore the result of ``get_state``."""
-        self._obs = None
-        self.state = None
-        self._keys = None
+        self._set((None, None, None))
         if not state["leaves"]:
             return
         leaves = [jax.device_put(leaf, self._home) for leaf in state["leaves"]]
         keys = jax.ShapeDtypeStruct((self.num_envs, 2), jnp.uint32)
-        structure = jax.tree.structure(jax.eval_shape(self._begin, keys))
-        self._obs, self.state, self._keys = jax.tree.unflatten(structure, leaves)
+        shapes = jax.eval_shape(self._begin, keys)
+        structure = jax.tree.structure(shapes)
+        self._set(jax.tree.unflatten(structure, leaves))
 
     def close(self) -> None:
         """Nothing to do."""
 
     def _keys_from(self, seed: Any) -> Any:
         if seed is None:
-            seed = int(np.random.SeedSequence().generate_state(1)[0])
+            (word,) = np.random.SeedSequence().generate_state(1)
+            seed = int(word)
         if isinstance(seed, int):
             seeds = np.arange(seed, seed + self.num_envs)
         else:
@@ -196,10 +224,13 @@ def _compiled(reset: Reset, step: Advance) -> tuple[Any, Any, Any]:
 
     def advance(state: Any, key: Any, action: Any) -> Any:
         key, for_step, for_reset = jax.random.split(key, 3)
-        obs, state, reward, terminated, truncated = step(for_step, state, action)
+        results = step(for_step, state, action)
+        obs, state, reward, terminated, truncated = results
         first_obs, first_state = reset(for_reset)
         fresh = (first_obs, first_state, key)
-        now = _select(terminated | truncated, fresh, (obs, state, key))
+        stepped = (obs, state, key)
+        done = terminated | truncated
+        now = _select(done, fresh, stepped)
         reward = jnp.asarray(reward, jnp.float32)
         return now, (obs, reward, terminated, truncated)
 
@@ -216,7 +247,8 @@ def _select(where: Any, new: Any, old: Any) -> Any:
     """
 
     def chosen(a: Any, b: Any) -> Any:
-        return jnp.where(where, a, b).astype(jnp.asarray(b).dtype)
+        dtype = jnp.asarray(b).dtype
+        return jnp.where(where, a, b).astype(dtype)
 
     return jax.tree.map(chosen, new, old)
 
@@ -241,30 +273,39 @@ def _is_brax(obj: Any) -> bool:
 
 
 def _gymnax(env: Any, params: Any) -> tuple[Reset, Advance, spaces.Space[Any]]:
-    params = env.default_params if params is None else params
+    if params is None:
+        params = env.default_params
     new = hasattr(env, "is_truncated")  # gymnax 1.0: done no longer includes the limit
-    limited = hasattr(params, "max_steps_in_episode") and hasattr(env, "is_terminal")
+    has_limit = hasattr(params, "max_steps_in_episode")
+    limited = has_limit and hasattr(env, "is_terminal")
     unlimited = params
     if limited:
-        unlimited = dataclasses.replace(params, max_steps_in_episode=NO_LIMIT)
+        unlimited = dataclasses.replace(
+            params,
+            max_steps_in_episode=NO_LIMIT,
+        )
 
     def reset(key: Any) -> tuple[Any, Any]:
         obs, state = env.reset_env(key, params)
         return obs, state
 
     def step(key: Any, state: Any, action: Any) -> tuple[Any, ...]:
-        obs, state, reward, done, _ = env.step_env(key, state, action, params)
+        results = env.step_env(key, state, action, params)
+        obs, state, reward, done, _ = results
         done = jnp.asarray(done, bool)
         if new:
-            truncated = jnp.asarray(env.is_truncated(state, params), bool)
+            flag = env.is_truncated(state, params)
+            truncated = jnp.asarray(flag, bool)
             return obs, state, reward, done, truncated
         by_itself: Any = True
         if limited:
-            by_itself = jnp.asarray(env.is_terminal(state, unlimited), bool)
+            flag = env.is_terminal(state, unlimited)
+            by_itself = jnp.asarray(flag, bool)
         truncated = done & jnp.logical_not(by_itself)
         return obs, state, reward, done & by_itself, truncated
 
-    return reset, step, _action_space(env.action_space(params))
+    space = env.action_space(params)
+    return reset, step, _action_space(space)
 
 
 def _brax(env: Any) -> tuple[Reset, Advance, spaces.Space[Any]]:
@@ -277,20 +318,26 @@ def _brax(env: Any) -> tuple[Reset, Advance, spaces.Space[Any]]:
         done = jnp.asarray(state.done, bool)
         flag = state.info.get("truncation", False)
         truncated = done & jnp.asarray(flag, bool)
-        return state.obs, state, state.reward, done & ~truncated, truncated
+        terminated = done & ~truncated
+        return state.obs, state, state.reward, terminated, truncated
 
     size = int(env.action_size)
-    return reset, step, spaces.Box(-1.0, 1.0, (size,))
+    space = spaces.Box(-1.0, 1.0, (size,))
+    return reset, step, space
 
 
 def _action_space(space: Any) -> spaces.Space[Any]:
     if hasattr(space, "n"):
         return spaces.Discrete(int(space.n))
-    if not (hasattr(space, "low") and hasattr(space, "high")):
+    has_bounds = hasattr(space, "low") and hasattr(space, "high")
+    if not has_bounds:
         raise UnsupportedSpace(f"{space} is neither Discrete nor Box")
-    low = np.broadcast_to(np.asarray(space.low, np.float32), space.shape)
-    high = np.broadcast_to(np.asarray(space.high, np.float32), space.shape)
-    return spaces.Box(low, high)
+    low = np.asarray(space.low, np.float32)
+    high = np.asarray(space.high, np.float32)
+    return spaces.Box(
+        np.broadcast_to(low, space.shape),
+        np.broadcast_to(high, space.shape),
+    )
 
 
 def _space_of(obs: Any) -> spaces.Space[Any]:
@@ -298,7 +345,9 @@ def _space_of(obs: Any) -> spaces.Space[Any]:
     gymnax's own spaces.
     """
     if isinstance(obs, Mapping):
-        parts = {str(key): _space_of(part) for key, part in obs.items()}
+        parts = {}
+        for key, part in obs.items():
+            parts[str(key)] = _space_of(part)
         return spaces.Dict(parts)
     dtype = getattr(obs, "dtype", None)
     if dtype is None or np.dtype(dtype).kind not in "biuf":
@@ -320,7 +369,10 @@ def _space_of(obs: Any) -> spaces.Space[Any]:
 def _to_torch(tree: Any) -> Any:
     """Return tensors over JAX's memory; do not write to them."""
     if isinstance(tree, Mapping):
-        return {key: _to_torch(part) for key, part in tree.items()}
+        tensors = {}
+        for key, part in tree.items():
+            tensors[key] = _to_torch(part)
+        return tensors
     return from_dlpack(tree)
 
 

@@ -255,7 +255,12 @@ class ParallelEnvs(
 
     # --- rows -------------------------------------------------------------------------------------
 
-    def _action(self, arrays: Mapping[Key, Array], t: int, b: int) -> dict[str, Any]:
+    def _action(
+        self,
+        arrays: Mapping[Key, Array],
+        t: int,
+        b: int,
+    ) -> dict[str, Any]:
         """Return the action of each acting agent: copies, which the environment may keep."""
         actions = {}
         acting = set(self._acting[b])
@@ -268,7 +273,11 @@ class ParallelEnvs(
         return actions
 
     def _put_rewards(
-        self, arrays: list[Array], t: int, b: int, reward: Mapping[str, Any]
+        self,
+        arrays: list[Array],
+        t: int,
+        b: int,
+        reward: Mapping[str, Any],
     ) -> float:
         total = 0.0
         for team, array in zip(self.teams, arrays, strict=True):
@@ -348,7 +357,9 @@ class ParallelEnvs(
     # --- the environment's side -------------------------------------------------------------------
 
     def _checked(
-        self, got: Any, b: int
+        self,
+        got: Any,
+        b: int,
     ) -> tuple[Any, Any, dict[str, bool], dict[str, bool], Any]:
         five = isinstance(got, tuple) and len(got) == 5
         if not five or not all(isinstance(part, Mapping) for part in got):
@@ -383,7 +394,13 @@ class ParallelEnvs(
                 )
         return obs, reward, ended, cut, infos
 
-    def _call(self, b: int, method: str, *args: Any, **given: Any) -> Any:
+    def _call(
+        self,
+        b: int,
+        method: str,
+        *args: Any,
+        **given: Any,
+    ) -> Any:
         who = f"{self.spec.name}[{b}]"
         return checks.call(self.envs[b], method, who, *args, index=b, **given)
 
@@ -396,7 +413,12 @@ def _flags(flags: Mapping[str, Any], name: str, who: str) -> dict[str, bool]:
     }
 
 
-def _reset(env: Any, who: str, b: int, **given: Any) -> tuple[Any, Any]:
+def _reset(
+    env: Any,
+    who: str,
+    b: int,
+    **given: Any,
+) -> tuple[Any, Any]:
     """Return observations and infos from the reset of environment ``b``, called ``who``."""
     got = checks.call(env, "reset", who, index=b, **given)
     obs, infos = checks.reset_pair(got, who)

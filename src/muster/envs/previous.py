@@ -58,7 +58,10 @@ class _WithPrevious(WrappedEnvs, RestartsAgents):
         self.restart_agent(arrays, row, which)
 
     def restart_agent(
-        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int]
+        self,
+        arrays: Mapping[Key, Any],
+        row: int,
+        which: Sequence[int],
     ) -> None:
         for key in self.spec.repeats:
             arrays[key][row, which] = 0

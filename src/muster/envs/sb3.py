@@ -78,7 +78,10 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
             with_own_memory(base)
 
     def reset(
-        self, *, seed: Any = None, options: dict[str, Any] | None = None
+        self,
+        *,
+        seed: Any = None,
+        options: dict[str, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         """Start new episodes.
 
@@ -115,12 +118,16 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         extra = {"options": given} if given else {}
         return self._reset_rows(np.flatnonzero(chosen), seeds, extra)
 
-    def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
+    def step(
+        self,
+        actions: Any,
+    ) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         if isinstance(self.single_action_space, (spaces.Dict, spaces.Tuple)):
             actions = list(iterate(self.action_space, actions))
         obs, reward, done, infos = self.env.step(actions)
         done = np.asarray(done, bool)
-        cut = done & [bool(info.get("TimeLimit.truncated", False)) for info in infos]
+        limited = [bool(info.get("TimeLimit.truncated", False)) for info in infos]
+        cut = done & limited
         if not done.any():
             return obs, reward, done, cut, {"infos": infos}
         final = np.empty(self.num_envs, object)
@@ -167,12 +174,18 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         first = []
         told: list[Any] = [None] * self.num_envs
         for i in rows.tolist():
-            returned = base.env_method("reset", indices=[i], seed=seeds[i], **extra)
+            returned = base.env_method(
+                "reset",
+                indices=[i],
+                seed=seeds[i],
+                **extra,
+            )
             ((obs, info),) = returned
             first.append(obs)
             told[i] = info
         codec = observation_codec(base.observation_space)
-        columns = zip(*map(codec.flatten, first), strict=True)
+        leaves_of = [codec.flatten(obs) for obs in first]
+        columns = zip(*leaves_of, strict=True)
         obs = codec.build([np.stack(column) for column in columns])
         for wrapper in reversed(wrappers):
             reset_rows = RESET_ROWS[_name(type(wrapper))]

@@ -68,7 +68,9 @@ class SpaceCodec:
         return drawn
 
     def _open(
-        self, space: spaces.Space[Any], path: Key
+        self,
+        space: spaces.Space[Any],
+        path: Key,
     ) -> Callable[[Any, Leaves], None]:
         if isinstance(space, spaces.Dict):
             parts = {}
@@ -120,8 +122,11 @@ def action_masks(observed: Specs, actions: Specs, root: Key = ()) -> dict[Key, K
     an action cannot have the mask.
     """
     depth = len(root) + 1  # of the names below ``action_mask``
-    masks = [key for key in observed if key[:depth] == (*root, *ACTION_MASK)]
-    masks = [key for key in masks if not key[-1].startswith("_")]
+    above = (*root, *ACTION_MASK)
+    masks = []
+    for key in observed:
+        if key[:depth] == above and not key[-1].startswith("_"):
+            masks.append(key)
     found: dict[Key, Key] = {}
     for key in masks:
         action = (*ACTION, *key[depth:])
@@ -129,9 +134,12 @@ def action_masks(observed: Specs, actions: Specs, root: Key = ()) -> dict[Key, K
             found[action] = key
     discrete = [action for action, spec in actions.items() if spec.is_discrete]
     for key in masks:
-        if key not in found.values():
-            chosen = discrete[0] if len(discrete) == 1 else next(iter(actions))
-            found.setdefault(chosen, key)
+        if key in found.values():
+            continue
+        chosen = next(iter(actions))
+        if len(discrete) == 1:
+            (chosen,) = discrete
+        found.setdefault(chosen, key)
     return found
 
 

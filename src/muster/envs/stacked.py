@@ -311,7 +311,11 @@ class StackedEnvs(
             array[k] = 0 if spec.is_tensor else array[k - self.spec.num_envs]
 
     def _write(
-        self, arrays: Arrays, at: tuple[int, ...], obs: Any, method: str
+        self,
+        arrays: Arrays,
+        at: tuple[int, ...],
+        obs: Any,
+        method: str,
     ) -> None:
         """Write one observation into entry ``at`` of the arrays, checking every leaf."""
         try:
@@ -433,7 +437,9 @@ class _Refused:
 
 
 def _keeping_info(
-    step: Callable[[Any], Any], i: int, told: list[Any]
+    step: Callable[[Any], Any],
+    i: int,
+    told: list[Any],
 ) -> Callable[[Any], Any]:
     """Return a ``step`` that keeps the info of environment ``i`` in ``told``."""
 

@@ -35,6 +35,7 @@ from muster.capabilities import (
 from muster.env_spec import EnvSpec
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
+from muster.envs.masks import choose, like, where
 from muster.envs.spaces import SpaceCodec, action_codec, action_masks, observation_codec
 from muster.envs.vector import autoreset_mode
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv, UnsupportedSpace
@@ -70,18 +71,21 @@ def takes(obj: Any) -> bool:
     """Return whether ``obj`` is a batch of environments on tensors; it may be a ``gymnasium.Env``
     or ``VectorEnv``.
     """
-    classes = type(obj).__mro__
-    if isinstance(obj, type) or any(
-        cls.__module__.startswith("torchrl.") for cls in classes
-    ):
-        # a class, or a TorchRL wrapper, which has all attributes of the wrapped environment
+    if isinstance(obj, type):
         return False
+    for cls in type(obj).__mro__:
+        # a TorchRL wrapper, which has all attributes of the wrapped environment
+        if cls.__module__.startswith("torchrl."):
+            return False
     base = getattr(obj, "unwrapped", obj)
     device = getattr(obj, "device", getattr(base, "device", None))
-    number = getattr(obj, "num_envs", getattr(base, "num_envs", None))
-    space = getattr(base, "single_action_space", getattr(obj, "action_space", None))
-    if not isinstance(device, (torch.device, str)) or not isinstance(number, int):
+    if not isinstance(device, (torch.device, str)):
         return False
+    number = getattr(obj, "num_envs", getattr(base, "num_envs", None))
+    if not isinstance(number, int):
+        return False
+    batched = getattr(obj, "action_space", None)
+    space = getattr(base, "single_action_space", batched)
     return isinstance(space, spaces.Space)
 
 
@@ -122,17 +126,20 @@ class TorchEnvs(
         base = getattr(env, "unwrapped", env)
         name = checks.env_name(env)
         B = int(getattr(env, "num_envs", getattr(base, "num_envs", 0)))
-        self._on = torch.device(getattr(env, "device", getattr(base, "device", "cpu")))
+        on = getattr(env, "device", getattr(base, "device", "cpu"))
+        self._on = torch.device(on)
         rows = self._on if device is None else device
         observation_space = _single_space(env, "observation_space", B)
+        action_space = _single_space(env, "action_space", B)
         self.observations: SpaceCodec = observation_codec(observation_space)
-        self.actions: SpaceCodec = action_codec(_single_space(env, "action_space", B))
+        self.actions: SpaceCodec = action_codec(action_space)
         observed = self.observations.specs
         checks.check_arrays(name, observed, self.actions.specs)
         self.casts: Casts = Casts(name)
         self._expected: list[tuple[Key, tuple[int, ...], torch.dtype]] = []
         for key, spec in observed.items():
-            self._expected.append((key, (B, *spec.shape), torch_dtype(spec.dtype)))
+            dtype = torch_dtype(spec.dtype)
+            self._expected.append((key, (B, *spec.shape), dtype))
         self._self_resetting = _mode(env, name) is AutoresetMode.SAME_STEP
         self._how = _partial_reset(env)
         exact = bool(getattr(base, "muster_exact", False))
@@ -164,12 +171,14 @@ class TorchEnvs(
         # steps of current episodes
         self._count = torch.zeros(B, dtype=torch.int64, device=self._on)
         rows_on = self.spec.device or torch.device("cpu")
-        self._random = RandomActions([*self.actions.specs.values()], B, rows_on)
+        action_specs = list(self.actions.specs.values())
+        self._random = RandomActions(action_specs, B, rows_on)
         if not self._self_resetting:
             self._need_mask("it does not reset by itself (AutoresetMode.DISABLED)")
 
     def compile_step(self, options: Mapping[str, Any]) -> None:
-        self._stepping = SimpleNamespace(step=torch.compile(self.env.step, **options))
+        compiled = torch.compile(self.env.step, **options)
+        self._stepping = SimpleNamespace(step=compiled)
 
     def limit_episodes(self, steps: int) -> None:
         try:
@@ -187,17 +196,17 @@ class TorchEnvs(
         rows: list[list[torch.Tensor]] = [[] for _ in self.spec.action_specs]
         for _ in range(math.prod(shape[:-1])):
             seed = int(rng.stream(0).integers(2**63))
-            for steps, leaf in zip(rows, self._random.drawn(seed), strict=True):
+            leaves = self._random.drawn(seed)
+            for steps, leaf in zip(rows, leaves, strict=True):
                 steps.append(leaf)
         drawn: dict[Key, Any] = {}
-        for (key, spec), steps in zip(
-            self.spec.action_specs.items(), rows, strict=True
-        ):
-            leaf = torch.empty(
-                (0,), dtype=torch_dtype(spec.dtype), device=self._random.device
-            )
-            if steps:  # none, if the only row has an action of the policy's first call
+        specs = self.spec.action_specs.items()
+        for (key, spec), steps in zip(specs, rows, strict=True):
+            if steps:
                 leaf = torch.stack(steps)
+            else:  # the only row has an action of the policy's first call
+                dtype = torch_dtype(spec.dtype)
+                leaf = torch.empty(0, dtype=dtype, device=self._random.device)
             leaf = leaf.reshape(*shape, *spec.shape)
             drawn[key] = leaf if self.spec.device else leaf.numpy()
         return drawn
@@ -212,7 +221,12 @@ class TorchEnvs(
         given = self.take_options()
         if seeds is not None:
             seed = checks.batch_seed(seeds)
-            given |= checks.seed_argument(self.env, seed, self.spec.name, self.casts)
+            given |= checks.seed_argument(
+                self.env,
+                seed,
+                self.spec.name,
+                self.casts,
+            )
         index = list(which)
         with torch.inference_mode(False), torch.no_grad():
             targets = [
@@ -220,21 +234,22 @@ class TorchEnvs(
             ]
             if len(index) == self.spec.num_envs:
                 leaves = self._reset(given)
-                if self._mask_untried and (
-                    self._limit is not None or not self._self_resetting
-                ):
+                needs_mask = self._limit is not None or not self._self_resetting
+                if self._mask_untried and needs_mask:
                     leaves = self._try_mask(given, leaves)
                 for target, leaf in zip(targets, leaves, strict=True):
                     target.copy_(leaf)
             else:
-                mask = torch.zeros(self.spec.num_envs, dtype=torch.bool, device="cpu")
+                B = self.spec.num_envs
+                mask = torch.zeros(B, dtype=torch.bool, device="cpu")
                 mask[index] = True
                 mask = mask.to(self._on)
                 leaves = self._reset_some(mask, given, index)
                 if self._mask_untried:
                     self._check_mask_respected(targets, leaves, mask)
                 for target, leaf in zip(targets, leaves, strict=True):
-                    target.copy_(_where(mask, leaf, target.to(self._on)))
+                    before = target.to(self._on)
+                    target.copy_(where(mask, leaf, before))
             self._count[index] = 0
 
     def start(self, lane: Lane) -> Step:
@@ -247,7 +262,10 @@ class TorchEnvs(
         return [self.env]
 
     def snapshot(self) -> dict[str, Any]:
-        return {"steps": self._count.clone(), "mask_untried": self._mask_untried}
+        return {
+            "steps": self._count.clone(),
+            "mask_untried": self._mask_untried,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         self._mask_untried = state["mask_untried"]
@@ -260,11 +278,7 @@ class TorchEnvs(
 
     def _make_step(self, lane: Lane) -> Step:
         keys = list(self.spec.observation_specs)
-        if next_of(keys[0]) not in lane.tensors:
-            raise BadOption(
-                f"{self.spec.name}: compact_obs=True keeps last observations aside when an episode"
-                " ends, which only the device knows. Leave it out."
-            )
+        checks.check_next_rows(self.spec.name, keys, lane)
         tensors = lane.tensors
 
         def rows_of(key: Key) -> Sequence[torch.Tensor]:
@@ -273,19 +287,36 @@ class TorchEnvs(
         observations = [rows_of(key) for key in keys]
         after = [rows_of(next_of(key)) for key in keys]
         actions = [rows_of(key) for key in self.spec.action_specs]
-        valid = rows_of(NEXT_OBS_VALID) if NEXT_OBS_VALID in tensors else None
-        carried = [column.key for column in lane.layout.columns if column.carry]
-        recurrent = [key for key in carried if key not in self.spec.observation_specs]
-        begins = [(rows_of(key), 1) for key in recurrent if key == IS_INIT]
-        states = [rows_of(key) for key in recurrent if key != IS_INIT]
-        flags = [rows_of(next_of(TERMINATED)), rows_of(next_of(TRUNCATED))]
-        columns = [(rows, 0) for rows in (*after, rows_of(REWARD), *flags)]
-        # environments that reset themselves have returned the observations of the next row
-        next_rows = [(rows, 1) for rows in observations] if self._self_resetting else []
+        valid = None
+        if NEXT_OBS_VALID in tensors:
+            valid = rows_of(NEXT_OBS_VALID)
+        begins = []  # rows that are written one row later
+        states = []
+        for column in lane.layout.columns:
+            key = column.key
+            if not column.carry or key in self.spec.observation_specs:
+                continue
+            if key == IS_INIT:
+                begins.append((rows_of(key), 1))
+            else:
+                states.append(rows_of(key))
+        columns = [
+            *after,
+            rows_of(REWARD),
+            rows_of(next_of(TERMINATED)),
+            rows_of(next_of(TRUNCATED)),
+        ]
+        written = [(rows, 0) for rows in columns]
         # the rows with the observations of environments that go on
-        kept = observations if self._self_resetting else after
-        later = 1 if self._self_resetting else 0
-        write = joint_rows([*columns, *begins, *next_rows])
+        kept = after
+        later = 0
+        next_rows = []
+        if self._self_resetting:
+            # they have returned the observations of the next row
+            kept = observations
+            later = 1
+            next_rows = [(rows, 1) for rows in observations]
+        write = joint_rows([*written, *begins, *next_rows])
         on = self._on
 
         def step(t: int) -> None:
@@ -293,7 +324,8 @@ class TorchEnvs(
                 action = [rows[t].to(on, copy=True) for rows in actions]
                 obs, reward, ended, cut, info = self._step(action, t)
                 done = ended | cut
-                last, unknown = obs, None
+                last = obs
+                unknown = None
                 if self._self_resetting:
                     last, unknown = self._last(obs, ended, done, info)
                 if valid is not None:
@@ -318,23 +350,25 @@ class TorchEnvs(
                 write(t, values)
                 if waiting is not None:
                     first = self._reset_some(waiting, {})
-                    for rows, others, leaf in zip(
-                        observations, kept, first, strict=True
-                    ):
-                        _choose(waiting, leaf, others[t + later], rows[t + 1])
+                    leaves = zip(observations, kept, first, strict=True)
+                    for rows, others, leaf in leaves:
+                        going_on = others[t + later]
+                        choose(waiting, leaf, going_on, rows[t + 1])
                 for rows in states:  # recurrent states at the start of an episode
                     row = rows[t + 1]
-                    row.masked_fill_(_like(done.to(row.device), row), 0)
+                    began = like(done.to(row.device), row)
+                    row.masked_fill_(began, 0)
             self.executed_in_row = 0
 
         return step
 
     def _step(
-        self, action: Leaves, t: int
+        self,
+        action: Leaves,
+        t: int,
     ) -> tuple[Leaves, torch.Tensor, torch.Tensor, torch.Tensor, Any]:
-        got = checks.call(
-            self._stepping, "step", self.spec.name, self.actions.build(action)
-        )
+        built = self.actions.build(action)
+        got = checks.call(self._stepping, "step", self.spec.name, built)
         self.executed_in_row = self.spec.num_envs
         who = f"{self.spec.name}.step"
         obs, reward, terminated, truncated, info = checks.step_values(got, who)
@@ -344,7 +378,11 @@ class TorchEnvs(
         return leaves, self._column(reward, "reward"), ended, cut, info
 
     def _last(
-        self, obs: Leaves, ended: torch.Tensor, done: torch.Tensor, info: Any
+        self,
+        obs: Leaves,
+        ended: torch.Tensor,
+        done: torch.Tensor,
+        info: Any,
     ) -> tuple[Leaves, torch.Tensor | None]:
         """Return the true last observations if ``done``, else ``obs``; and the mask of unknown ones:
         0 after a termination (``ended``), where no target needs them and ``value * ~terminated`` has
@@ -359,18 +397,19 @@ class TorchEnvs(
         else:
             name = names[0]
             final = self._leaves(info[name], f"{self.spec.name}: info[{name!r}]")
-            last = [
-                _where(done, end, leaf) for end, leaf in zip(final, obs, strict=True)
-            ]
+            last = []
+            for end, leaf in zip(final, obs, strict=True):
+                last.append(where(done, end, leaf))
             given = info.get(f"_{name}")
             if not torch.is_tensor(given):
                 return last, None
             unknown = done & ~self._column(given, f"info['_{name}']")
         blanked = []
         for leaf in last:
-            blank = leaf.masked_fill(_like(unknown, leaf), 0)
+            blank = leaf.masked_fill(like(unknown, leaf), 0)
             if leaf.is_floating_point():
-                blank = blank.masked_fill(_like(unknown & ~ended, leaf), float("nan"))
+                is_nan = like(unknown & ~ended, leaf)
+                blank = blank.masked_fill(is_nan, float("nan"))
             blanked.append(blank)
         return blanked, unknown
 
@@ -379,7 +418,8 @@ class TorchEnvs(
         dtypes.
         """
         leaves = self.observations.flatten(obs, who)
-        for (key, expected, dtype), leaf in zip(self._expected, leaves, strict=True):
+        for expectation, leaf in zip(self._expected, leaves, strict=True):
+            key, expected, dtype = expectation
             shaped = torch.is_tensor(leaf) and tuple(leaf.shape) == expected
             if not shaped or not self._fits(leaf.dtype, dtype, key):
                 raise BadEnvOutput(
@@ -388,7 +428,12 @@ class TorchEnvs(
                 )
         return leaves
 
-    def _fits(self, got: torch.dtype, dtype: torch.dtype, key: Key) -> bool:
+    def _fits(
+        self,
+        got: torch.dtype,
+        dtype: torch.dtype,
+        key: Key,
+    ) -> bool:
         """Decide like ``Casts.problem``, without the values, which are on the device: accept any
         float for a float.
         """
@@ -420,7 +465,8 @@ class TorchEnvs(
 
     def _reset(self, given: Mapping[str, Any]) -> Leaves:
         who = self.spec.name
-        obs, _ = checks.reset_pair(checks.call(self.env, "reset", who, **given), who)
+        returned = checks.call(self.env, "reset", who, **given)
+        obs, _ = checks.reset_pair(returned, who)
         return self._leaves(obs, f"{who}.reset")
 
     def _reset_some(
@@ -435,9 +481,12 @@ class TorchEnvs(
         how = self._how
         self.check_partial_reset()
         assert how is not None
-        value: Any = torch.as_tensor(which, device=self._on) if how.indices else mask
+        value: Any = mask
+        if how.indices:
+            value = torch.as_tensor(which, device=self._on)
         if how.option:
-            value = {**given.get(how.keyword, {}), how.option: value}
+            others = given.get(how.keyword, {})
+            value = {**others, how.option: value}
         given[how.keyword] = value
         return self._reset(given)
 
@@ -465,29 +514,30 @@ class TorchEnvs(
             key = self.spec.action_masks.get(action)
             if key is None or not spec.is_discrete:
                 continue
-            with suppress(
-                ValueError
-            ):  # a mask that does not fit, which policies refuse
-                allowed = _first_allowed(
-                    spec, seen[key], self.spec.observation_specs[key].shape
-                )
-                actions[place] = allowed.to(actions[place]).reshape(
-                    actions[place].shape
-                )
+            shape = self.spec.observation_specs[key].shape
+            leaf = actions[place]
+            # a mask that does not fit, which policies refuse
+            with suppress(ValueError):
+                allowed = _first_allowed(spec, seen[key], shape)
+                actions[place] = allowed.to(leaf).reshape(leaf.shape)
         before, *_ = self._step(actions, 0)
         before = [leaf.clone() for leaf in before]
         mask = torch.arange(self.spec.num_envs, device=self._on) == 0
-        self._check_mask_respected(before, self._reset_some(mask, {}), mask)
+        after = self._reset_some(mask, {})
+        self._check_mask_respected(before, after, mask)
         self.executed_in_row = 0
         return self._reset(given)
 
     def _check_mask_respected(
-        self, before: Leaves, after: Leaves, mask: torch.Tensor
+        self,
+        before: Leaves,
+        after: Leaves,
+        mask: torch.Tensor,
     ) -> None:
         for old, new in zip(before, after, strict=True):
             equal = old.to(self._on) == new.to(old.dtype)
             same = equal | (new != new)
-            if not (same | _like(mask, new)).all():
+            if not (same | like(mask, new)).all():
                 raise UnsupportedEnv(
                     f"{self.spec.name} ignores options={{'reset_mask': mask}}: a reset of"
                     f" environments {mask.nonzero()[:8, 0].tolist()} also reset others; {DO_ONE}."
@@ -538,27 +588,8 @@ def _partial_reset(env: Any) -> _Partial | None:
 def _is_from(obj: Any, *packages: str) -> bool:
     inner = getattr(obj, "unwrapped", obj)
     classes = (*type(obj).__mro__, *type(inner).__mro__)
-    modules = [f"{cls.__module__}." for cls in classes]
-    return any(module.startswith(f"{name}.") for module in modules for name in packages)
-
-
-def _like(mask: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """Reshape a mask ``[B]`` so that it broadcasts over ``leaf``."""
-    return mask.reshape(-1, *[1] * (leaf.ndim - 1))
-
-
-def _where(mask: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.where(_like(mask, a), a, b)
-
-
-def _choose(
-    mask: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
-) -> None:
-    """Write ``a`` into ``out`` where the mask is, and ``b`` elsewhere."""
-    if a.dtype == out.dtype and a.device == out.device:
-        torch.where(_like(mask, a), a, b, out=out)
-    else:
-        out.copy_(_where(mask, a, b.to(a.device)))
+    prefixes = tuple(f"{name}." for name in packages)
+    return any(f"{cls.__module__}.".startswith(prefixes) for cls in classes)
 
 
 def _describe(value: Any) -> str:
@@ -579,7 +610,10 @@ class RandomActions:
     """
 
     def __init__(
-        self, specs: Sequence[ArraySpec], B: int, device: torch.device
+        self,
+        specs: Sequence[ArraySpec],
+        B: int,
+        device: torch.device,
     ) -> None:
         self.device = device
         self._generator = torch.Generator(device)
@@ -592,14 +626,22 @@ class RandomActions:
 
 
 def _drawing(spec: ArraySpec, B: int, on: torch.device) -> Draw:
-    assert spec.low is not None and spec.high is not None
+    assert spec.low is not None
+    assert spec.high is not None
     size = (B, *spec.shape)
     dtype = torch_dtype(spec.dtype)
-    low = torch.as_tensor(np.array(spec.low, np.float64), device=on)
-    high = torch.as_tensor(np.array(spec.high, np.float64), device=on)
+    lows = np.array(spec.low, np.float64)
+    highs = np.array(spec.high, np.float64)
+    low = torch.as_tensor(lows, device=on)
+    high = torch.as_tensor(highs, device=on)
 
     def uniform(generator: torch.Generator) -> torch.Tensor:
-        return torch.rand(size, generator=generator, dtype=torch.float64, device=on)
+        return torch.rand(
+            size,
+            generator=generator,
+            dtype=torch.float64,
+            device=on,
+        )
 
     def integers(generator: torch.Generator) -> torch.Tensor:
         steps = (uniform(generator) * (high - low + 1)).floor()
@@ -614,7 +656,12 @@ def _drawing(spec: ArraySpec, B: int, on: torch.device) -> Draw:
 
     def floats(generator: torch.Generator) -> torch.Tensor:
         u = uniform(generator)
-        normal = torch.randn(size, generator=generator, dtype=torch.float64, device=on)
+        normal = torch.randn(
+            size,
+            generator=generator,
+            dtype=torch.float64,
+            device=on,
+        )
         tail = -torch.log1p(-u)
         one_sided = torch.where(below, low0 + tail, high0 - tail)
         both = low0 + u * (high0 - low0)
@@ -625,7 +672,9 @@ def _drawing(spec: ArraySpec, B: int, on: torch.device) -> Draw:
 
 
 def _first_allowed(
-    spec: ArraySpec, mask: torch.Tensor, shape: tuple[int, ...]
+    spec: ArraySpec,
+    mask: torch.Tensor,
+    shape: tuple[int, ...],
 ) -> torch.Tensor:
     """Return the first allowed choice of each variable, ``[B, variables]``; ``shape``: of the mask
     of an environment.
@@ -636,11 +685,14 @@ def _first_allowed(
     nvec, low = choices_of(spec)
     legal = mask.reshape(len(mask), -1) != 0
     if is_joint_mask(nvec, shape):
-        chosen = list(torch.unravel_index(legal.byte().argmax(1), nvec))
+        first_legal = legal.byte().argmax(1)
+        chosen = list(torch.unravel_index(first_legal, nvec))
     else:
         parts = torch.split(legal, list(nvec), 1)
         chosen = [part.byte().argmax(1) for part in parts]
-    choices = [choice + first for choice, first in zip(chosen, low, strict=True)]
+    choices = []
+    for choice, first in zip(chosen, low, strict=True):
+        choices.append(choice + first)
     return torch.stack(choices, 1)
 
 
@@ -658,7 +710,9 @@ def _single_space(env: Any, name: str, B: int) -> spaces.Space[Any]:
 
 def _unbatched(space: Any, B: int) -> spaces.Space[Any]:
     if isinstance(space, spaces.Dict):
-        parts = {key: _unbatched(part, B) for key, part in space.spaces.items()}
+        parts = {}
+        for key, part in space.spaces.items():
+            parts[key] = _unbatched(part, B)
         return spaces.Dict(parts)
     known = isinstance(space, (spaces.Box, spaces.MultiDiscrete))
     if not known or space.shape[:1] != (B,):
@@ -667,7 +721,9 @@ def _unbatched(space: Any, B: int) -> spaces.Space[Any]:
             " single_observation_space and single_action_space"
         )
     if isinstance(space, spaces.Box):
-        return spaces.Box(space.low[0], space.high[0], dtype=space.dtype.type)
+        low = space.low[0]
+        high = space.high[0]
+        return spaces.Box(low, high, dtype=space.dtype.type)
     if space.nvec.ndim == 1:
         n = int(space.nvec[0])
         return spaces.Discrete(n, start=int(space.start[0]))

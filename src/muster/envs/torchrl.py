@@ -9,22 +9,28 @@ an episode, ``reset`` otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torchrl.envs import ActionMask, Compose, EnvBase, GymEnv, Transform, TransformedEnv
+from torchrl.envs.batched_envs import BatchedEnvBase
 
 from muster.capabilities import (
     CountsSteps,
     DrawsActions,
+    KeepsState,
+    MayWait,
     RefersToParts,
     ResetsWithOptions,
+    WritesNext,
 )
 from muster.env_spec import EnvSpec
 from muster.envs.checks import check_distinct, close_all
 from muster.envs.spaces import action_masks
 from muster.envs.torchrl_gym import PlainGym, fast_step, is_plain_gym, plain_parts
+from muster.envs.torchrl_on_device import OneOnDevice
 from muster.envs.torchrl_one import OneEnv
 from muster.envs.torchrl_specs import Declared, declared, drawers, masked
 from muster.errors import BadOption, UnsupportedEnv
@@ -47,7 +53,29 @@ def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
     closes them.
     """
     require("torchrl", extra="torchrl")
-    return TorchRLEnvs([env if device is None else env.to(device) for env in envs])
+    moved = [env if device is None else env.to(device) for env in envs]
+    first = moved[0]
+    is_there = first.device is not None and first.device.type != "cpu"
+    if len(moved) == 1 and is_there and can_have_rows_there(first):
+        return TorchRLOnDevice(first, first.device)
+    return TorchRLEnvs(moved)
+
+
+def can_have_rows_there(env: EnvBase) -> bool:
+    """Return whether the rows of an environment can be on its device.
+
+    They are on the host for single environments; for environments in processes or one after
+    another, whose data come from the host; for those that reset themselves; where random actions
+    depend on the state; and if a leaf is an object or has no fixed shape.
+    """
+    if not env.batch_size or env.__dict__.get("_torchrl_native_autoreset", False):
+        return False
+    if any(isinstance(part, BatchedEnvBase) for part in _chain(env)):
+        return False
+    specs = declared(env)
+    leaves = (specs.observations, specs.actions, specs.steps, specs.rewards, specs.done)
+    are_tensors = all(spec.is_tensor for part in leaves for spec in part.values())
+    return are_tensors and not _is_stateful(env)
 
 
 # observations that TorchRL's transforms add
@@ -227,6 +255,45 @@ class TorchRLEnvs(
             else:
                 cells = take(td, key, one.specs.lead)
                 row[...] = None if cells is None else cells.reshape(-1)
+
+
+class TorchRLOnDevice(TorchRLEnvs, KeepsState, MayWait, WritesNext):
+    """One ``EnvBase`` with a batch size, whose rows are on its device; see ``OneOnDevice``."""
+
+    def __init__(self, env: EnvBase, device: torch.device) -> None:
+        super().__init__([env])
+        self._device = device
+        self._one = OneOnDevice(env, self.declared, self.spec.name, device)
+        self._ones = [self._one]
+        self.store_as(replace(self.spec, device=device))
+
+    @property
+    def why_waiting(self) -> str:
+        if self._one.by_mask:
+            return ""
+        return (
+            f"the host looks after each step of {self.spec.name} whether an episode has ended,"
+            " since its _reset with a mask waits for the device, or does more than to reset where"
+            " the mask is"
+        )
+
+    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Any]:
+        drawn = {}
+        for key, actions in super().sample(rng, shape).items():
+            drawn[key] = torch.from_numpy(actions).to(self._device)
+        return drawn
+
+    def look_again(self) -> None:
+        """Nothing: all is asked of the outermost environment, which is the same object."""
+
+    def limit_episodes(self, steps: int) -> None:
+        self._one.limit_episodes(steps)
+
+    def snapshot(self) -> dict[str, Any]:
+        return self._one.snapshot()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._one.restore(state)
 
 
 def _with_lead(actions: dict[Key, Array], shape: tuple[int, ...]) -> dict[Key, Array]:

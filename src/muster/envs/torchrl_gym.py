@@ -209,7 +209,7 @@ class PlainGym(OneEnv):
         options: dict[str, Any] | None,
     ) -> None:
         (key,) = self.specs.observations
-        with self._explained("reset"):
+        with self.explained("reset"):
             if seeds is not None:
                 self.env.set_seed(seeds[0])
             obs, _ = self.env._env.reset(**(options or {}))

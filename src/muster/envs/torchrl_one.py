@@ -85,14 +85,14 @@ class OneEnv:
             if spec.is_tensor:
                 rows = self._rows(lane.tensors[key])
                 dtype = torch_dtype(spec.dtype)
-                plain.append((_name(key), rows, 1, key in carried, dtype))
+                plain.append((name_of(key), rows, 1, key in carried, dtype))
             else:
                 objects.append((key, self._rows(lane.arrays[key]), 1))
         for key, spec in specs.steps.items():
             if spec.is_tensor:
                 rows = self._rows(lane.tensors[next_of(key)])
                 dtype = torch_dtype(spec.dtype)
-                plain.append((_name(key), rows, 0, False, dtype))
+                plain.append((name_of(key), rows, 0, False, dtype))
             else:
                 objects.append((key, self._rows(lane.arrays[next_of(key)]), 0))
         team = lane.arrays[specs.reward_key][:, self.columns]
@@ -101,7 +101,7 @@ class OneEnv:
             rows = [row.unsqueeze(-1) for row in self._rows(rewards)]
             plain.append(("reward", rows, 0, False, rewards.dtype))
         flag_keys = dict.fromkeys((*specs.ends, *specs.flags))
-        flags = [_name(key) for key in flag_keys]
+        flags = [name_of(key) for key in flag_keys]
 
         def advance(t: int) -> list[int] | None:
             self.executed = False
@@ -115,7 +115,7 @@ class OneEnv:
                     if value is None and by_policy:
                         continue
                     where = f"step (row {t} of the batch)"
-                    value = self._fitted(name, td, after, row.shape, dtype, where)
+                    value = self.fitted(name, td, after, row.shape, dtype, where)
                 row.copy_(value)
             for key, rows, later in objects:
                 self._write_cells(
@@ -146,9 +146,9 @@ class OneEnv:
         observations.
         """
         rows = np.asarray(which) - self.columns.start
-        with self._explained("reset"):
+        with self.explained("reset"):
             if seeds is not None:
-                _seed(self.env, list(seeds), whole=len(rows) == self.count)
+                seed_parts(self.env, list(seeds), whole=len(rows) == self.count)
             td = self._reset(rows, options or {}, reseeded=seeds is not None)
         self._current = td
         self._stepped = None
@@ -165,9 +165,9 @@ class OneEnv:
                 continue
             shape = torch.Size((*self.specs.lead, *spec.shape))
             dtype = torch_dtype(spec.dtype)
-            value = td.get(_name(key), None)
+            value = td.get(name_of(key), None)
             if value is None or value.shape != shape or value.dtype != dtype:
-                value = self._fitted(_name(key), None, td, shape, dtype, "reset")
+                value = self.fitted(name_of(key), None, td, shape, dtype, "reset")
             values = self._by_env(value).reshape(target.shape)
             target[rows] = values[rows]
 
@@ -176,18 +176,18 @@ class OneEnv:
         if self._stepped is None or self._native:
             return self._current
         td, after = self._stepped
-        self._complete(after)
+        self.complete(after)
         return self.env.step_mdp(td.copy().set("next", after))
 
     def rand_action(self) -> Any:
-        with self._explained("rand_action"):
+        with self.explained("rand_action"):
             return self.env.rand_action(self.now().copy())
 
     # --- a step -----------------------------------------------------------------------------------
 
     def _step(self, make: Callable[[int], Any], lane: Lane, t: int) -> tuple[Any, Any]:
         env = self.env
-        with self._explained(f"step (row {t} of the batch)"):
+        with self.explained(f"step (row {t} of the batch)"):
             td = make(t)
             if self.choosing:
                 td = env.rand_action(td)
@@ -206,12 +206,12 @@ class OneEnv:
         for key, spec in self.specs.actions.items():
             if spec.is_tensor:
                 row = self._rows(lane.tensors[key])[t]
-                row.copy_(td.get(_name(key)))
+                row.copy_(td.get(name_of(key)))
             else:
                 row = self._rows(lane.arrays[key])[t]
                 row[...] = self._cells(td, key, "rand_action")
 
-    def _complete(self, after: Any) -> None:
+    def complete(self, after: Any) -> None:
         """Add missing done flags, and give all of them the shapes of their specs, as
         ``EnvBase.step`` does.
         """
@@ -222,7 +222,7 @@ class OneEnv:
 
     def _end(self, lane: Lane, t: int, after: Any) -> list[int] | None:
         specs = self.specs
-        self._complete(after)
+        self.complete(after)
         done = self._any(after, specs.ends)
         if TERMINATED in specs.flags:
             ended = self._any(after, [TERMINATED])
@@ -254,9 +254,9 @@ class OneEnv:
         """Return whether any of the flags is set, ``[count]``."""
         found = np.zeros(self.count, bool)
         for key in keys:
-            flag = td.get(_name(key), None)
+            flag = td.get(name_of(key), None)
             if flag is None:
-                raise self._misfit(key, None, "step")
+                raise self.misfit(key, None, "step")
             found |= self._by_env(flag).any(1)
         return found
 
@@ -269,7 +269,7 @@ class OneEnv:
         """Write the sum of all rewards, ``[count]``."""
         for i, key in enumerate(self.specs.rewards):
             if self._corrected[key].is_tensor:
-                value = after.get(_name(key), None)
+                value = after.get(name_of(key), None)
             else:
                 value = take(after, key, self.specs.lead)
             if torch.is_tensor(value) and value.numel() % self.count == 0:
@@ -277,7 +277,7 @@ class OneEnv:
             elif isinstance(value, np.ndarray):
                 total = np.array([_total(cell) for cell in value.reshape(-1)])
             else:
-                raise self._misfit(key, value, f"step (row {t} of the batch)")
+                raise self.misfit(key, value, f"step (row {t} of the batch)")
             row[:] = total if i == 0 else row + total
 
     def _write_cells(
@@ -299,7 +299,7 @@ class OneEnv:
                 f"{self.name}.{method}: {dotted(key)} is {error}. {FIX}"
             ) from error
 
-    def _fitted(
+    def fitted(
         self,
         name: Any,
         td: Any,
@@ -315,7 +315,7 @@ class OneEnv:
         """
         key = (name,) if isinstance(name, str) else name
         if key in self.specs.done:
-            self._complete(after)
+            self.complete(after)
         value = after.get(name, None)
         if value is None and td is not None and key in self.specs.state_only:
             value = td.get(name)
@@ -324,10 +324,10 @@ class OneEnv:
         if corrected and value.shape != shape:
             value = value.reshape(shape)
         if not fits or value.shape != shape:
-            raise self._misfit(key, value, method)
+            raise self.misfit(key, value, method)
         return value  # type: ignore[no-any-return]
 
-    def _misfit(self, key: Key, value: Any, method: str) -> BadEnvOutput:
+    def misfit(self, key: Key, value: Any, method: str) -> BadEnvOutput:
         got = "missing" if value is None else type(value).__name__
         if torch.is_tensor(value):
             got = f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
@@ -371,7 +371,7 @@ class OneEnv:
         return td
 
     @contextmanager
-    def _explained(self, method: str) -> Iterator[None]:
+    def explained(self, method: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
@@ -476,7 +476,8 @@ class _InOwnDtype:
         return self._rows[t].to(self._dtype)  # type: ignore[no-any-return]
 
 
-def _name(key: Key) -> Any:
+def name_of(key: Key) -> Any:
+    """Return the key as TorchRL names it."""
     return key[0] if len(key) == 1 else key
 
 
@@ -490,7 +491,7 @@ def _total(cell: Any) -> float:
     return total
 
 
-def _seed(env: EnvBase, seeds: list[int], *, whole: bool) -> None:
+def seed_parts(env: EnvBase, seeds: list[int], *, whole: bool) -> None:
     """Seed the parts of a ``SerialEnv`` or ``ParallelEnv`` one by one if ``whole``: TorchRL would
     chain hashes.
 

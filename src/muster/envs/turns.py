@@ -110,7 +110,11 @@ class AgentSpaces:
                 ) from None
 
     def leaves(
-        self, casts: Casts, seen: Any, info: Any, who: str
+        self,
+        casts: Casts,
+        seen: Any,
+        info: Any,
+        who: str,
     ) -> tuple[list[Any], Array | bool]:
         """Return the checked leaves of an agent's observation, and its action mask (True: all are
         allowed).
@@ -429,7 +433,13 @@ class TurnEnvs(
         game.open.clear()
         game.turns.clear()
 
-    def _leaves(self, b: int, agent: str, obs: Any, info: Any) -> Leaves:
+    def _leaves(
+        self,
+        b: int,
+        agent: str,
+        obs: Any,
+        info: Any,
+    ) -> Leaves:
         """Return the observation of an agent, with its mask and number."""
         who = f"{self.spec.name}[{b}]: {agent}"
         parts, mask = self._spaces.leaves(self.casts, obs, info, who)
@@ -441,7 +451,12 @@ class TurnEnvs(
             leaves[key] = np.array(leaf)
         return leaves
 
-    def _show(self, arrays: Mapping[Key, Array], row: int, b: int) -> None:
+    def _show(
+        self,
+        arrays: Mapping[Key, Array],
+        row: int,
+        b: int,
+    ) -> None:
         for key, leaf in self._games[b].seen.items():
             arrays[key][row, b] = leaf
 
@@ -451,7 +466,13 @@ class TurnEnvs(
             return int(action)
         return np.array(action)
 
-    def _call(self, b: int, method: str, *args: Any, **given: Any) -> Any:
+    def _call(
+        self,
+        b: int,
+        method: str,
+        *args: Any,
+        **given: Any,
+    ) -> Any:
         who = f"{self.spec.name}[{b}]"
         return checks.call(self._games[b].env, method, who, *args, index=b, **given)
 

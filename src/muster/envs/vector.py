@@ -218,7 +218,12 @@ class VectorEnvBatch(
                 }
             self.new_infos = [(told, ALL), (final, finished)]
 
-    def _take_final(self, i: int, info: Any, rows: list[Array]) -> bool:
+    def _take_final(
+        self,
+        i: int,
+        info: Any,
+        rows: list[Array],
+    ) -> bool:
         """For SAME_STEP: write the true last observation into rows, and return whether it is known."""
         final = info.get("final_obs") if isinstance(info, dict) else None
         if final is None or final[i] is None:
@@ -236,7 +241,12 @@ class VectorEnvBatch(
                 row[i] = checks.stored_copy(leaf, f"{who}: {what}")
         return True
 
-    def _flag_unknown(self, i: int, known: Array | None, t: int) -> None:
+    def _flag_unknown(
+        self,
+        i: int,
+        known: Array | None,
+        t: int,
+    ) -> None:
         """Flag the last observation of an episode as unknown."""
         if known is None:
             raise BadEnvOutput(
@@ -324,7 +334,12 @@ class VectorEnvBatch(
                 )
         return leaves
 
-    def _column(self, value: Any, name: str, kinds: str) -> Array:
+    def _column(
+        self,
+        value: Any,
+        name: str,
+        kinds: str,
+    ) -> Array:
         array = np.asarray(value)
         B = self.spec.num_envs
         number_in_array = kinds == checks.NUMBERS and array.shape == (B, 1)

@@ -27,7 +27,9 @@ class AgentReturns:
 
     def __init__(self, agents: AgentRewards, num_envs: int) -> None:
         self._agents = agents
-        self._names = [name for names in agents.values() for name in names]
+        self._names: list[str] = []
+        for names in agents.values():
+            self._names += names
         self._sums = np.zeros((num_envs, len(self._names)))
 
     def abandon(self, which: Sequence[int]) -> None:
@@ -35,7 +37,9 @@ class AgentReturns:
         self._sums[list(which)] = 0.0
 
     def advance(
-        self, columns: Mapping[Key, Array], over: Array
+        self,
+        columns: Mapping[Key, Array],
+        over: Array,
     ) -> list[dict[str, float]]:
         """Advance to the end of rows; return the returns of the episodes that ended, by agent.
 
@@ -51,7 +55,8 @@ class AgentReturns:
         begin: dict[int, int] = {}
         for t, i in np.argwhere(over).tolist():
             first = begin.get(i, 0)
-            total = self._sums[i] + rewards[first : t + 1, i].sum(axis=0)
+            added = rewards[first : t + 1, i].sum(axis=0)
+            total = self._sums[i] + added
             by_name = zip(self._names, total.tolist(), strict=True)
             ended.append(dict(by_name))
             begin[i] = t + 1
@@ -79,7 +84,11 @@ class AgentReturns:
         self._sums[...] = sums
 
 
-def joined(columns: Mapping[Key, Array], agents: AgentRewards, rows: int) -> Array:
+def joined(
+    columns: Mapping[Key, Array],
+    agents: AgentRewards,
+    rows: int,
+) -> Array:
     """Return the rewards of all agents in the first ``rows``, ``[rows, ..., agents]`` float64."""
     parts = []
     for key in agents:
@@ -89,11 +98,14 @@ def joined(columns: Mapping[Key, Array], agents: AgentRewards, rows: int) -> Arr
 
 
 def with_returns(
-    episodes: Episodes, returns: Sequence[Mapping[str, float]]
+    episodes: Episodes,
+    returns: Sequence[Mapping[str, float]],
 ) -> Episodes:
     """Return records whose infos have these returns of agents, too."""
     infos = np.empty(len(episodes), OBJECT)
     for row, by_agent in enumerate(returns):
-        known = {} if episodes.info is None else episodes.info[row]
+        known = {}
+        if episodes.info is not None:
+            known = episodes.info[row]
         infos[row] = {**known, AGENT_RETURNS: dict(by_agent)}
     return replace(episodes, info=infos)

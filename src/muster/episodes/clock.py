@@ -87,7 +87,12 @@ class TrajectoryClock:
         """Ids of the current trajectories, ``[B]`` int64."""
         return self._ids
 
-    def set(self, ids: Array, steps: Array, returns: Array) -> None:
+    def set(
+        self,
+        ids: Array,
+        steps: Array,
+        returns: Array,
+    ) -> None:
         """Set the ids, steps and returns of the current trajectories, ``[B]`` each."""
         self.episode[...] = (ids - self.env_ids) // self.total_envs
         self.steps[...] = steps
@@ -102,7 +107,9 @@ class TrajectoryClock:
             "steps": self.steps,
             "returns": self.returns,
         }
-        state: dict[str, Any] = {name: array.copy() for name, array in arrays.items()}
+        state: dict[str, Any] = {}
+        for name, array in arrays.items():
+            state[name] = array.copy()
         state["total_envs"] = self.total_envs
         return state
 
@@ -135,17 +142,23 @@ class TrajectoryClock:
         self.returns[index] = 0.0
         self._number()
 
-    def fill_ids(self, ids: Array, done: Array) -> None:
-        """Write the trajectory id of every row (``[T, B]`` int64), before ``advance``."""
+    def fill_ids(self, ids: Array, done: Array) -> Array:
+        """Write the trajectory id of every row (``[T, B]`` int64), before ``advance``.
+
+        Returns:
+            number of steps in each trajectory before the first row, ``[B]``.
+        """
+        steps: Array = self._steps + self._since
         if done.shape[1] >= MANY:
             row = self._ids
             for t, ended in enumerate(done):
                 ids[t] = row
                 row = row + self.total_envs * ended
-            return
+            return steps
         ids[...] = self._ids
         if len(done) > 1 and 1 in done.tobytes():
             ids[1:] += self.total_envs * np.cumsum(done[:-1], axis=0)
+        return steps
 
     def fill_step_counts(self, counts: Array, done: Array) -> None:
         """Write the steps taken before every row in its episode (``[T, B]`` int64), before
@@ -160,7 +173,8 @@ class TrajectoryClock:
         rows = np.arange(len(counts), dtype=np.int64)[:, None]
         began = np.broadcast_to(-self.steps, counts.shape).copy()
         np.copyto(began[1:], rows[1:], where=done[:-1])
-        np.subtract(rows, np.maximum.accumulate(began, axis=0), out=counts)
+        last_began = np.maximum.accumulate(began, axis=0)
+        np.subtract(rows, last_began, out=counts)
 
     def advance_row(self, ids: Array, reward: bytes, dtype: Any) -> None:
         """Write the trajectory ids of a row in which no episode ends (``[B]``), and advance to its
@@ -177,7 +191,11 @@ class TrajectoryClock:
             self.returns  # noqa: B018 (adds them)
 
     def advance(
-        self, reward: Array, terminated: Array, truncated: Array, done: Array
+        self,
+        reward: Array,
+        terminated: Array,
+        truncated: Array,
+        done: Array,
     ) -> Episodes:
         """Advance to the end of the rows (``[T, B]`` each).
 
@@ -189,7 +207,8 @@ class TrajectoryClock:
             if T == 1 and len(self._rewards) < MOST_REWARDS:
                 self._rewards.append((reward.tobytes(), reward.dtype))
             else:
-                sums = np.concatenate((self.returns[None], reward), dtype=np.float64)
+                addends = (self.returns[None], reward)
+                sums = np.concatenate(addends, dtype=np.float64)
                 np.add.accumulate(sums, 0, out=sums)
                 self._returns[...] = sums[-1]
             return NO_EPISODES
@@ -200,24 +219,25 @@ class TrajectoryClock:
         if B >= MANY:
             return self._advance_by_rows(reward, terminated, truncated, done)
         # from here on rows are numbered by environment, then time
-        end = done.T.reshape(-1).nonzero()[0]
+        end = np.flatnonzero(done.T)
         env, t = np.divmod(end, T)
         lane = np.arange(B) * T  # first row of each environment
-        begin = np.union1d(lane, end[t < T - 1] + 1)  # first rows of pieces of episodes
+        followed = t < T - 1
+        begin = np.union1d(lane, end[followed] + 1)  # first rows of pieces of episodes
         rewards = reward.T.reshape(-1).astype(np.float64)
         rewards[lane] += self.returns
-        piece_of = np.repeat(np.arange(len(begin)), np.diff(begin, append=B * T))
-        total = np.bincount(
-            piece_of, rewards
-        )  # adds one after another, other than ``reduceat``
+        pieces = np.arange(len(begin))
+        piece_of = np.repeat(pieces, np.diff(begin, append=B * T))
+        # adds one after another, other than ``reduceat``
+        total = np.bincount(piece_of, rewards)
         # first piece of each environment, which continues from earlier rows
         first = np.searchsorted(begin, lane)
         begin[first] -= self.steps
-        number = np.arange(len(end)) - np.searchsorted(
-            env, env
-        )  # of the end, of its environment
+        first_end = np.searchsorted(env, env)
+        number = np.arange(len(end)) - first_end  # of the end, of its environment
         piece = first[env] + number
-        traj_id = self.env_ids[env] + self.total_envs * (self.episode[env] + number)
+        episode = self.episode[env] + number
+        traj_id = self.env_ids[env] + self.total_envs * episode
         length = end + 1 - begin[piece]
         in_time = np.argsort(t, kind="stable")
         episodes = Episodes(
@@ -232,7 +252,8 @@ class TrajectoryClock:
         goes_on = ~done[-1]
         self.episode += np.bincount(env, minlength=B)
         self._number()
-        self.steps[...] = np.where(goes_on, lane + T - begin[last], 0)
+        steps = lane + T - begin[last]
+        self.steps[...] = np.where(goes_on, steps, 0)
         self.returns[...] = np.where(goes_on, total[last], 0.0)
         return episodes
 
@@ -260,7 +281,11 @@ class TrajectoryClock:
         return episodes
 
     def _advance_by_rows(
-        self, reward: Array, terminated: Array, truncated: Array, done: Array
+        self,
+        reward: Array,
+        terminated: Array,
+        truncated: Array,
+        done: Array,
     ) -> Episodes:
         """Advance row by row, without the sums over pieces of episodes."""
         begin = -self.steps
@@ -286,7 +311,8 @@ class TrajectoryClock:
             returns[env] = 0.0
         self.steps[...] = len(done) - begin
         self._number()
-        return Episodes(*map(np.concatenate, zip(*parts, strict=True)))
+        columns = zip(*parts, strict=True)
+        return Episodes(*map(np.concatenate, columns))
 
     def _number(self) -> None:
         self._ids = self.env_ids + self.total_envs * self.episode
@@ -300,12 +326,19 @@ class AgentClock:
     in ``info["agent"]``. ``episode`` and ``steps`` are ``[B * agents]``.
     """
 
-    def __init__(self, env_ids: Array, total_envs: int, agents: Sequence[str]) -> None:
+    def __init__(
+        self,
+        env_ids: Array,
+        total_envs: int,
+        agents: Sequence[str],
+    ) -> None:
         self.env_ids = env_ids
         self.total_envs = total_envs
         self.agents = agents
-        ids = env_ids[:, None] + total_envs * np.arange(len(agents))
-        self._clock = TrajectoryClock(ids.reshape(-1), total_envs * len(agents))
+        numbers = np.arange(len(agents))
+        ids = env_ids[:, None] + total_envs * numbers
+        columns = total_envs * len(agents)
+        self._clock = TrajectoryClock(ids.reshape(-1), columns)
         self._at: tuple[Array, Array]
 
     @property
@@ -327,9 +360,13 @@ class AgentClock:
 
     def abandon(self, which: Sequence[int] | Array, agent: int | None = None) -> None:
         """Start new trajectories of all agents of the environments ``which``, or of one agent."""
-        agents = np.arange(len(self.agents)) if agent is None else np.array([agent])
-        first = np.asarray(which, np.int64)[:, None] * len(self.agents)
-        self._clock.abandon((first + agents).reshape(-1))
+        agents = np.arange(len(self.agents))
+        if agent is not None:
+            agents = np.array([agent])
+        envs = np.asarray(which, np.int64)
+        first = envs[:, None] * len(self.agents)
+        columns = first + agents
+        self._clock.abandon(columns.reshape(-1))
 
     def sort(self, agent: Array) -> None:
         """Take the agents of the rows (``[T, B]``) to which the following calls apply.
@@ -339,12 +376,14 @@ class AgentClock:
         place = np.zeros(agent.shape, np.int64)
         for number in range(len(self.agents)):
             of_agent = agent == number
-            place[of_agent] = (of_agent.cumsum(0) - 1)[of_agent]
-        column = agent + len(self.agents) * np.arange(len(self.env_ids))
+            row_of_agent = of_agent.cumsum(0) - 1
+            place[of_agent] = row_of_agent[of_agent]
+        envs = np.arange(len(self.env_ids))
+        column = agent + len(self.agents) * envs
         self._at = (place, column)
 
     def fill_ids(self, ids: Array, done: Array) -> None:
-        """See ``TrajectoryClock``."""
+        """See ``TrajectoryClock``; returns nothing."""
         self._fill(self._clock.fill_ids, ids, done)
 
     def fill_step_counts(self, counts: Array, done: Array) -> None:
@@ -352,15 +391,21 @@ class AgentClock:
         self._fill(self._clock.fill_step_counts, counts, done)
 
     def advance(
-        self, reward: Array, terminated: Array, truncated: Array, done: Array
+        self,
+        reward: Array,
+        terminated: Array,
+        truncated: Array,
+        done: Array,
     ) -> Episodes:
         """See ``TrajectoryClock``."""
         T = len(reward)
         columns = len(self._clock.env_ids)
-        apart = [
-            self._apart(values) for values in (reward, terminated, truncated, done)
-        ]
-        records = self._clock.advance(*apart)
+        records = self._clock.advance(
+            self._apart(reward),
+            self._apart(terminated),
+            self._apart(truncated),
+            self._apart(done),
+        )
         _, own_column = self._at
         rows_of_agent = np.bincount(own_column.reshape(-1), minlength=columns)
         self._clock.take_back(T - rows_of_agent, [])  # the zeros
@@ -368,14 +413,18 @@ class AgentClock:
             return records
         rows = np.broadcast_to(np.arange(T)[:, None], reward.shape)
         place, column = self._apart(done).nonzero()  # in the order of the records
-        in_time = np.lexsort((column, self._apart(rows)[place, column]))
+        t = self._apart(rows)[place, column]
+        in_time = np.lexsort((column, t))
         ended = Episodes(*(values[in_time] for values in records.columns()))
-        names = [self.agents[i] for i in ended.env_id // self.total_envs]
-        infos: Array = np.array([{"agent": name} for name in names], OBJECT)
-        return replace(ended, env_id=ended.env_id % self.total_envs, info=infos)
+        number, env_id = np.divmod(ended.env_id, self.total_envs)
+        infos = [{"agent": self.agents[i]} for i in number]
+        return replace(ended, env_id=env_id, info=np.array(infos, OBJECT))
 
     def _fill(
-        self, fill: Callable[[Array, Array], None], out: Array, done: Array
+        self,
+        fill: Callable[[Array, Array], object],
+        out: Array,
+        done: Array,
     ) -> None:
         apart = self._apart(done)
         values = np.empty(apart.shape, np.int64)
@@ -383,6 +432,7 @@ class AgentClock:
         out[...] = values[self._at]
 
     def _apart(self, values: Array) -> Array:
-        out = np.zeros((len(values), len(self._clock.env_ids)), values.dtype)
+        shape = (len(values), len(self._clock.env_ids))
+        out = np.zeros(shape, values.dtype)
         out[self._at] = values
         return out

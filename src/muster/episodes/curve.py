@@ -149,7 +149,8 @@ class EpisodeCurve:
 
 
 def running_means(
-    points: Sequence[tuple[float, EpisodeTotals]], what: Quantity
+    points: Sequence[tuple[float, EpisodeTotals]],
+    what: Quantity,
 ) -> Array:
     """Return running means over at least ``WINDOW`` episodes, where there are as many.
 

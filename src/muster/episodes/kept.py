@@ -62,7 +62,7 @@ class CopiedRows:
         """Copy the kept rows and free the others, if fewer than half are kept and there is memory
         for it.
         """
-        if not 0 < self._live * 2 < len(self.rows):
+        if not self._live or self._live * 2 >= len(self.rows):
             return
         spans = [span for span in self._spans if span.kept]
         try:
@@ -90,7 +90,9 @@ def gather(parts: Parts) -> tuple[TensorDict, Array]:
     if len(of_chunk) == 1:
         ((chunk, spans),) = of_chunk.items()
         return chunk.rows, _row_numbers(spans)
-    rows = [take(chunk.rows, _row_numbers(spans)) for chunk, spans in of_chunk.items()]
+    rows = []
+    for chunk, spans in of_chunk.items():
+        rows.append(take(chunk.rows, _row_numbers(spans)))
     equalize(rows)
     joined: Any = torch.cat(rows)
     moved: dict[Span, Span] = {}
@@ -99,7 +101,8 @@ def gather(parts: Parts) -> tuple[TensorDict, Array]:
         for span in spans:
             moved[span] = Span(start, span.length)
             start += span.length
-    return joined, _row_numbers([moved[span] for _, span in parts])
+    spans = [moved[span] for _, span in parts]
+    return joined, _row_numbers(spans)
 
 
 def cut_out(episodes: Sequence[Parts], hidden: Sequence[Key] = ()) -> list[TensorDict]:

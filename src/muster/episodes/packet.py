@@ -46,7 +46,12 @@ class Packet:
         arrival: of the number.
     """
 
-    def __init__(self, ended: EndedRows, total_envs: int, arrival: Arrival) -> None:
+    def __init__(
+        self,
+        ended: EndedRows,
+        total_envs: int,
+        arrival: Arrival,
+    ) -> None:
         self._ended = ended
         self._total_envs = total_envs
         self._arrival = arrival

@@ -55,7 +55,8 @@ class Episodes(Sequence[EpisodeRecord]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[EpisodeRecord]: ...
     def __getitem__(
-        self, index: int | slice
+        self,
+        index: int | slice,
     ) -> EpisodeRecord | Sequence[EpisodeRecord]:
         if isinstance(index, slice):
             columns = [column[index].tolist() for column in self.columns()]
@@ -114,7 +115,9 @@ class PendingEpisodes(Episodes):
     """
 
     def __init__(
-        self, read: Callable[[], Episodes], have_arrived: Callable[[], bool]
+        self,
+        read: Callable[[], Episodes],
+        have_arrived: Callable[[], bool],
     ) -> None:
         vars(self)["source"] = (read, have_arrived)
 

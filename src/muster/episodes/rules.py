@@ -68,7 +68,11 @@ class PerEnv:
     biased = False
 
     def __init__(
-        self, episodes: int, num_envs: int, *, left: Sequence[int] | None = None
+        self,
+        episodes: int,
+        num_envs: int,
+        *,
+        left: Sequence[int] | None = None,
     ) -> None:
         share, more = divmod(episodes, num_envs)
         self._left = [share + (i < more) for i in range(num_envs)]
@@ -244,7 +248,12 @@ class FirstDone:
 class AtMost:
     """Wraps a rule so that it is complete after a number of episodes; the first to end count."""
 
-    def __init__(self, rule: DivisibleRule, episodes: int, num_envs: int) -> None:
+    def __init__(
+        self,
+        rule: DivisibleRule,
+        episodes: int,
+        num_envs: int,
+    ) -> None:
         self._rule = rule
         self.biased = rule.biased
         self._first = FirstDone(episodes, num_envs)

@@ -48,7 +48,8 @@ def time_last(batch: TensorDict) -> TensorDict:
     """Return a view of ``batch`` with its time dimension (by name, else the last one) as the last
     one.
     """
-    dims = sorted(range(batch.ndim), key=lambda dim: batch.names[dim] == "time")
+    names = batch.names
+    dims = sorted(range(batch.ndim), key=lambda dim: names[dim] == "time")
     if dims == list(range(batch.ndim)):
         return batch
     return _stacked_outside(batch.permute(*dims))
@@ -59,12 +60,15 @@ def written(batch: TensorDict) -> Array:
     has others.
     """
     T = batch.shape[-1]
-    result = np.ones((math.prod(batch.shape[:-1]), T), bool)
+    envs = math.prod(batch.shape[:-1])
+    result = np.ones((envs, T), bool)
     for key in (TRAJ_IDS, VALID):
         column = batch.get(key, None)
         if column is not None:
             values = _host(column).reshape(-1, T)
-            result &= values if key == VALID else values != NEVER
+            if key == TRAJ_IDS:
+                values = values != NEVER
+            result &= values
     return result
 
 
@@ -80,19 +84,25 @@ def find_pieces(batch: TensorDict, done_key: Key = ENDED) -> Pieces:
     ended = np.zeros(ids.shape, bool)
     done = batch.get(done_key, None)
     if done is not None:
-        ended |= _host(done).reshape(*ids.shape, -1).any(-1)
+        of_rows = _host(done).reshape(*ids.shape, -1)
+        ended |= of_rows.any(-1)
     usable = written(batch)
     agent = batch.get(AGENT, None)
     if agent is None:
         return cut(ids, usable, ended)
-    return _cut_by_agent(ids, usable, ended, _host(agent).reshape(ids.shape))
+    agents = _host(agent).reshape(ids.shape)
+    return _cut_by_agent(ids, usable, ended, agents)
 
 
-def _cut_by_agent(ids: Array, usable: Array, ended: Array, agents: Array) -> Pieces:
+def _cut_by_agent(
+    ids: Array,
+    usable: Array,
+    ended: Array,
+    agents: Array,
+) -> Pieces:
     """Cut rows as ``cut``, those of each agent by themselves; see ``Pieces``."""
-    order = np.argsort(
-        agents, axis=1, kind="stable"
-    )  # the rows of each agent one after another
+    # the rows of each agent one after another
+    order = np.argsort(agents, axis=1, kind="stable")
 
     def sort(column: Array) -> Array:
         return np.take_along_axis(column, order, 1)
@@ -144,11 +154,18 @@ def cut(ids: Array, usable: Array, ended: Array) -> Pieces:
 def take(batch: TensorDict, rows: Array) -> TensorDict:
     """Return a copy of the rows with these indices (a non-empty int64 array), in the array's shape."""
     places = np.unravel_index(rows, batch.shape)
-    index = tuple(torch.from_numpy(place).to(batch.device) for place in places)
+    index = []
+    for place in places:
+        index.append(torch.from_numpy(place).to(batch.device))
     are_all = False
     if rows.shape == (batch.numel(),):
         are_all = bool((rows[1:] > rows[:-1]).all())
-    result: TensorDict = _indexed(batch, index, rows.shape, are_all=are_all)
+    result: TensorDict = _indexed(
+        batch,
+        tuple(index),
+        rows.shape,
+        are_all=are_all,
+    )
     return result
 
 
@@ -164,7 +181,12 @@ def equalize(batches: Sequence[TensorDict]) -> None:
         batch.set(RESUMED, resumed)
 
 
-def padded(batch: TensorDict, rows: Array, length: Array, pad_id: int) -> TensorDict:
+def padded(
+    batch: TensorDict,
+    rows: Array,
+    length: Array,
+    pad_id: int,
+) -> TensorDict:
     """Return rows as ``[len(length), max(length)]``: line ``i`` has the next ``length[i]`` of them,
     then zeros.
 
@@ -185,7 +207,10 @@ def padded(batch: TensorDict, rows: Array, length: Array, pad_id: int) -> Tensor
 
 
 def split_trajectories(
-    batch: TensorDict, *, pad_id: int = NEVER, done_key: Key = ENDED
+    batch: TensorDict,
+    *,
+    pad_id: int = NEVER,
+    done_key: Key = ENDED,
 ) -> TensorDict:
     """Return the trajectories of a batch (``[*lead, T]``), each on its own line.
 
@@ -282,8 +307,10 @@ def _indexed(
     entries = {}
     for key, value in node.items():
         entries[key] = _indexed(value, index, shape, are_all=are_all)
-    size = torch.Size((*shape, *node.batch_size[len(index) :]))
-    return tensordict_maker()(entries, batch_size=size, device=node.device)
+    inner = node.batch_size[len(index) :]
+    size = torch.Size((*shape, *inner))
+    make = tensordict_maker()
+    return make(entries, batch_size=size, device=node.device)
 
 
 class Cuts:
@@ -304,8 +331,12 @@ class Cuts:
         self.lengths = lengths
         self.rows = rows
         self.first = [piece for piece, *_ in pieces]
-        self.several = [number for number, own in enumerate(pieces) if len(own) > 1]
-        self.joined = [piece for number in self.several for piece in pieces[number]]
+        self.several: list[int] = []
+        self.joined: list[int] = []
+        for number, own in enumerate(pieces):
+            if len(own) > 1:
+                self.several.append(number)
+                self.joined += own
 
 
 def split(batch: TensorDict, lengths: list[int]) -> list[TensorDict]:
@@ -339,7 +370,8 @@ def cut_apart(
         here = (*path, key)
         if here in hidden:
             continue
-        parts = cut_apart([node.get(key) for node in nodes], cuts, hidden, here)
+        below = [node.get(key) for node in nodes]
+        parts = cut_apart(below, cuts, hidden, here)
         for entry, value in zip(entries, parts, strict=True):
             entry[key] = value
     make = tensordict_maker()
@@ -360,7 +392,8 @@ def _cut_leaves(nodes: Sequence[Any], cuts: Cuts) -> list[Any]:
     result = [pieces[number] for number in cuts.first]
     if cuts.several:
         joined: Any = torch.cat([pieces[number] for number in cuts.joined])
-        parts = _parts(joined, [cuts.rows[number] for number in cuts.several])
+        lengths = [cuts.rows[number] for number in cuts.several]
+        parts = _parts(joined, lengths)
         for number, rows in zip(cuts.several, parts, strict=True):
             result[number] = rows
     return result
@@ -389,7 +422,8 @@ def _blank(node: TensorDict, where: tuple[torch.Tensor, ...]) -> None:
     )
 
     if is_non_tensor(node):
-        node[where] = NonTensorData(None, batch_size=[len(where[0])])
+        cells = len(where[0])
+        node[where] = NonTensorData(None, batch_size=[cells])
     elif isinstance(node, LazyStackedTensorDict):
         node[where] = torch.zeros_like(node[where])
     elif is_tensor_collection(node):

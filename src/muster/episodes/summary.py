@@ -135,7 +135,12 @@ class CollectStats(CollectStatsBase):
         )
 
     @classmethod
-    def _summarised(cls, returns: Array, lens: Array, **others: Any) -> Self:
+    def _summarised(
+        cls,
+        returns: Array,
+        lens: Array,
+        **others: Any,
+    ) -> Self:
         return cls(
             returns=returns,
             returns_stat=SequenceSummaryStats.from_sequence(returns),
@@ -146,7 +151,10 @@ class CollectStats(CollectStatsBase):
 
 
 def stats_of_call(
-    episodes: Episodes, steps: int, seconds: float, **others: Any
+    episodes: Episodes,
+    steps: int,
+    seconds: float,
+    **others: Any,
 ) -> CollectStats:
     """Return the statistics of a call of ``collect`` that took ``seconds`` and delivered ``steps``.
 

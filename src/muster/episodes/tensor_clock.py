@@ -68,13 +68,25 @@ class EndedRows:
     """
 
     def __init__(
-        self, T: int, B: int, device: torch.device, most_cells: int = CELLS
+        self,
+        T: int,
+        B: int,
+        device: torch.device,
+        most_cells: int = CELLS,
     ) -> None:
         cells = T * B
         self.cells = cells
         self.most = min(T, max(1, most_cells // B))
-        self.sums = torch.zeros((self.most + 1, B), dtype=torch.float64, device=device)
-        self.records = torch.zeros((3, cells), dtype=torch.int64, device=device)
+        self.sums = torch.zeros(
+            (self.most + 1, B),
+            dtype=torch.float64,
+            device=device,
+        )
+        self.records = torch.zeros(
+            (3, cells),
+            dtype=torch.int64,
+            device=device,
+        )
         self.header = torch.zeros(3, dtype=torch.int64, device=device)
         self.known = host_zeros(3, device)
 
@@ -100,7 +112,10 @@ class EndedRows:
 def host_zeros(size: int, device: torch.device) -> torch.Tensor:
     """Return zeros in memory of the host that ``device`` can copy to while the host goes on."""
     return torch.zeros(
-        size, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
+        size,
+        dtype=torch.int64,
+        device="cpu",
+        pin_memory=device.type == "cuda",
     )
 
 
@@ -135,9 +150,8 @@ class TensorClock:
         self._total_envs = clock.total_envs
         with torch.inference_mode(False):
             self._ids = torch.zeros(B, dtype=torch.int64, device=device)
-            self._left = torch.zeros_like(
-                self._ids
-            )  # steps of current episodes, negative
+            # steps of current episodes, negative
+            self._left = torch.zeros_like(self._ids)
             self._returns = torch.zeros(B, dtype=torch.float64, device=device)
 
     def on_host(self) -> TrajectoryClock:
@@ -146,20 +160,33 @@ class TensorClock:
             self._is_here = False
             ids = self._ids.cpu().numpy()
             steps = -self._left.cpu().numpy()
-            self._clock.set(ids, steps, self._returns.cpu().numpy())
+            returns = self._returns.cpu().numpy()
+            self._clock.set(ids, steps, returns)
         return self._clock
 
-    def on_device(self) -> None:
-        """Copy the state to the device, unless it is there."""
+    def on_device(self) -> Array | None:
+        """Copy the state to the device, unless it is there.
+
+        Returns:
+            number of steps in the current episode of each environment; None: only the device knows.
+        """
         if self._is_here:
-            return
+            return None
         clock = self._clock
         self._ids.copy_(torch.from_numpy(clock.ids))
         self._left.copy_(torch.from_numpy(-clock.steps))
         self._returns.copy_(torch.from_numpy(clock.returns))
         self._is_here = True
+        steps: Array = clock.steps.copy()
+        return steps
 
-    def advance(self, rows: ClockRows, ended: EndedRows, *, checked: bool) -> None:
+    def advance(
+        self,
+        rows: ClockRows,
+        ended: EndedRows,
+        *,
+        checked: bool,
+    ) -> None:
         """Write the columns of the rows, and the records of the episodes that ended in them.
 
         The state must be on the device.
@@ -180,19 +207,33 @@ class TensorClock:
                     _note_bad(part.reward, ended.header, begin * B)
             ended.send()
 
-    def _advance(self, rows: ClockRows, ended: EndedRows, first: int) -> None:
+    def _advance(
+        self,
+        rows: ClockRows,
+        ended: EndedRows,
+        first: int,
+    ) -> None:
         """Advance over some rows; the number of their first cell is ``first``."""
         torch.logical_or(rows.terminated, rows.truncated, out=rows.done)
         ends = rows.done.cumsum(0)
         rows.ids[0].copy_(self._ids)
-        torch.add(self._ids, ends[:-1], alpha=self._total_envs, out=rows.ids[1:])
-        returns = self._add(rows, ends, ended.sums[: len(ends) + 1])
+        torch.add(
+            self._ids,
+            ends[:-1],
+            alpha=self._total_envs,
+            out=rows.ids[1:],
+        )
+        sums = ended.sums[: len(ends) + 1]
+        returns = self._add(rows, ends, sums)
         self._ids.add_(ends[-1], alpha=self._total_envs)
         lengths = self._count(rows)
         _keep(rows, returns, lengths, ended, first)
 
     def _add(
-        self, rows: ClockRows, ends: torch.Tensor, sums: torch.Tensor
+        self,
+        rows: ClockRows,
+        ends: torch.Tensor,
+        sums: torch.Tensor,
     ) -> torch.Tensor:
         """Return the returns of the episodes of all cells, up to the last of these rows.
 
@@ -262,13 +303,13 @@ def _keep(
     count = ended.header[COUNT]
     places = done.cumsum(0)
     last = places[-1].clone()
-    backwards = torch.arange(
-        ended.cells - first, ended.cells - first - len(done), -1, device=done.device
-    )
+    free = ended.cells - first
+    backwards = torch.arange(free, free - len(done), -1, device=done.device)
     places.add_(backwards.masked_fill_(done, 0))
     places.add_(count).sub_(1)
     count.add_(last)
-    packed = lengths.mul_(4).add_(rows.terminated).add_(rows.truncated, alpha=2)
+    packed = lengths.mul_(4)
+    packed.add_(rows.terminated).add_(rows.truncated, alpha=2)
     columns = (rows.ids, returns.view(torch.int64), packed)
     for column, values in zip(ended.records, columns, strict=True):
         column.scatter_(0, places, values.reshape(-1))
@@ -278,8 +319,7 @@ def _note_bad(reward: torch.Tensor, header: torch.Tensor, first: int) -> None:
     """Write the first cell with a bad reward into the header, unless it has one."""
     bad = (reward - reward).ne(0).reshape(-1)  # NaN if it is not finite
     cell = bad.byte().argmax(0, keepdim=True)
-    value = reward.reshape(-1)[cell].double().view(torch.int64)
+    value = reward.reshape(-1)[cell].double()
+    entry = torch.cat((cell + first, value.view(torch.int64)))
     is_new = bad.any() & (header[BAD_CELL] < 0)
-    header[BAD_CELL:] = torch.where(
-        is_new, torch.cat((cell + first, value)), header[BAD_CELL:]
-    )
+    header[BAD_CELL:] = torch.where(is_new, entry, header[BAD_CELL:])

@@ -207,7 +207,12 @@ class WholeEpisodes:
         self._time[numbers] += T
         self._compact()
 
-    def _add_pieces(self, batch: TensorDict, pieces: Pieces, numbers: Array) -> None:
+    def _add_pieces(
+        self,
+        batch: TensorDict,
+        pieces: Pieces,
+        numbers: Array,
+    ) -> None:
         T = batch.shape[-1]
         chunk = CopiedRows(take(batch, pieces.rows))
         self._make_room(int(pieces.agent.max()) + 1)
@@ -418,7 +423,9 @@ class WholeEpisodes:
         }
 
     def load_state_dict(
-        self, state: Mapping[str, Any], place: Place | None = None
+        self,
+        state: Mapping[str, Any],
+        place: Place | None = None,
     ) -> None:
         """Restore ``state_dict()``. ``n``, ``layout`` and ``rule`` may be different, but not
         ``num_envs`` (``BadOption``).

@@ -7,7 +7,8 @@ another episode.
 1. ``write`` fills the rows after the newest with those of a rollout, where nothing can be read, makes
    them readable, and drops the oldest ones beyond the capacity. ``add_row`` does the same for one row
    that was copied to its place.
-2. ``break_off``: the rows that follow do not continue the episodes of some environments.
+2. ``break_off``: the rows that follow do not continue the episodes of some environments. ``follow``:
+   the same, from what is known of the trajectories, and which of them begin.
 
 A *cell* is a row of one environment: cell ``r * B + b`` of all cells ever written. Its place is
 ``cell % (places * B)``.
@@ -47,7 +48,11 @@ class Ring:
         lo, hi: readable are the rows from ``lo`` to ``hi``.
         num_masked: number of readable cells that are no transitions.
         episode: number of the episode of the next row in each environment, ``[B]``.
-        fresh: in which environments the next row is the first one of its episode, ``[B]``.
+        fresh: in which environments the next row has another episode than the newest one, ``[B]``.
+        ids: trajectories of the newest row, ``[B]``; -1: unknown.
+        began: the row with which each of them began, or would have, ``[B]``.
+        next_begins: in which environments an episode begins with the next row, ``[B]``; None: where
+            it is ``fresh``.
     """
 
     def __init__(
@@ -75,6 +80,11 @@ class Ring:
         self.num_masked = 0
         self.episode = np.zeros(num_envs, np.int64)
         self.fresh = np.ones(num_envs, bool)
+        self.ids = np.full(num_envs, -1, np.int64)
+        self.began = np.zeros(num_envs, np.int64)
+        # where the next row neither begins an episode nor follows the newest row; None: nowhere
+        self.next_begins: Array | None = None
+        self._breaks: Array | None = None
 
     @property
     def takes_rows(self) -> bool:
@@ -132,7 +142,7 @@ class Ring:
         episodes = stored.episodes[first : first + n]
         episodes[...] = self.episode
         begins = stored.begins[first : first + n]
-        begins[0] = self.fresh
+        self._mark_begins(first, n)
         if done is None:
             begins[1:] = False
             self.fresh[...] = False
@@ -166,7 +176,10 @@ class Ring:
         stored = self.stored
         place = self.hi % self.places
         stored.episodes[place] = self.episode
-        stored.begins[place] = self.fresh
+        if self.next_begins is None and stored.breaks is None:
+            stored.begins[place] = self.fresh
+        else:
+            self._mark_begins(place, 1)
         if done is None:
             self.fresh.fill(False)
         else:
@@ -200,6 +213,50 @@ class Ring:
         self.episode[index] += 1
         self.fresh[index] = True
 
+    @property
+    def steps_so_far(self) -> Array:
+        """Number of steps in each trajectory up to the newest row, ``[B]``."""
+        found: Array = self.hi - self.began
+        return found
+
+    @property
+    def newest_ended(self) -> Array:
+        """Whether the newest row has ended an episode in each environment, ``[B]``."""
+        return self.fresh if self.next_begins is None else self.next_begins
+
+    def follow(self, ids: Array, steps: Array | None, follows: Array) -> None:
+        """Say what the next row is: the next step of the newest row's trajectories, or not.
+
+        Args:
+            ids: its trajectories, ``[B]``.
+            steps: number of steps in each trajectory before it, ``[B]``; None: where it does not
+                follow, a trajectory begins.
+            follows: where it is the next step, ``[B]``.
+        """
+        begins = ~follows if steps is None else steps == 0
+        # an episode within a trajectory: a life was lost
+        self.next_begins = begins | (follows & self.newest_ended)
+        breaks = ~(begins | follows)
+        if self._breaks is not None:
+            breaks |= self._breaks & follows
+        self._breaks = breaks if breaks.any() else None
+        others = np.flatnonzero(~follows)
+        self.break_off(others)
+        self.ids[...] = ids
+        self.began[others] = self.hi if steps is None else self.hi - steps[others]
+
+    def note_ids(self, ids: Array) -> None:
+        """Note the trajectories of rows that will be written next, ``[n, B]``; for the first of
+        them, ``follow`` was called, or they are those of the newest row.
+        """
+        changes = ids[1:] != ids[:-1]
+        if not changes.any():
+            return
+        (envs,) = changes.any(axis=0).nonzero()
+        last = len(changes) - changes[::-1, envs].argmax(axis=0)
+        self.ids[...] = ids[-1]
+        self.began[envs] = self.hi + last
+
     def going_on(self, obs: Mapping[Key, Any]) -> Array:
         """Return in which environments ``obs`` (``[B, *shape]`` each) are the observations after
         the newest row, ``[B]``.
@@ -217,8 +274,9 @@ class Ring:
         return found
 
     def clear(self) -> None:
-        """Drop all rows; later ones begin new episodes."""
+        """Drop all rows; later ones do not continue them."""
         self._drop(self.hi)
+        self.next_begins = self.newest_ended.copy()
         self.episode[~self.fresh] += 1
         self.fresh[...] = True
 
@@ -228,10 +286,23 @@ class Ring:
         self.hi = hi
         self.episode[...] = episode
         self.fresh[...] = fresh
+        self.next_begins = None
+        self._breaks = None
         self.num_masked = 0
         if self.stored.masked is not None:
             cells = self.places_of(np.arange(lo * self.B, hi * self.B))
             self.num_masked = int(self.stored.masked.reshape(-1)[cells].sum())
+
+    def _mark_begins(self, first: int, n: int) -> None:
+        """Mark the row at place ``first`` as ``follow`` has said, the first one of ``n``."""
+        stored = self.stored
+        stored.begins[first] = self.newest_ended
+        if stored.breaks is not None:
+            stored.breaks[first : first + n] = False
+        if self._breaks is not None:
+            stored.make_breakable()[first] = self._breaks
+        self.next_begins = None
+        self._breaks = None
 
     def _advance(self, n: int) -> None:
         """Make the rows that were written readable, and drop those beyond the capacity."""

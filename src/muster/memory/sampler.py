@@ -37,8 +37,10 @@ class InSequence:
         for k in range(1, self.length):
             later = cells + k * ring.B
             if self._across:
+                places = ring.places_of(later)
                 fine &= later < ring.hi * ring.B
-                fine &= ring.stored.is_transition(ring.places_of(later))
+                fine &= ring.stored.is_transition(places)
+                fine &= ~ring.stored.is_break(places)
             else:
                 fine &= ring.continues(cells, later)
         return fine

@@ -47,6 +47,8 @@ class SavedRows:
         found["begins"] = self._copied(stored.begins, first, end)
         if stored.masked is not None:
             found["masked"] = self._copied(stored.masked, first, end)
+        if stored.breaks is not None:
+            found["breaks"] = self._copied(stored.breaks, first, end)
         places = self._ring.places_of(
             np.arange(first * self._ring.B, end * self._ring.B)
         )
@@ -70,6 +72,8 @@ class SavedRows:
             found["depth"] = torch.from_numpy(stored.frames.depth[place].copy())
         found["episode"] = torch.from_numpy(ring.episode.copy())
         found["fresh"] = torch.from_numpy(ring.fresh.copy())
+        found["ids"] = torch.from_numpy(ring.ids.copy())
+        found["began"] = torch.from_numpy(ring.began.copy())
         return found
 
     def put(
@@ -92,6 +96,8 @@ class SavedRows:
         self._put(stored.begins, first, rows["begins"], skipped)
         if "masked" in rows:
             self._put(stored.make_maskable(), first, rows["masked"], skipped)
+        if "breaks" in rows:
+            self._put(stored.make_breakable(), first, rows["breaks"], skipped)
         index = rows["aside"].numpy()
         if len(index) and not 0 <= index.min() <= index.max() < n * ring.B:
             raise ValueError("what is kept aside is of no row")
@@ -110,6 +116,9 @@ class SavedRows:
         stored = self._stored
         lo = max(lo, hi - ring.capacity)
         ring.continue_from(lo, hi, newest["episode"].numpy(), newest["fresh"].numpy())
+        if "ids" in newest:  # earlier files have none
+            ring.ids[...] = newest["ids"].numpy()
+            ring.began[...] = newest["began"].numpy()
         place = ring.next_place
         seam = hi // ring.places * ring.places  # the newest row at place 0
         # what follows the row before the seam is in the extra place

@@ -27,6 +27,7 @@ from typing_extensions import Self
 
 from muster.errors import SlotsExhausted
 from muster.keys import Key
+from muster.memory.arrivals import arrival_from
 from muster.memory.shared import Arena
 from muster.memory.specs import OBJECT, Array, Column
 
@@ -254,10 +255,14 @@ class Lane:
             self._is_ahead = False
 
     def pull(self, keys: Iterable[Key]) -> None:
-        """Copy columns from the device to their arrays; waits for the device."""
-        if self.mirrored:
-            for key in keys:
-                torch.from_numpy(self.arrays[key]).copy_(self.tensors[key])
+        """Copy columns from the device to their arrays; waits for the device, once."""
+        if not self.mirrored:
+            return
+        for key in keys:
+            there = torch.from_numpy(self.arrays[key])
+            there.copy_(self.tensors[key], non_blocking=True)
+        assert isinstance(self.block, torch.Tensor)
+        arrival_from(self.block.device).wait()
 
     def push(self, keys: Iterable[Key]) -> None:
         """Copy columns from their arrays to the device."""

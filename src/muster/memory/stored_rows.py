@@ -42,7 +42,9 @@ class StoredRows:
         frames: the stacks; None: there are none.
         asides: observations after the last steps of episodes.
         episodes: number of the episode of each cell in its environment, ``[places, B]``.
-        begins: whether the episode begins with the cell, ``[places, B]``.
+        begins: whether the environment's episode begins with the cell, ``[places, B]``.
+        breaks: cells that continue an episode whose step before them is not in the row before them;
+            None: there never was one.
         masked: cells that are no transition; None: there never was one.
     """
 
@@ -85,6 +87,7 @@ class StoredRows:
         self.asides = Asides(places * num_envs, leaves)
         self.episodes = np.zeros((places, num_envs), np.int64)
         self.begins = np.zeros((places, num_envs), bool)
+        self.breaks: Array | None = None
         self.masked: Array | None = None
 
     @property
@@ -133,6 +136,12 @@ class StoredRows:
             self.masked = np.zeros((self.places, self.B), bool)
         return self.masked
 
+    def make_breakable(self) -> Array:
+        """Return ``breaks``, from now on an array."""
+        if self.breaks is None:
+            self.breaks = np.zeros((self.places, self.B), bool)
+        return self.breaks
+
     # --- reading ----------------------------------------------------------------------------------
 
     def is_transition(self, places: Array) -> Array:
@@ -140,6 +149,13 @@ class StoredRows:
         if self.masked is None:
             return np.ones(places.shape, bool)
         found: Array = ~self.masked.reshape(-1)[places]
+        return found
+
+    def is_break(self, places: Array) -> Array:
+        """Return which of the readable cells at ``places`` are ``breaks``."""
+        if self.breaks is None:
+            return np.zeros(places.shape, bool)
+        found: Array = self.breaks.reshape(-1)[places]
         return found
 
     def on_device(self, values: Array) -> Any:

@@ -158,7 +158,8 @@ def place(policy: Any, device: torch.device | None) -> tuple[Any, torch.device |
 
 
 def observed_dtype(
-    wanted: torch.dtype | Literal["env"] | None, policy: Any
+    wanted: torch.dtype | Literal["env"] | None,
+    policy: Any,
 ) -> np.dtype[Any] | None:
     """The dtype in which floating observations are stored; None: the environment's.
 

@@ -82,7 +82,10 @@ class PerAgent(nn.Module):
         self._extras: dict[str, torch.Tensor] | None = None
 
     def bind(
-        self, env_name: str, agents: Sequence[str], setting: PolicySetting
+        self,
+        env_name: str,
+        agents: Sequence[str],
+        setting: PolicySetting,
     ) -> None:
         """Assign policies to the agents of the environments; ``BadOption`` if names or policies do
         not fit them.
@@ -128,7 +131,8 @@ class PerAgent(nn.Module):
                 )
 
     def forward(
-        self, obs: dict[str, Any]
+        self,
+        obs: dict[str, Any],
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Act on rows ``[*batch, *shape]``; ``obs["collector"]["agent"]`` has the numbers of the
         agents.
@@ -168,7 +172,9 @@ class PerAgent(nn.Module):
         return self.policies[name] if module is None else module
 
     def _call(
-        self, name: str, leaves: dict[str, Any]
+        self,
+        name: str,
+        leaves: dict[str, Any],
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         policy = self._policy(name)
         check_unchanged: Callable[[], None] | None = None

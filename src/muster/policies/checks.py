@@ -57,7 +57,9 @@ class PolicySetting:
 
 
 def action_problem(
-    action: torch.Tensor, spec: ArraySpec, lead: tuple[int, ...]
+    action: torch.Tensor,
+    spec: ArraySpec,
+    lead: tuple[int, ...],
 ) -> str | None:
     """The end of "returned action ..." if ``action`` is wrong, else None; any width of a kind is
     accepted.

@@ -110,7 +110,10 @@ class Program:
 
 
 def plan(
-    module: nn.Module, example: torch.Tensor, *, numpy_ok: bool = True
+    module: nn.Module,
+    example: torch.Tensor,
+    *,
+    numpy_ok: bool = True,
 ) -> Program | None:
     """Plan ``module`` (a layer, or nested ``nn.Sequential``) for inputs like ``example``, and check
     the program on it.

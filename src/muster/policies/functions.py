@@ -422,7 +422,12 @@ class FunctionPolicy:
             self.fn = own
             self._state_shape = shape
 
-    def _store(self, key: Key, row: torch.Tensor, value: Any) -> None:
+    def _store(
+        self,
+        key: Key,
+        row: torch.Tensor,
+        value: Any,
+    ) -> None:
         tensor = self._tensor(key, value)
         into_integers = tensor.is_floating_point() and not row.is_floating_point()
         if tensor.shape != row.shape or into_integers:

@@ -182,7 +182,12 @@ class HeadPolicy:
             extras[LOG_PROB] = log_prob.reshape(lead)
         return Outputs({self._action_key: action}, extras)
 
-    def _emitter_of(self, lane: Lane, rows: ActionRows, rng: GroupRng) -> Emit:
+    def _emitter_of(
+        self,
+        lane: Lane,
+        rows: ActionRows,
+        rng: GroupRng,
+    ) -> Emit:
         """Return the function that completes the rows of the present request."""
         first = lane.acts_from
         until = lane.acts_until
@@ -193,7 +198,12 @@ class HeadPolicy:
         emit = self._emitter(rows.part(first, until), 0, rng)
         return lambda t, out: emit(t - first, out)
 
-    def _emitter(self, rows: ActionRows, first: int, rng: GroupRng) -> Emit:
+    def _emitter(
+        self,
+        rows: ActionRows,
+        first: int,
+        rng: GroupRng,
+    ) -> Emit:
         noise = None if self._deterministic else rng.numpy
         return self.head.emitter(rows, first, noise)
 
@@ -207,7 +217,8 @@ class HeadPolicy:
             self.path = f"{self._program.kind} executor"
 
     def _views(
-        self, lane: Lane
+        self,
+        lane: Lane,
     ) -> tuple[InputRows, list[Any], list[Array], ActionRows]:
         inputs = InputRows(lane, self._obs_keys, self.head.name)
         tensors = [inputs.rows(key) for key in self._obs_keys]

@@ -27,7 +27,7 @@ from torch.distributions import constraints
 
 from muster.errors import BadOption
 from muster.keys import ACTION_MASK, Key, dotted
-from muster.memory.specs import ArraySpec, Specs, choices_of, is_joint_mask
+from muster.memory.specs import Array, ArraySpec, Specs, choices_of, is_joint_mask
 from muster.policies import sampling
 from muster.policies.sampling import ActionMask, ActionRows, Emit, split_index
 
@@ -61,20 +61,26 @@ class Head(nn.Module):
                 f"{self.name}: the network is of type {type(net).__name__}. Pass an nn.Module."
             )
         self.net = net
-        self.action_shape: tuple[int, ...] | None = (
-            None  # of one environment; None until bound
-        )
+        # of one environment; None until bound
+        self.action_shape: tuple[int, ...] | None = None
 
     def forward(
-        self, obs: Any, *, action_mask: torch.Tensor | None = None
+        self,
+        obs: Any,
+        *,
+        action_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Sample: ``(action, {"action_log_prob": ...})``."""
         distribution = self.distribution(obs, action_mask=action_mask)
         action = distribution.sample()
-        return action, {"action_log_prob": distribution.log_prob(action)}
+        log_prob = distribution.log_prob(action)
+        return action, {"action_log_prob": log_prob}
 
     def distribution(
-        self, obs: Any, *, action_mask: torch.Tensor | None = None
+        self,
+        obs: Any,
+        *,
+        action_mask: torch.Tensor | None = None,
     ) -> D.Distribution:
         """Return the distribution of the environment's actions: ``log_prob`` and ``entropy`` are
         ``[*batch]``.
@@ -91,13 +97,19 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def mode(
-        self, obs: Any, *, action_mask: torch.Tensor | None = None
+        self,
+        obs: Any,
+        *,
+        action_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the action without randomness."""
-        return self.distribution(obs, action_mask=action_mask).mode
+        distribution = self.distribution(obs, action_mask=action_mask)
+        return distribution.mode
 
     def fit(
-        self, action_specs: Specs, masks: Sequence[ActionMask]
+        self,
+        action_specs: Specs,
+        masks: Sequence[ActionMask],
     ) -> tuple[Key, ArraySpec, int]:
         """Bind the head to the one action of an environment, and to its mask.
 
@@ -110,8 +122,11 @@ class Head(nn.Module):
                 " returns all of them."
             )
         ((key, spec),) = action_specs.items()
-        self.mask = next(iter(masks), None) if self.takes_mask else None
-        return key, spec, self.bind(spec)
+        self.mask = None
+        if self.takes_mask and masks:
+            self.mask = masks[0]
+        width = self.bind(spec)
+        return key, spec, width
 
     def bind(self, spec: ArraySpec) -> int:
         """Set shape and bounds from the action space (``BadOption`` if the head is for another kind
@@ -122,7 +137,10 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def emitter(
-        self, rows: ActionRows, first: int, rng: np.random.Generator | None
+        self,
+        rows: ActionRows,
+        first: int,
+        rng: np.random.Generator | None,
     ) -> Emit:
         """Return the function that writes the network's output into rows from ``first`` on;
         ``rng=None``: the mode.
@@ -158,9 +176,13 @@ class Head(nn.Module):
         return f"Change the last layer to return {_values(width)}."
 
     def _refuse(
-        self, spec: ArraySpec, takes: str, instead: str | None = None
+        self,
+        spec: ArraySpec,
+        takes: str,
+        instead: str | None = None,
     ) -> BadOption:
-        instead = _suitable(spec) if instead is None else instead
+        if instead is None:
+            instead = _suitable(spec)
         return BadOption(
             f"{self.name}: for {takes}, but the action space has {spec}. Use {instead}."
         )
@@ -179,11 +201,15 @@ class Head(nn.Module):
             )
 
     def _output_and_mask(
-        self, obs: Any, action_mask: torch.Tensor | None
+        self,
+        obs: Any,
+        action_mask: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the network's output for ``obs`` without its mask, and the mask."""
         if action_mask is None:
-            mask_key = ACTION_MASK if self.mask is None else self.mask.key
+            mask_key = ACTION_MASK
+            if self.mask is not None:
+                mask_key = self.mask.key
             obs, action_mask = _without_mask(obs, mask_key)
         out: torch.Tensor = self.net(obs)
         return out, action_mask
@@ -198,7 +224,9 @@ class Head(nn.Module):
         lead = out.ndim - 1
         shape = tuple(action_mask.shape[lead:])
         known = self.mask
-        own = (out.shape[-1],) if self.nvec is None else self.nvec
+        own = self.nvec
+        if own is None:
+            own = (out.shape[-1],)
         if known is not None:
             own = known.own_nvec
             shape = shape[known.agents > 1 :]
@@ -219,29 +247,44 @@ class Head(nn.Module):
         """Reshape ``[*batch, n]`` to ``[*batch, *action_shape]``."""
         if self.action_shape is None:
             return flat
-        return flat.reshape((*flat.shape[:-1], *self.action_shape))
+        lead = flat.shape[:-1]
+        return flat.reshape((*lead, *self.action_shape))
 
     def _normal(self, mean: torch.Tensor, log_std: torch.Tensor) -> D.Distribution:
-        dims = 1 if self.action_shape is None else len(self.action_shape)
         std = self._shaped(log_std.exp())
-        return D.Independent(D.Normal(self._shaped(mean), std), dims)
+        normal = D.Normal(self._shaped(mean), std)
+        return D.Independent(normal, self._dims)
+
+    @property
+    def _dims(self) -> int:
+        """Number of dimensions of an action."""
+        if self.action_shape is None:
+            return 1
+        return len(self.action_shape)
 
 
 def allowed_only(out: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
     """Return the network's output with the lowest value for what the mask does not allow."""
     # Not -inf: a blank row of a batch allows nothing, and must not make a loss NaN.
     forbidden = action_mask.reshape(out.shape) == 0
-    return out.masked_fill(forbidden, torch.finfo(out.dtype).min)
+    lowest = torch.finfo(out.dtype).min
+    return out.masked_fill(forbidden, lowest)
 
 
-def categorical(net: nn.Module, *, nvec: tuple[int, ...] | None = None) -> Categorical:
+def categorical(
+    net: nn.Module,
+    *,
+    nvec: tuple[int, ...] | None = None,
+) -> Categorical:
     """A policy for Discrete, MultiDiscrete and MultiBinary spaces; ``net`` returns logits.
 
     Args:
         net: returns ``[*batch, n]``; the logits of several variables are concatenated.
         nvec: choices per variable. A collector fills it in from the action space.
     """
-    return Categorical(net, None if nvec is None else tuple(int(n) for n in nvec))
+    if nvec is not None:
+        nvec = tuple(int(n) for n in nvec)
+    return Categorical(net, nvec)
 
 
 class Categorical(Head):
@@ -256,39 +299,61 @@ class Categorical(Head):
         self.low: tuple[int, ...] | None = None
 
     def distribution(
-        self, obs: Any, *, action_mask: torch.Tensor | None = None
+        self,
+        obs: Any,
+        *,
+        action_mask: torch.Tensor | None = None,
     ) -> D.Distribution:
         logits, action_mask = self._output_and_mask(obs, action_mask)
-        joint = action_mask is not None and self._is_joint(logits, action_mask)
+        joint = False
         if action_mask is not None:
+            joint = self._is_joint(logits, action_mask)
             logits = self.restrict(logits, action_mask)
         if joint and self.nvec is not None:
-            agents = 1 if self.mask is None else self.mask.agents
             return JointCategoricals(
-                logits, self.nvec, self._first_choices, self._event_shape, agents
+                logits,
+                self.nvec,
+                self._first_choices,
+                self._event_shape,
+                self._agents,
             )
         plain = self.action_shape == () and self.low == (0,)
         if self.nvec is None or plain:
             return D.Categorical(logits=logits)
-        return Categoricals(logits, self.nvec, self._first_choices, self._event_shape)
+        return Categoricals(
+            logits,
+            self.nvec,
+            self._first_choices,
+            self._event_shape,
+        )
 
     def restrict(self, out: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
         """See ``Head.restrict``; with a joint mask, the result has the logits of combinations of
         choices.
         """
-        if self._is_joint(out, action_mask) and self.nvec is not None:
-            agents = 1 if self.mask is None else self.mask.agents
-            out = joint_logits(out, self.nvec, agents)
+        joint = self._is_joint(out, action_mask)
+        if joint and self.nvec is not None:
+            out = joint_logits(out, self.nvec, self._agents)
         return allowed_only(out, action_mask)
 
     @property
+    def _agents(self) -> int:
+        if self.mask is None:
+            return 1
+        return self.mask.agents
+
+    @property
     def _first_choices(self) -> tuple[int, ...]:
-        return self.low or (0,) * len(self.nvec or ())
+        if self.low:
+            return self.low
+        variables = len(self.nvec or ())
+        return (0,) * variables
 
     @property
     def _event_shape(self) -> tuple[int, ...]:
         if self.action_shape is None:
-            return (len(self.nvec or ()),)
+            variables = len(self.nvec or ())
+            return (variables,)
         return self.action_shape
 
     def bind(self, spec: ArraySpec) -> int:
@@ -312,35 +377,58 @@ class Categorical(Head):
         return f"one logit per choice, and the action space is {space}"
 
     def emitter(
-        self, rows: ActionRows, first: int, rng: np.random.Generator | None
+        self,
+        rows: ActionRows,
+        first: int,
+        rng: np.random.Generator | None,
     ) -> Emit:
-        assert self.nvec is not None and self.low is not None  # bound
-        low = np.array(self.low)
-        return sampling.categorical(rows, first, nvec=self.nvec, low=low, rng=rng)
+        assert self.nvec is not None  # bound
+        assert self.low is not None
+        return sampling.categorical(
+            rows,
+            first,
+            nvec=self.nvec,
+            low=np.array(self.low),
+            rng=rng,
+        )
 
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
-        assert self.nvec is not None and self.low is not None  # bound
-        joint = self.mask if self.mask is not None and self.mask.joint else None
+        assert self.nvec is not None  # bound
+        assert self.low is not None
+        joint = self.mask
+        if joint is not None and not joint.joint:
+            joint = None
         drawn = self.nvec if joint is None else joint.drawn
+        logits_of: Sequence[torch.Tensor] = (out,)
+        if len(drawn) > 1:
+            logits_of = torch.split(out, list(drawn), -1)
         indices = []
         log_probs = []
-        for logits in (out,) if len(drawn) == 1 else torch.split(out, list(drawn), -1):
+        for logits in logits_of:
             log_prob = logits.log_softmax(-1)
             noisy = log_prob
             if not deterministic:
                 # The Gumbel-max trick: ``torch.multinomial`` would synchronize, to check its input.
-                noisy = log_prob - torch.empty_like(log_prob).exponential_().log()
+                exponential = torch.empty_like(log_prob).exponential_()
+                noisy = log_prob - exponential.log()
             index = noisy.argmax(-1, keepdim=True)
-            indices += [index] if joint is None else split_index(index, joint.own_nvec)
+            if joint is None:
+                indices.append(index)
+            else:
+                indices += split_index(index, joint.own_nvec)
             log_probs.append(log_prob.gather(-1, index))
         actions = []
         for index, low in zip(indices, self.low, strict=True):
             actions.append(index + low if low else index)
         # each operation takes as long on a GPU as a small network's layer
-        action = actions[0] if len(actions) == 1 else torch.cat(actions, -1)
+        action = actions[0]
+        if len(actions) > 1:
+            action = torch.cat(actions, -1)
         if len(log_probs) == 1:
-            return action, log_probs[0].squeeze(-1)
-        return action, torch.cat(log_probs, -1).sum(-1)
+            (log_prob,) = log_probs
+            return action, log_prob.squeeze(-1)
+        log_prob = torch.cat(log_probs, -1)
+        return action, log_prob.sum(-1)
 
 
 class Categoricals(D.Distribution):
@@ -360,7 +448,11 @@ class Categoricals(D.Distribution):
         logits_of = torch.split(logits, list(nvec), -1)
         self.parts = [D.Categorical(logits=part) for part in logits_of]
         self.low = torch.tensor(low, device=logits.device)
-        super().__init__(logits.shape[:-1], torch.Size(shape), validate_args=False)
+        super().__init__(
+            logits.shape[:-1],
+            torch.Size(shape),
+            validate_args=False,
+        )
 
     def sample(self, sample_shape: Any = ()) -> torch.Tensor:
         size = torch.Size(sample_shape)
@@ -369,26 +461,33 @@ class Categoricals(D.Distribution):
 
     @property
     def mode(self) -> torch.Tensor:
-        return self._action([part.mode for part in self.parts])
+        modes = [part.mode for part in self.parts]
+        return self._action(modes)
 
     def log_prob(self, value: torch.Tensor) -> torch.Tensor:
-        lead = value.shape[: value.ndim - len(self.event_shape)]
+        dims = value.ndim - len(self.event_shape)
+        lead = value.shape[:dims]
         index = value.reshape(*lead, -1) - self.low
+        indices = index.unbind(-1)
         log_probs = []
-        for part, of_part in zip(self.parts, index.unbind(-1), strict=True):
+        for part, of_part in zip(self.parts, indices, strict=True):
             log_probs.append(part.log_prob(of_part))  # type: ignore[no-untyped-call]
         return torch.stack(log_probs).sum(0)
 
     def entropy(self) -> torch.Tensor:
-        return torch.stack([part.entropy() for part in self.parts]).sum(0)  # type: ignore[no-untyped-call]
+        entropies = [part.entropy() for part in self.parts]  # type: ignore[no-untyped-call]
+        return torch.stack(entropies).sum(0)
 
     def _action(self, parts: list[torch.Tensor]) -> torch.Tensor:
         stacked = torch.stack(parts, -1) + self.low
-        return stacked.reshape((*stacked.shape[:-1], *self.event_shape))
+        lead = stacked.shape[:-1]
+        return stacked.reshape((*lead, *self.event_shape))
 
 
 def joint_logits(
-    logits: torch.Tensor, nvec: tuple[int, ...], agents: int = 1
+    logits: torch.Tensor,
+    nvec: tuple[int, ...],
+    agents: int = 1,
 ) -> torch.Tensor:
     """Return the logit of each combination of choices, ``[*batch, prod(nvec)]``, from those of the
     variables.
@@ -425,25 +524,34 @@ class JointCategoricals(D.Distribution):
         shape: tuple[int, ...],
         agents: int,
     ) -> None:
-        self._nvec = nvec[: len(nvec) // agents]
-        of_agents = logits.reshape(*logits.shape[:-1], agents, -1)
+        variables = len(nvec) // agents
+        self._nvec = nvec[:variables]
+        lead = logits.shape[:-1]
+        of_agents = logits.reshape(*lead, agents, -1)
         self.combinations = D.Categorical(logits=of_agents)  # [*batch, agents]
         self.low = torch.tensor(low, device=logits.device)
-        super().__init__(logits.shape[:-1], torch.Size(shape), validate_args=False)
+        super().__init__(
+            logits.shape[:-1],
+            torch.Size(shape),
+            validate_args=False,
+        )
 
     def sample(self, sample_shape: Any = ()) -> torch.Tensor:
-        return self._action(self.combinations.sample(torch.Size(sample_shape)))  # type: ignore[no-untyped-call]
+        size = torch.Size(sample_shape)
+        number = self.combinations.sample(size)  # type: ignore[no-untyped-call]
+        return self._action(number)
 
     @property
     def mode(self) -> torch.Tensor:
         return self._action(self.combinations.mode)
 
     def log_prob(self, value: torch.Tensor) -> torch.Tensor:
-        lead = value.shape[: value.ndim - len(self.event_shape)]
+        dims = value.ndim - len(self.event_shape)
+        lead = value.shape[:dims]
         index = value.reshape(*lead, -1) - self.low
-        choices = index.reshape(*lead, -1, len(self._nvec)).unbind(-1)
-        number = choices[0]
-        for choice, n in zip(choices[1:], self._nvec[1:], strict=True):
+        by_variable = index.reshape(*lead, -1, len(self._nvec))
+        number, *others = by_variable.unbind(-1)
+        for choice, n in zip(others, self._nvec[1:], strict=True):
             number = number * n + choice
         log_prob: torch.Tensor = self.combinations.log_prob(number)  # type: ignore[no-untyped-call]
         return log_prob.sum(-1)
@@ -453,9 +561,11 @@ class JointCategoricals(D.Distribution):
         return entropy.sum(-1)
 
     def _action(self, number: torch.Tensor) -> torch.Tensor:
-        by_variable = torch.stack(split_index(number, self._nvec), -1)
+        variables = split_index(number, self._nvec)
+        by_variable = torch.stack(variables, -1)
         choices = by_variable.flatten(-2) + self.low
-        return choices.reshape((*choices.shape[:-1], *self.event_shape))
+        lead = choices.shape[:-1]
+        return choices.reshape((*lead, *self.event_shape))
 
 
 def gaussian(
@@ -492,13 +602,19 @@ class Gaussian(Head):
     name = "gaussian"
 
     def __init__(
-        self, net: nn.Module, log_std: float | torch.Tensor | None, *, clip: bool
+        self,
+        net: nn.Module,
+        log_std: float | torch.Tensor | None,
+        *,
+        clip: bool,
     ) -> None:
         super().__init__(net)
         self.clip = clip
         # Not in the state_dict: they belong to the environment, not to the learned weights.
-        self.register_buffer("low", torch.tensor(-math.inf), persistent=False)
-        self.register_buffer("high", torch.tensor(math.inf), persistent=False)
+        low = torch.tensor(-math.inf)
+        high = torch.tensor(math.inf)
+        self.register_buffer("low", low, persistent=False)
+        self.register_buffer("high", high, persistent=False)
         self.low: torch.Tensor
         self.high: torch.Tensor
         if not isinstance(log_std, (int, float, torch.Tensor, type(None))):
@@ -509,23 +625,29 @@ class Gaussian(Head):
         # the number of actions is that of a layer of ``net``
         self._counted = isinstance(log_std, (int, float))
         if isinstance(log_std, (int, float)):
-            log_std = nn.Parameter(torch.full((_outputs(net),), float(log_std)))
+            actions = _outputs(net)
+            initial = torch.full((actions,), float(log_std))
+            log_std = nn.Parameter(initial)
         if isinstance(log_std, nn.Parameter):
             self.log_std: torch.Tensor | None = log_std
         else:
             self.register_buffer("log_std", log_std)
 
     def distribution(
-        self, obs: Any, *, action_mask: torch.Tensor | None = None
+        self,
+        obs: Any,
+        *,
+        action_mask: torch.Tensor | None = None,
     ) -> D.Distribution:
         self._no_mask(action_mask)
-        mean, log_std = self._parameters_of(self.net(obs))
+        out = self.net(obs)
+        mean, log_std = self._parameters_of(out)
         if not self.clip:
             return self._normal(mean, log_std)
-        dims = 1 if self.action_shape is None else len(self.action_shape)
+        mean = self._shaped(mean)
         std = self._shaped(log_std.exp())
-        normal = ClippedNormal(self._shaped(mean), std, self.low, self.high)
-        return D.Independent(normal, dims)
+        normal = ClippedNormal(mean, std, self.low, self.high)
+        return D.Independent(normal, self._dims)
 
     def bind(self, spec: ArraySpec) -> int:
         n = self._bind_floats(spec)
@@ -572,24 +694,36 @@ class Gaussian(Head):
         )
 
     def emitter(
-        self, rows: ActionRows, first: int, rng: np.random.Generator | None
+        self,
+        rows: ActionRows,
+        first: int,
+        rng: np.random.Generator | None,
     ) -> Emit:
         n = rows.matrix[0].shape[1]
         of_actions = None
         if self.log_std is None:
             emit = sampling.gaussian_by_state(
-                rows, first, log_std_bounds=LOG_STD_BOUNDS, squash=None, rng=rng
+                rows,
+                first,
+                log_std_bounds=LOG_STD_BOUNDS,
+                squash=None,
+                rng=rng,
             )
         else:
-            log_std = self.log_std.detach().to("cpu", torch.float32).numpy()
-            of_actions = np.broadcast_to(log_std.reshape(-1), (n,))
+            log_std = _flat_on_cpu(self.log_std.detach().float())
+            of_actions = np.broadcast_to(log_std, (n,))
             emit = sampling.gaussian(rows, first, log_std=of_actions, rng=rng)
         if not self.clip:
             return emit
-        low = np.broadcast_to(self.low.cpu().numpy().reshape(-1), (n,))
-        high = np.broadcast_to(self.high.cpu().numpy().reshape(-1), (n,))
+        low = _flat_on_cpu(self.low)
+        high = _flat_on_cpu(self.high)
         return sampling.clipped(
-            rows, emit, low, high, log_std=of_actions, log_std_bounds=LOG_STD_BOUNDS
+            rows,
+            emit,
+            np.broadcast_to(low, (n,)),
+            np.broadcast_to(high, (n,)),
+            log_std=of_actions,
+            log_std_bounds=LOG_STD_BOUNDS,
         )
 
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
@@ -601,12 +735,15 @@ class Gaussian(Head):
         high = self.high.reshape(-1)
         normal = ClippedNormal(mean, log_std.exp(), low, high)
         action = action.clamp(low, high)
-        return action, normal.log_prob(action).sum(-1)
+        log_probs = normal.log_prob(action)
+        return action, log_probs.sum(-1)
 
     def _bind_bounds(self, spec: ArraySpec) -> None:
         low = -math.inf if spec.low is None else spec.low
         high = math.inf if spec.high is None else spec.high
-        if not (np.isfinite(low).any() or np.isfinite(high).any()):
+        has_low = np.isfinite(low).any()
+        has_high = np.isfinite(high).any()
+        if not has_low and not has_high:
             raise BadOption(
                 "gaussian: the action space is unbounded, there is nothing to clip to. Leave out"
                 " clip=True, or use an environment whose actions have bounds."
@@ -621,7 +758,8 @@ class Gaussian(Head):
     def _parameters_of(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.log_std is None:
             return _mean_and_log_std(out, LOG_STD_BOUNDS)
-        return out, self.log_std.reshape(-1).expand_as(out)
+        log_std = self.log_std.reshape(-1)
+        return out, log_std.expand_as(out)
 
 
 class ClippedNormal(D.Distribution):
@@ -648,7 +786,8 @@ class ClippedNormal(D.Distribution):
         return self.normal.loc.clamp(self.low, self.high)
 
     def sample(self, sample_shape: Any = ()) -> torch.Tensor:
-        drawn: torch.Tensor = self.normal.sample(torch.Size(sample_shape))  # type: ignore[no-untyped-call]
+        size = torch.Size(sample_shape)
+        drawn: torch.Tensor = self.normal.sample(size)  # type: ignore[no-untyped-call]
         return drawn.clamp(self.low, self.high)
 
     def rsample(self, sample_shape: Any = ()) -> torch.Tensor:
@@ -676,21 +815,29 @@ class ClippedNormal(D.Distribution):
         """Return the log-probabilities of the bounds, and the bounds as standard deviations from
         the mean. Infinite bounds are replaced by far ones, whose gradients are numbers.
         """
-        far = FAR * self.normal.scale.detach()
-        mean = self.normal.loc.detach()
-        low = torch.where(self.low.isinf(), mean - far, self.low)
-        high = torch.where(self.high.isinf(), mean + far, self.high)
-        a = (low - self.normal.loc) / self.normal.scale
-        b = (high - self.normal.loc) / self.normal.scale
-        return torch.special.log_ndtr(a), torch.special.log_ndtr(-b), (a, b)
+        mean = self.normal.loc
+        std = self.normal.scale
+        far = FAR * std.detach()
+        far_below = mean.detach() - far
+        far_above = mean.detach() + far
+        low = torch.where(self.low.isinf(), far_below, self.low)
+        high = torch.where(self.high.isinf(), far_above, self.high)
+        a = (low - mean) / std
+        b = (high - mean) / std
+        below = torch.special.log_ndtr(a)
+        above = torch.special.log_ndtr(-b)
+        return below, above, (a, b)
 
 
 def _density(x: torch.Tensor) -> torch.Tensor:
-    return (-0.5 * x.square() - 0.5 * math.log(2 * math.pi)).exp()
+    log_density = -0.5 * x.square() - 0.5 * math.log(2 * math.pi)
+    return log_density.exp()
 
 
 def tanh_gaussian(
-    net: nn.Module, *, log_std_bounds: tuple[float, float] = LOG_STD_BOUNDS
+    net: nn.Module,
+    *,
+    log_std_bounds: tuple[float, float] = LOG_STD_BOUNDS,
 ) -> TanhGaussian:
     """A normal distribution squashed by tanh to the bounds of the Box (-1 to 1 until a collector
     binds the head).
@@ -714,18 +861,26 @@ class TanhGaussian(Head):
         super().__init__(net)
         self.log_std_bounds = log_std_bounds
         # Not in the state_dict: they belong to the environment, not to the learned weights.
-        self.register_buffer("middle", torch.zeros(()), persistent=False)
-        self.register_buffer("halfwidth", torch.ones(()), persistent=False)
+        middle = torch.zeros(())
+        halfwidth = torch.ones(())
+        self.register_buffer("middle", middle, persistent=False)
+        self.register_buffer("halfwidth", halfwidth, persistent=False)
         self.middle: torch.Tensor
         self.halfwidth: torch.Tensor
 
     def distribution(
-        self, obs: Any, *, action_mask: torch.Tensor | None = None
+        self,
+        obs: Any,
+        *,
+        action_mask: torch.Tensor | None = None,
     ) -> D.Distribution:
         self._no_mask(action_mask)
-        base = self._normal(*_mean_and_log_std(self.net(obs), self.log_std_bounds))
+        out = self.net(obs)
+        mean, log_std = _mean_and_log_std(out, self.log_std_bounds)
+        base = self._normal(mean, log_std)
         scale = D.AffineTransform(self.middle, self.halfwidth, cache_size=1)
-        return Squashed(base, [Squash(1), scale])
+        transforms = [Squash(1), scale]
+        return Squashed(base, transforms)
 
     def bind(self, spec: ArraySpec) -> int:
         n = self._bind_floats(spec)
@@ -737,10 +892,14 @@ class TanhGaussian(Head):
             )
         assert spec.low is not None  # bounded
         assert spec.high is not None
-        low = torch.from_numpy(np.broadcast_to(spec.low, spec.shape).copy())
-        high = torch.from_numpy(np.broadcast_to(spec.high, spec.shape).copy())
-        self.middle = ((low + high) / 2).to(self.middle)
-        self.halfwidth = ((high - low) / 2).to(self.halfwidth)
+        lows = np.broadcast_to(spec.low, spec.shape)
+        highs = np.broadcast_to(spec.high, spec.shape)
+        low = torch.from_numpy(lows.copy())
+        high = torch.from_numpy(highs.copy())
+        middle = (low + high) / 2
+        halfwidth = (high - low) / 2
+        self.middle = middle.to(self.middle)
+        self.halfwidth = halfwidth.to(self.halfwidth)
         return 2 * n
 
     def needs(self, spec: ArraySpec) -> str:
@@ -750,10 +909,13 @@ class TanhGaussian(Head):
         return f"Change the last layer to return {width} values (mean and log_std)."
 
     def emitter(
-        self, rows: ActionRows, first: int, rng: np.random.Generator | None
+        self,
+        rows: ActionRows,
+        first: int,
+        rng: np.random.Generator | None,
     ) -> Emit:
-        middle = self.middle.to("cpu", torch.float32).numpy().reshape(-1)
-        half = self.halfwidth.to("cpu", torch.float32).numpy().reshape(-1)
+        middle = _flat_on_cpu(self.middle.float())
+        half = _flat_on_cpu(self.halfwidth.float())
         return sampling.gaussian_by_state(
             rows,
             first,
@@ -767,11 +929,12 @@ class TanhGaussian(Head):
         u, log_prob = _draw_normal(mean, log_std, deterministic=deterministic)
         middle = self.middle.reshape(-1)
         half = self.halfwidth.reshape(-1)
+        action = middle + half * u.tanh()
         # rounding can exceed the bounds
-        action = (middle + half * u.tanh()).clamp(middle - half, middle + half)
-        log_slope = half.log() + 2 * (
-            math.log(2) - u - F.softplus(-2 * u)
-        )  # of ``half * tanh(u)``
+        action = action.clamp(middle - half, middle + half)
+        # of ``tanh(u)``, and of ``half * tanh(u)``
+        log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
+        log_slope = half.log() + log_slope
         return action, log_prob - log_slope.sum(-1)
 
 
@@ -814,13 +977,20 @@ class Deterministic(Head):
         self.low: int | None = None  # the first action of a discrete space
 
     def forward(
-        self, obs: Any, *, action_mask: torch.Tensor | None = None
+        self,
+        obs: Any,
+        *,
+        action_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return ``(action, {})``."""
-        return self.mode(obs, action_mask=action_mask), {}
+        action = self.mode(obs, action_mask=action_mask)
+        return action, {}
 
     def mode(
-        self, obs: Any, *, action_mask: torch.Tensor | None = None
+        self,
+        obs: Any,
+        *,
+        action_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out, action_mask = self._output_and_mask(obs, action_mask)
         if action_mask is not None:
@@ -845,38 +1015,61 @@ class Deterministic(Head):
         return choices[0]
 
     def emitter(
-        self, rows: ActionRows, first: int, rng: np.random.Generator | None
+        self,
+        rows: ActionRows,
+        first: int,
+        rng: np.random.Generator | None,
     ) -> Emit:
         if self.low is None:
             return sampling.identity(rows)
-        return sampling.greedy(rows, low=np.array([self.low]))
+        low = np.array([self.low])
+        return sampling.greedy(rows, low=low)
 
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
         return self._action_of(out), None
 
     def _action_of(self, out: torch.Tensor) -> torch.Tensor:
-        return out if self.low is None else out.argmax(-1) + self.low
+        if self.low is None:
+            return out
+        return out.argmax(-1) + self.low
 
 
 def _draw_normal(
-    mean: torch.Tensor, log_std: torch.Tensor, *, deterministic: bool
+    mean: torch.Tensor,
+    log_std: torch.Tensor,
+    *,
+    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw values ``[B, n]``; return them and their log-densities ``[B]``."""
     log_std = log_std.to(mean.dtype)
-    noise = torch.zeros_like(mean) if deterministic else torch.randn_like(mean)
-    density = (-0.5 * noise.square() - log_std).sum(-1)
-    log_prob = density - 0.5 * mean.shape[-1] * math.log(2 * math.pi)
-    return mean + log_std.exp() * noise, log_prob
+    if deterministic:
+        noise = torch.zeros_like(mean)
+    else:
+        noise = torch.randn_like(mean)
+    densities = -0.5 * noise.square() - log_std
+    n = mean.shape[-1]
+    log_prob = densities.sum(-1) - 0.5 * n * math.log(2 * math.pi)
+    values = mean + log_std.exp() * noise
+    return values, log_prob
 
 
 def _mean_and_log_std(
-    out: torch.Tensor, bounds: tuple[float, float]
+    out: torch.Tensor,
+    bounds: tuple[float, float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mean, log_std = out.chunk(2, -1)
     return mean, log_std.clamp(*bounds)
 
 
-def _choices(head: Head, spec: ArraySpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _flat_on_cpu(parameters: torch.Tensor) -> Array:
+    array: Array = parameters.cpu().numpy()
+    return array.reshape(-1)
+
+
+def _choices(
+    head: Head,
+    spec: ArraySpec,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Number of choices and first choice of each variable of an integer space."""
     if spec.dtype.kind not in "iub" or not _is_bounded(spec):
         raise head._refuse(
@@ -896,7 +1089,8 @@ def _suitable(spec: ArraySpec) -> str:
     if spec.dtype.kind != "f":
         if not _is_bounded(spec):
             return "an environment whose actions have bounds"
-        logits = sum(choices_of(spec)[0])
+        choices, _ = choices_of(spec)
+        logits = sum(choices)
         return f"categorical(net), with a network that returns {_values(logits)}"
     n = math.prod(spec.shape)
     squashed = ""
@@ -912,8 +1106,9 @@ def _values(n: int) -> str:
 def _is_bounded(spec: ArraySpec) -> bool:
     if spec.low is None or spec.high is None:
         return False
-    bounds = [*np.ravel(spec.low), *np.ravel(spec.high)]
-    return bool(np.isfinite(bounds).all())
+    has_low = np.isfinite(spec.low).all()
+    has_high = np.isfinite(spec.high).all()
+    return bool(has_low and has_high)
 
 
 def _without_mask(obs: Any, path: Key) -> tuple[Any, torch.Tensor | None]:
@@ -921,34 +1116,39 @@ def _without_mask(obs: Any, path: Key) -> tuple[Any, torch.Tensor | None]:
     it has none.
     """
     left, mask = _taken_out(obs, path)
-    while mask is not None and isinstance(left, Mapping) and len(left) == 1:
+    if mask is None:
+        return left, None
+    while isinstance(left, Mapping) and len(left) == 1:
         (left,) = left.values()
     return left, mask
 
 
 def _taken_out(obs: Any, path: Key) -> tuple[Any, torch.Tensor | None]:
-    if not hasattr(obs, "keys") or path[0] not in obs.keys():  # noqa: SIM118 (a TensorDict is no Mapping)
+    name, *below = path
+    if not hasattr(obs, "keys"):
+        return obs, None
+    if name not in obs.keys():  # noqa: SIM118 (a TensorDict is no Mapping)
         return obs, None
     left = {key: obs[key] for key in obs.keys()}  # noqa: SIM118
-    mask: Any = left.pop(path[0])
-    if len(path) > 1:
-        inner, mask = _taken_out(mask, path[1:])
+    mask: Any = left.pop(name)
+    if below:
+        inner, mask = _taken_out(mask, tuple(below))
         if len(inner):
-            left[path[0]] = inner
+            left[name] = inner
     return left, mask
 
 
 def _outputs(net: nn.Module) -> int:
     """The output size of the last linear layer."""
-    layers = net.modules() if isinstance(net, nn.Module) else ()
-    sizes = [layer.out_features for layer in layers if isinstance(layer, nn.Linear)]
-    known = bool(sizes) and not isinstance(
-        sizes[-1], nn.parameter.UninitializedParameter
-    )
-    if not known or sizes[-1] == 0:
+    size: Any = 0
+    if isinstance(net, nn.Module):
+        for layer in net.modules():
+            if isinstance(layer, nn.Linear):
+                size = layer.out_features
+    if isinstance(size, nn.parameter.UninitializedParameter) or size == 0:
         raise BadOption(
             f"gaussian: cannot see from {type(net).__name__} how many actions it returns. For n"
             " actions pass log_std=torch.zeros(n), or torch.nn.Parameter(torch.zeros(n)) to learn"
             " it; or log_std=None if the network returns mean and log_std."
         )
-    return int(sizes[-1])
+    return int(size)

@@ -49,7 +49,12 @@ class InputRows:
             them: others use ``lane.tensors``, whose writes torch counts separately.
     """
 
-    def __init__(self, lane: Lane, keys: Sequence[Key], policy: str) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        keys: Sequence[Key],
+        policy: str,
+    ) -> None:
         self._lane = lane
         self._policy = policy
         self.columns = {key: lane.tensors[key].data for key in keys}
@@ -167,7 +172,8 @@ def changed_text(policy: str, key: Key, where: str = "") -> str:
 
 
 def unchanged_inputs(
-    obs: Mapping[Key, Any], policy: str
+    obs: Mapping[Key, Any],
+    policy: str,
 ) -> tuple[dict[Key, Any], Callable[[], None]]:
     """Return copies of the tensors in ``obs`` for a call of the policy, and a function to call
     afterwards.
@@ -202,7 +208,12 @@ class _HostCopies:
             looked at.
     """
 
-    def __init__(self, lane: Lane, key: Key, column: torch.Tensor) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        key: Key,
+        column: torch.Tensor,
+    ) -> None:
         self.key = key
         self.counter = _counter(column)
         self.seen = self.counter._version
@@ -249,7 +260,12 @@ class _DeviceCopies:
     Nothing is compared there: the host would have to wait.
     """
 
-    def __init__(self, lane: Lane, key: Key, column: torch.Tensor) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        key: Key,
+        column: torch.Tensor,
+    ) -> None:
         self.key = key
         self._counter = _counter(column)
         self._seen = self._counter._version

@@ -80,7 +80,9 @@ class RunningNorm(nn.Module):
 
     @torch.no_grad()
     def update(
-        self, observations: torch.Tensor, mask: torch.Tensor | None = None
+        self,
+        observations: torch.Tensor,
+        mask: torch.Tensor | None = None,
     ) -> None:
         """Add observations.
 
@@ -145,7 +147,13 @@ class RewardScaler(nn.Module):
         open: the return so far of each unfinished trajectory, by ``("collector", "traj_ids")``.
     """
 
-    def __init__(self, gamma: float, *, clip: float = 10.0, eps: float = 1e-8) -> None:
+    def __init__(
+        self,
+        gamma: float,
+        *,
+        clip: float = 10.0,
+        eps: float = 1e-8,
+    ) -> None:
         super().__init__()
         if not 0 <= gamma <= 1:
             raise BadOption(

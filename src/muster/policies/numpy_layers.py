@@ -20,7 +20,8 @@ Call = Callable[[Any], Any]
 
 
 def numpy_steps(
-    leaves: list[nn.Module], trace: list[torch.Tensor]
+    leaves: list[nn.Module],
+    trace: list[torch.Tensor],
 ) -> tuple[Call, ...] | None:
     """Calls that compute ``leaves`` on float32 arrays, or None if a layer has no NumPy version."""
     steps: list[Call] = []

@@ -36,7 +36,9 @@ def sampler_of(env: EnvBatch) -> Sample:
 
 
 def _draw_actions(
-    env: EnvBatch, rng: GroupRng, shape: tuple[int, ...]
+    env: EnvBatch,
+    rng: GroupRng,
+    shape: tuple[int, ...],
 ) -> dict[Key, Array]:
     drawn = {}
     for i, (key, spec) in enumerate(env.spec.action_specs.items()):
@@ -160,7 +162,12 @@ class RandomPolicy:
             act = lane.cache[self] = _all_of(acts)
         return act
 
-    def _masked(self, mask: ActionMask, lane: Lane, stream: np.random.Generator) -> Act:
+    def _masked(
+        self,
+        mask: ActionMask,
+        lane: Lane,
+        stream: np.random.Generator,
+    ) -> Act:
         first = lane.acts_from
         rows = lane.data[mask.key]
         actions = lane.data[mask.action]
@@ -174,7 +181,10 @@ class RandomPolicy:
         return draw
 
     def _masked_there(
-        self, mask: ActionMask, lane: Lane, stream: np.random.Generator
+        self,
+        mask: ActionMask,
+        lane: Lane,
+        stream: np.random.Generator,
     ) -> Act:
         """The same on a device: the same function for all rollouts in a lane."""
         first = lane.acts_from
@@ -231,7 +241,9 @@ def _all_of(acts: Sequence[Act]) -> Act:
 
 
 def _drawing_there(
-    mask: ActionMask, lane: Lane, uniform: torch.Tensor
+    mask: ActionMask,
+    lane: Lane,
+    uniform: torch.Tensor,
 ) -> tuple[torch.Tensor, Act]:
     """Return the memory of the random numbers of all rows of a lane, and the function that draws an
     action with them.

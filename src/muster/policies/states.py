@@ -200,7 +200,13 @@ def _check_initial(policy: Any, given: Any) -> None:
         )
 
 
-def _said_dim(said: Any, key: Key, value: torch.Tensor, B: int, name: str) -> int:
+def _said_dim(
+    said: Any,
+    key: Key,
+    value: torch.Tensor,
+    B: int,
+    name: str,
+) -> int:
     dim = _entry_of(said, key, name)
     if tuple(value.shape[dim : dim + 1]) != (B,):
         raise BadPolicyOutput(
@@ -230,7 +236,12 @@ def _entry_of(said: Any, key: Key, name: str) -> int:
     return dim
 
 
-def _unclear(name: str, key: Key, value: torch.Tensor, B: int) -> str:
+def _unclear(
+    name: str,
+    key: Key,
+    value: torch.Tensor,
+    B: int,
+) -> str:
     return (
         f"policy {name} returned {dotted(key)} with shape {tuple(value.shape)} for {B}"
         " environments: the sizes do not tell whether its first or its second dimension (as in"
@@ -240,7 +251,8 @@ def _unclear(name: str, key: Key, value: torch.Tensor, B: int) -> str:
 
 
 def _with_one_more(
-    policy: Any, call: Callable[[Any], Mapping[Key, Any]]
+    policy: Any,
+    call: Callable[[Any], Mapping[Key, Any]],
 ) -> Mapping[Key, Any] | None:
     """Return the state for one environment more; None if the policy cannot be copied, or does not
     take that many.

@@ -177,7 +177,9 @@ class TensorDictPolicy:
     # --- one step ---------------------------------------------------------------------------------
 
     def _act_program(
-        self, inputs: dict[Key, Rows], outputs: list[tuple[Key, Rows]]
+        self,
+        inputs: dict[Key, Rows],
+        outputs: list[tuple[Key, Rows]],
     ) -> Act:
         program = self._program
         interaction = set_interaction_type(self._interaction)
@@ -367,7 +369,12 @@ class TensorDictPolicy:
         assert cells is not None
         return cells
 
-    def _action(self, key: Key, action: Any, spec: ArraySpec) -> torch.Tensor:
+    def _action(
+        self,
+        key: Key,
+        action: Any,
+        spec: ArraySpec,
+    ) -> torch.Tensor:
         if not torch.is_tensor(action):
             raise BadPolicyOutput(
                 f"policy {self.name} returned {dotted(key)} as {type(action).__name__}, expected"
@@ -397,7 +404,8 @@ class TensorDictPolicy:
         )
 
     def _views(
-        self, lane: Lane
+        self,
+        lane: Lane,
     ) -> tuple[InputRows, dict[Key, Rows], list[tuple[Key, Rows]], list[Any]]:
         """The rows that are read, by key, the rows that are written, by the key of the module's
         output, and a list for the functions that are kept.
@@ -438,7 +446,12 @@ class TensorDictPolicy:
         self._fuse(inputs, {**outputs.action, **outputs.extras}, before)
         torch.set_rng_state(before)
 
-    def _fuse(self, inputs: Values, expected: Values, before: torch.Tensor) -> None:
+    def _fuse(
+        self,
+        inputs: Values,
+        expected: Values,
+        before: torch.Tensor,
+    ) -> None:
         """Use the executor if it computes ``expected``, the module's output, from the generator
         state ``before``.
         """

@@ -69,7 +69,9 @@ class TensorDictProgram:
 
 
 def fuse(
-    module: Any, values: Values, interaction: InteractionType
+    module: Any,
+    values: Values,
+    interaction: InteractionType,
 ) -> TensorDictProgram | None:
     """Return a program for ``module`` with the inputs ``values`` (outputs are added), or None if
     not supported.
@@ -98,7 +100,9 @@ def as_key(key: Any) -> Key:
 
 
 def _flatten(
-    module: Any, out: list[Any], watched: list[tuple[nn.Module, tuple[Any, ...]]]
+    module: Any,
+    out: list[Any],
+    watched: list[tuple[nn.Module, tuple[Any, ...]]],
 ) -> bool:
     if not isinstance(module, torch.nn.Module) or not plain(module):
         return False
@@ -267,7 +271,8 @@ def _categorical(random: bool, *, one_hot: bool) -> Sampler:
 
 def _normal(random: bool, *, summed: bool) -> Sampler:
     def sample(
-        loc: torch.Tensor, scale: torch.Tensor
+        loc: torch.Tensor,
+        scale: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         action = _rsample(loc, scale) if random else loc
         _require_finite(action)
@@ -277,7 +282,12 @@ def _normal(random: bool, *, summed: bool) -> Sampler:
     return sample
 
 
-def _tanh_normal(random: bool, low: Any, high: Any, preimage: bool) -> Sampler:
+def _tanh_normal(
+    random: bool,
+    low: Any,
+    high: Any,
+    preimage: bool,
+) -> Sampler:
     low = torch.as_tensor(low, device="cpu")
     high = torch.as_tensor(high, device="cpu")
     trivial = bool((low == -1).all() and (high == 1).all())
@@ -285,7 +295,8 @@ def _tanh_normal(random: bool, low: Any, high: Any, preimage: bool) -> Sampler:
     half = (high - low) / 2
 
     def sample(
-        loc: torch.Tensor, scale: torch.Tensor
+        loc: torch.Tensor,
+        scale: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         u = _rsample(loc, scale) if random else loc
         _require_finite(u)

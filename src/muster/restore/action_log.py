@@ -72,7 +72,8 @@ def random_state(env: Any) -> dict[str, Any] | None:
 
 
 def generator_of(
-    state: Mapping[str, Any], seeds: Mapping[str, Any] | None = None
+    state: Mapping[str, Any],
+    seeds: Mapping[str, Any] | None = None,
 ) -> np.random.Generator:
     """A NumPy generator whose bit generator has this state; ``seeds`` is the state of its
     ``SeedSequence``.
@@ -102,7 +103,10 @@ class Anchors:
         self.forget()
 
     def before_reset(
-        self, row: int, which: Sequence[int], seeds: Sequence[int] | None
+        self,
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
     ) -> None:
         """Record a reset.
 
@@ -420,7 +424,10 @@ class ActionLog:
         return ResetLog(np.array(resets, np.int32).reshape(-1, 3), special)
 
     def _anchor(
-        self, index: int | None, phase: str, log: ResetLog
+        self,
+        index: int | None,
+        phase: str,
+        log: ResetLog,
     ) -> tuple[int, int] | None:
         """The chunk and the reset at which a replay starts, if the next chunk is the last and has
         ``log``.
@@ -435,7 +442,9 @@ class ActionLog:
         return anchor
 
     def _anchors_after(
-        self, number: int, log: ResetLog
+        self,
+        number: int,
+        log: ResetLog,
     ) -> list[tuple[int, int] | None]:
         anchors = list(self._anchors)
         known = sorted(

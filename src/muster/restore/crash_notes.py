@@ -92,7 +92,9 @@ class CrashNotes:
         return self.kept
 
     def reset(
-        self, which: Mapping[int, Sequence[int]], options: dict[str, Any] | None
+        self,
+        which: Mapping[int, Sequence[int]],
+        options: dict[str, Any] | None,
     ) -> None:
         """Note a reset of these environments, by group."""
         for number, chosen in which.items():
@@ -155,7 +157,11 @@ class CrashNotes:
         return [key for key in self._infos[group].action_specs if key in lane.arrays]
 
     def failed(
-        self, result: RolloutResult, lane: Lane, error: BaseException, index: int | None
+        self,
+        result: RolloutResult,
+        lane: Lane,
+        error: BaseException,
+        index: int | None,
     ) -> Replay:
         """Save a crash report for an error of an environment or policy in a worker that still runs."""
         begin = self._begun.get(result.number, 0)
@@ -233,7 +239,11 @@ class CrashNotes:
         return path, command
 
     def _actions(
-        self, group: int, lane: Lane, begin: int, end: int
+        self,
+        group: int,
+        lane: Lane,
+        begin: int,
+        end: int,
     ) -> dict[Key, Array]:
         return {
             key: lane.arrays[key][begin:end] for key in self.action_keys(group, lane)
@@ -257,7 +267,12 @@ class LocalLog:
         # see ``Worker.after_rollout``
         self.add = self._add if len(groups) > 1 else self._of[groups[0].number].add
 
-    def _add(self, result: RolloutResult, lane: Lane, begin: int) -> None:
+    def _add(
+        self,
+        result: RolloutResult,
+        lane: Lane,
+        begin: int,
+    ) -> None:
         self._of[result.group].add(result, lane, begin)
 
     def flush(self, *, at_end: bool = False) -> None:
@@ -284,7 +299,12 @@ class _JoinedRollouts:
         self._forget()
         group.listen(self)
 
-    def add(self, result: RolloutResult, lane: Lane, begin: int) -> None:
+    def add(
+        self,
+        result: RolloutResult,
+        lane: Lane,
+        begin: int,
+    ) -> None:
         if result.error is not None:
             self.lost_track()
             return
@@ -322,7 +342,10 @@ class _JoinedRollouts:
         self._notes.forget([self._number])
 
     def before_reset(
-        self, row: int, which: Sequence[int], seeds: Sequence[int] | None
+        self,
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
     ) -> None:
         # A rollout begins in row 0 of its lane, or continues after an error, which has forgotten
         # all earlier rows.

@@ -361,7 +361,10 @@ def _ids_for(source: Any) -> tuple[dict[str, Any], SentIds | None]:
 
 
 def _from_file(
-    spec: dict[str, Any], path: str | Path, *, trust: bool
+    spec: dict[str, Any],
+    path: str | Path,
+    *,
+    trust: bool,
 ) -> SentIds | None:
     """Return the id of a file, for ``installed``; None if this process has it."""
     if not trust and imports_foreign_code(spec):

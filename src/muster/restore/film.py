@@ -44,7 +44,9 @@ LIMIT_BYTES = 256 << 20  # of a film
 
 
 def film(
-    moves: CrashReport, path: Path, fps: float | None = None
+    moves: CrashReport,
+    path: Path,
+    fps: float | None = None,
 ) -> tuple[list[float], float]:
     """Write a video of the episode that the last reset of the moves starts: a picture of the reset
     and of every step.

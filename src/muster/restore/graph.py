@@ -93,7 +93,10 @@ def load(data: bytes, shared: list[bytes], fixed: Mapping[Any, Any]) -> Any:
 
 
 def culprit(
-    value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any], path: str
+    value: Any,
+    fixed: Mapping[int, Any],
+    mujoco: Iterable[Any],
+    path: str,
 ) -> str | None:
     """A sentence with the path of the part of ``value`` that cannot be pickled, and the reason.
 
@@ -118,7 +121,10 @@ class _DataFound(Exception):
 
 class _GraphUnpickler(pickle.Unpickler):
     def __init__(
-        self, data: bytes, shared: list[bytes], fixed: Mapping[Any, Any]
+        self,
+        data: bytes,
+        shared: list[bytes],
+        fixed: Mapping[Any, Any],
     ) -> None:
         super().__init__(io.BytesIO(data), buffers=shared)
         self._fixed = fixed
@@ -132,7 +138,10 @@ class _GraphUnpickler(pickle.Unpickler):
 
 class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     def __init__(
-        self, file: io.BytesIO, fixed: Mapping[int, Any], mujoco: list[Any]
+        self,
+        file: io.BytesIO,
+        fixed: Mapping[int, Any],
+        mujoco: list[Any],
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._in_band)
         self.shared: list[bytes] = []
@@ -357,7 +366,13 @@ def _with_state(cls: Any, *parts: Any) -> Any:
     return made
 
 
-def _view(base: Any, shape: Any, dtype: Any, offset: int, strides: Any) -> Any:
+def _view(
+    base: Any,
+    shape: Any,
+    dtype: Any,
+    offset: int,
+    strides: Any,
+) -> Any:
     return np.ndarray(shape, dtype, base.ravel(order="K"), offset, strides)
 
 
@@ -371,7 +386,11 @@ def _storage(data: Any, device: str) -> torch.UntypedStorage:
 
 
 def _on_storage(
-    storage: Any, dtype: Any, offset: int, size: Any, stride: Any
+    storage: Any,
+    dtype: Any,
+    offset: int,
+    size: Any,
+    stride: Any,
 ) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=storage.device).set_(
         storage, offset, size, stride

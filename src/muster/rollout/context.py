@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from muster.rng import GroupRng
@@ -16,9 +18,28 @@ else:
 
 
 class _Thread(threading.local):
-    """Whether a thread runs beside the user's thread."""
+    """How rollouts in a thread run.
+
+    Attributes:
+        is_beside_user: it runs beside the user's thread.
+        shares: they do not change the process's generators and threads.
+    """
 
     is_beside_user = False
+    shares = False
+
+    def run_beside_user(self) -> None:
+        self.is_beside_user = True
+        self.shares = True
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        before = self.shares
+        self.shares = True
+        try:
+            yield
+        finally:
+            self.shares = before
 
 
 _thread = _Thread()
@@ -29,7 +50,12 @@ def run_beside_user() -> None:
 
     Rollouts in it do not change the process's generators and threads, which the user may be using.
     """
-    _thread.is_beside_user = True
+    _thread.run_beside_user()
+
+
+def as_beside_user() -> AbstractContextManager[None]:
+    """Return a context in which rollouts in the user's thread are as those beside it."""
+    return _thread.sharing()
 
 
 def runs_beside_user() -> bool:
@@ -69,14 +95,14 @@ class RolloutContext:
         self._threads_before: int | None = None
 
     def __enter__(self) -> None:
-        is_beside_user = _thread.is_beside_user
+        shares = _thread.shares
         try:
-            if self._own_rng and not is_beside_user:
+            if self._own_rng and not shares:
                 self._user = self._rng.install()
             # else no environment uses it, and the policy acts in another process
             mode = self._mode
             if mode is not None or "torch" in sys.modules:
-                if not is_beside_user and self._num_threads is not None:
+                if not shares and self._num_threads is not None:
                     threads = torch.get_num_threads()
                     if threads != self._num_threads:
                         self._threads_before = threads

@@ -14,7 +14,7 @@ frames.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,9 +24,18 @@ from muster.episodes.packet import BadReward, Packet
 from muster.episodes.record import PendingEpisodes
 from muster.episodes.tensor_clock import ClockRows, EndedRows, TensorClock
 from muster.errors import BadEnvOutput
-from muster.keys import DONE, STEP_COUNT, TERMINATED, TRAJ_IDS, TRUNCATED, next_of
+from muster.keys import (
+    DONE,
+    STEP_COUNT,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    Key,
+    next_of,
+)
 from muster.memory.arrivals import Arrival, arrival_from
 from muster.memory.slots import Lane
+from muster.memory.specs import Array
 from muster.rollout.abilities import Abilities
 from muster.rollout.options import RolloutOptions
 from muster.rollout.request import RolloutRequest, Watch
@@ -83,6 +92,9 @@ class DeviceRows(NamedTuple):
 def device_rows(lane: Lane, spec: EnvSpec) -> DeviceRows:
     """Return the columns of a lane on a device, and memory for the records of its episodes."""
     tensors = lane.tensors
+    counted: Mapping[Key, torch.Tensor] = {}
+    if STEP_COUNT not in spec.carried_specs:  # else they are the environment's
+        counted = tensors
     with torch.inference_mode(False):
         clock = ClockRows(
             reward=tensors[spec.reward_key],
@@ -90,8 +102,8 @@ def device_rows(lane: Lane, spec: EnvSpec) -> DeviceRows:
             truncated=tensors[next_of(TRUNCATED)],
             done=tensors[next_of(DONE)],
             ids=tensors[TRAJ_IDS],
-            counts=tensors.get(STEP_COUNT),
-            next_counts=tensors.get(next_of(STEP_COUNT)),
+            counts=counted.get(STEP_COUNT),
+            next_counts=counted.get(next_of(STEP_COUNT)),
         )
         return DeviceRows(clock, EndedRows(lane.T, lane.B, clock.ids.device))
 
@@ -135,11 +147,16 @@ class OnDevice:
         self._number = 0  # of rollouts
         self._bad: tuple[int, BadReward] | None = None
 
-    def prepare(self, rows: DeviceRows) -> None:
-        """Let the clock continue on the device, with memory whose records are fetched."""
-        self.clock.on_device()
+    def prepare(self, rows: DeviceRows) -> Array | None:
+        """Let the clock continue on the device, with memory whose records are fetched.
+
+        Returns:
+            see ``TensorClock.on_device``.
+        """
+        steps = self.clock.on_device()
         while any(sent.ended is rows.ended for sent in self._sent):
             self._fetch()
+        return steps
 
     def compute(self, rows: DeviceRows) -> None:
         """Complete the columns of a lane. These are operations of the device only, always the same;

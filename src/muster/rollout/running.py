@@ -513,9 +513,15 @@ class Rollout:
         over = done
         if self.group.options.traj_done_key is not None:
             over = lane.arrays[TRAJ_DONE][t:n]
-        episodes = self._advance_clock(self.group.clock, t, flags, over)
+        episodes, steps = self._advance_clock(self.group.clock, t, flags, over)
         self._settled = n
-        return RolloutOutcome(lane.B, 1, episodes, self.next_obs.take_finals())
+        return RolloutOutcome(
+            lane.B,
+            1,
+            episodes,
+            self.next_obs.take_finals(),
+            steps_before=None if t else steps,
+        )
 
     def settled(self, n: int) -> None:
         """Note that the columns of the first ``n`` rows are complete; see ``QuietRows``."""
@@ -527,18 +533,21 @@ class Rollout:
         begin: int,
         flags: Sequence[Array],
         over: Array,
-    ) -> Episodes:
-        """Write the ids and step counts of the complete rows from ``begin`` on, and return the
-        episodes that ended in them.
+    ) -> tuple[Episodes, Array | None]:
+        """Write the ids and step counts of the complete rows from ``begin`` on.
 
         Args:
             flags: the columns of ``LaneViews.flags`` in these rows.
             over: where episodes end, ``[n, B]``.
+
+        Returns:
+            the episodes that ended in them, and the number of steps in each trajectory before them;
+            None: agents take turns.
         """
         lane = self.lane
         group = self.group
         reward, _, terminated, truncated, ids = flags
-        clock.fill_ids(ids, over)
+        steps = clock.fill_ids(ids, over)
         if group.options.max_frames_per_traj:
             rows = slice(begin, lane.done_steps)
             counts = lane.arrays[STEP_COUNT][rows]
@@ -547,7 +556,7 @@ class Rollout:
         episodes = clock.advance(reward, terminated, truncated, over)
         if group.env.spec.info_specs and len(episodes):
             episodes = replace(episodes, info=self.next_obs.infos(lane, over, begin))
-        return episodes
+        return episodes, steps
 
     @property
     def stays_open(self) -> bool:
@@ -603,7 +612,7 @@ class Rollout:
         clock = group.clock
         if isinstance(clock, AgentClock):
             clock.sort(lane.arrays[AGENT][:n])
-        episodes = self._advance_clock(clock, 0, flags, over)
+        episodes, steps = self._advance_clock(clock, 0, flags, over)
         if group.agent_returns is not None:
             returns = group.agent_returns.advance(lane.arrays, over)
             if returns:
@@ -638,7 +647,12 @@ class Rollout:
         if options.reset_at_each_iter and closes:
             group.reset()
         return RolloutOutcome(
-            frames, n, episodes, self.next_obs.finals, left_out=not self.waiting.is_idle
+            frames,
+            n,
+            episodes,
+            self.next_obs.finals,
+            left_out=not self.waiting.is_idle,
+            steps_before=steps,
         )
 
     def _finish_there(self, rows: DeviceRows) -> RolloutOutcome:
@@ -648,7 +662,7 @@ class Rollout:
         on_device = group.on_device
         assert on_device is not None
         on_device.look()
-        on_device.prepare(rows)
+        steps = on_device.prepare(rows)
         on_device.compute(rows)
         for key, _, _, last in self.views.carried:
             group.carry.take(key, last, ())
@@ -660,7 +674,12 @@ class Rollout:
         group.closed()
         if group.options.reset_at_each_iter and closes:
             group.reset()
-        return RolloutOutcome(lane.T * lane.B, lane.T, on_device.send(rows))
+        return RolloutOutcome(
+            lane.T * lane.B,
+            lane.T,
+            on_device.send(rows),
+            steps_before=steps,
+        )
 
     def _carry_on_lives(self) -> None:
         """Let environments that only lost a life continue from their last observation."""

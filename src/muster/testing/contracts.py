@@ -49,7 +49,13 @@ class EnvContract:
         raise NotImplementedError("return a new environment")
 
     @passes_on(CollectorOptions)
-    def collect(self, batches: int = 2, *, seed: int = 0, **options: Any) -> TensorDict:
+    def collect(
+        self,
+        batches: int = 2,
+        *,
+        seed: int = 0,
+        **options: Any,
+    ) -> TensorDict:
         """Collect ``batches`` batches and concatenate them in time, ``[B, batches * steps]``."""
         with self._collector(seed=seed, **options) as collector:
             return _joined(collector, batches)
@@ -184,7 +190,9 @@ class EnvContract:
                 return _joined(collector, 2)
 
     def _collector(
-        self, make: Callable[[], Any] | None = None, **options: Any
+        self,
+        make: Callable[[], Any] | None = None,
+        **options: Any,
     ) -> Collector:
         defaults = {
             "num_envs": self.num_envs,
@@ -210,7 +218,12 @@ class EnvContract:
             env.close()
         return self.steps * count
 
-    def _assert_equal(self, a: TensorDict, b: TensorDict, problem: str) -> None:
+    def _assert_equal(
+        self,
+        a: TensorDict,
+        b: TensorDict,
+        problem: str,
+    ) -> None:
         for key in self._differing(a, b):
             raise AssertionError(f"{key} {problem}")
 

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 Info = dict[str, Any]
 Array = NDArray[Any]
+# what ``step`` returns: observation, reward, terminated, truncated, info
+Stepped = tuple[Any, float, bool, bool, Info]
 
 
 class CountingEnv(gymnasium.Env[Any, Any]):
@@ -43,7 +45,8 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         self.length = length
         self.truncate = truncate
         self.noise = noise
-        shape = (3,) if noise else (2,)
+        values = 3 if noise else 2
+        shape = (values,)
         self.observation_space = spaces.Box(-np.inf, np.inf, shape, np.float32)
         self.action_space = spaces.Discrete(2)
         self.t = 0
@@ -51,17 +54,22 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         self.closed = 0
         self.seeds: list[int | None] = []
         self.tally: list[tuple[float, int]] = []
-        self._buffer = np.zeros(shape, np.float32) if reuse else None
+        self._buffer: Array | None = None
+        if reuse:
+            self._buffer = np.zeros(shape, np.float32)
 
     def reset(
-        self, *, seed: int | None = None, options: Info | None = None
+        self,
+        *,
+        seed: int | None = None,
+        options: Info | None = None,
     ) -> tuple[Any, Info]:
         super().reset(seed=seed)
         self.seeds.append(seed)
         self.t = 0
         return self._observe(), {}
 
-    def step(self, action: int) -> tuple[Any, float, bool, bool, Info]:
+    def step(self, action: int) -> Stepped:
         self.executed += 1
         self.t += 1
         done = self.t >= self.length
@@ -70,7 +78,8 @@ class CountingEnv(gymnasium.Env[Any, Any]):
             self.tally.append((total, self.t))
         terminated = done and not self.truncate
         truncated = done and self.truncate
-        return self._observe(), float(self.t), terminated, truncated, {}
+        obs = self._observe()
+        return obs, float(self.t), terminated, truncated, {}
 
     def close(self) -> None:
         self.closed += 1
@@ -102,24 +111,29 @@ class InfoEnv(CountingEnv):
     }
 
     def reset(
-        self, *, seed: int | None = None, options: Info | None = None
+        self,
+        *,
+        seed: int | None = None,
+        options: Info | None = None,
     ) -> tuple[Any, Info]:
         obs, _ = super().reset(seed=seed, options=options)
         return obs, {"t": 0, "stage": "begin"}
 
-    def step(self, action: int) -> tuple[Any, float, bool, bool, Info]:
+    def step(self, action: int) -> Stepped:
         obs, reward, terminated, truncated, _ = super().step(action)
-        return obs, reward, terminated, truncated, self.info_of(self.t)
+        info = self.info_of(self.t)
+        return obs, reward, terminated, truncated, info
 
     def info_of(self, t: int) -> Info:
         """What step ``t`` of an episode gives."""
         place = np.array([self.length, t], np.float32)
+        is_near = t + 1 >= self.length
         info: Info = {
             "t": t,
             "stage": "on",
             "half": t / 2,
             "place": place,
-            "goal": {"near": t + 1 >= self.length},
+            "goal": {"near": is_near},
         }
         if t % 2 == 0:
             info["even"] = True
@@ -149,18 +163,28 @@ class ChainEnv(gymnasium.Env[Any, Any]):
         self._obs: Array = np.zeros(3, np.int64)
 
     def reset(
-        self, *, seed: int | None = None, options: Info | None = None
+        self,
+        *,
+        seed: int | None = None,
+        options: Info | None = None,
     ) -> tuple[Array, Info]:
         super().reset(seed=seed)
         self.episode += 1
         state = self.np_random.integers(2**31)
-        self._obs = np.array([self.episode, 0, state], np.int64)
+        first = [self.episode, 0, state]
+        self._obs = np.array(first, np.int64)
         return self._obs, {}
 
-    def step(self, action: int) -> tuple[Array, float, bool, bool, Info]:
+    def step(self, action: int) -> Stepped:
         results = self.follow(self._obs, np.asarray(action))
         self._obs, reward, terminated, truncated = results
-        return self._obs, float(reward), bool(terminated), bool(truncated), {}
+        return (
+            self._obs,
+            float(reward),
+            bool(terminated),
+            bool(truncated),
+            {},
+        )
 
     def follow(self, obs: Array, action: Array) -> tuple[Array, Array, Array, Array]:
         """Compute the results of ``action`` (``[...]``) on ``obs`` (``[..., 3]``).
@@ -170,7 +194,8 @@ class ChainEnv(gymnasium.Env[Any, Any]):
         """
         episode = obs[..., 0]
         t = obs[..., 1]
-        state = (obs[..., 2] * 1103515245 + 12345 + action) % 2**31
+        before = obs[..., 2]
+        state = (before * 1103515245 + 12345 + action) % 2**31
         after = np.stack([episode, t + 1, state], -1)
         reward = (state >> 4) % 1000
         ended = (state >> 8) % self.ends == 0
@@ -202,7 +227,10 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
         self.t = 0
 
     def reset(
-        self, *, seed: int | None = None, options: Info | None = None
+        self,
+        *,
+        seed: int | None = None,
+        options: Info | None = None,
     ) -> tuple[Any, Info]:
         super().reset(seed=seed)
         if seed is not None:
@@ -210,15 +238,17 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
         self.t = 0
         return self._observe(), {}
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, Info]:
+    def step(self, action: Any) -> Stepped:
         self.actions.append(action)
         self.t += 1
         terminated = self.t >= self.length
-        return self._observe(), 1.0, terminated, False, {}
+        obs = self._observe()
+        return obs, 1.0, terminated, False, {}
 
     def _observe(self) -> Any:
-        self.observations.append(self.observation_space.sample())
-        return self.observations[-1]
+        sample = self.observation_space.sample()
+        self.observations.append(sample)
+        return sample
 
 
 class FaultyEnv(CountingEnv):
@@ -269,7 +299,11 @@ class FaultyEnv(CountingEnv):
         return self._answer(names, returned, faulty=faulty)
 
     def _answer(
-        self, names: tuple[str, ...], values: tuple[Any, ...], *, faulty: bool
+        self,
+        names: tuple[str, ...],
+        values: tuple[Any, ...],
+        *,
+        faulty: bool,
     ) -> Any:
         """Return the correct ``values``, or their replacements in ``output``."""
         if not faulty:
@@ -277,4 +311,5 @@ class FaultyEnv(CountingEnv):
         if "all" in self.output:
             return self.output["all"]
         named = zip(names, values, strict=True)
-        return tuple(self.output.get(name, value) for name, value in named)
+        replaced = [self.output.get(name, value) for name, value in named]
+        return tuple(replaced)

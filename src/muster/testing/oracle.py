@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 Info = dict[str, Any]
+Run = tuple[int, int]  # numbers of the environment and of its run
 
 MOST = 1024  # environments per file
 # columns of ``OracleEnv.read``
@@ -95,7 +96,8 @@ class OracleEnv(gymnasium.Env[Any, Any]):
         self._calls = Counter[str]()
         self.observation_space = spaces.Box(0, 2**62, (6,), np.int64)
         self.action_space = spaces.Discrete(5)
-        self._now = (self.number, self.run, -1, 0, 0, 0)
+        before_first_reset = (-1, 0, 0, 0)
+        self._now = (self.number, self.run, *before_first_reset)
         self._pass("construct", None)
 
     @staticmethod
@@ -109,19 +111,23 @@ class OracleEnv(gymnasium.Env[Any, Any]):
         used = np.flatnonzero(counts[:, RUNS])
         if len(used) == 0:
             return counts[:0]
-        return counts[: int(used[-1]) + 1]
+        last = int(used[-1])
+        return counts[: last + 1]
 
     def reset(self, *, seed: int | None = None, options: Info | None = None) -> Any:
         super().reset(seed=seed)
         env, run, episode, _, total, _ = self._now
         state = int(self.np_random.integers(2**31))
         self._now = (env, run, episode + 1, 0, total, state)
-        return self._pass("reset", (np.array(self._now), {}))
+        honest: Any = (np.array(self._now), {})
+        return self._pass("reset", honest)
 
     def step(self, action: int) -> Any:
         self._cells[STARTED] += 1
-        now, reward, terminated, truncated = follow(self._now, int(action))
-        honest: Any = (np.array(now), float(reward), terminated, truncated, {})
+        results = follow(self._now, int(action))
+        now, reward, terminated, truncated = results
+        obs = np.array(now)
+        honest: Any = (obs, float(reward), terminated, truncated, {})
         got = self._pass("step", honest)
         self._now = now
         self._cells[EXECUTED] += 1
@@ -138,7 +144,9 @@ class OracleEnv(gymnasium.Env[Any, Any]):
         self._calls[on] += 1
         if fault is None:
             return honest
-        if fault.on != on or fault.at != number:
+        if fault.on != on:
+            return honest
+        if fault.at != number:
             return honest
         if fault.runs is not None and self.run >= fault.runs:
             return honest
@@ -165,8 +173,10 @@ def follow(obs: Any, action: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def check_stream(
-    batches: Iterable[TensorDict], *, gaps: int = 0
-) -> Counter[tuple[int, int]]:
+    batches: Iterable[TensorDict],
+    *,
+    gaps: int = 0,
+) -> Counter[Run]:
     """Check that batches of ``OracleEnv`` (time last) have every step of every run once, in order,
     up to some step.
 
@@ -195,33 +205,34 @@ class _Stream:
     """The state of the check after some batches."""
 
     def __init__(self) -> None:
-        self.rows: Counter[tuple[int, int]] = Counter()
+        self.rows = Counter[Run]()
         self.gaps = 0
         # by environment: observation after its last row; done
         self._last: dict[int, tuple[Array, bool]] = {}
-        self._ids: dict[
-            tuple[int, ...], int
-        ] = {}  # trajectory ids by environment, run and episode
-        self._used: dict[int, tuple[int, ...]] = {}  # the inverse of ``_ids``
+        # trajectory ids by environment, run and episode
+        self._ids: dict[tuple[int, ...], int] = {}
+        # the inverse of ``_ids``
+        self._used: dict[int, tuple[int, ...]] = {}
 
     def add(self, batch: TensorDict, where: str) -> None:
         assert batch.names[-1] == "time", f"{where}: time is the last dimension"
         steps = batch.shape[-1]
-        obs = batch["observation"].numpy().reshape(-1, steps, 6)
-        after = batch["next", "observation"].numpy().reshape(-1, steps, 6)
+        obs = batch["observation"].numpy()
+        obs = obs.reshape(-1, steps, 6)
+        after = batch["next", "observation"].numpy()
+        after = after.reshape(-1, steps, 6)
         rows = obs.shape[:2]
         marks = batch.get(("collector", "valid"), None)
         valid = np.ones(rows, bool)
         if marks is not None:
             valid = marks.numpy().reshape(rows)
         actions = batch["action"].numpy().reshape(rows)
-        expected_after, reward, terminated, truncated = follow(
-            np.moveaxis(obs, -1, 0), actions
-        )
-        flags = {
-            flag: batch["next", flag].numpy().reshape(rows)
-            for flag in ("reward", "terminated", "truncated", "done")
-        }
+        numbers = np.moveaxis(obs, -1, 0)
+        results = follow(numbers, actions)
+        expected_after, reward, terminated, truncated = results
+        flags = {}
+        for flag in ("reward", "terminated", "truncated", "done"):
+            flags[flag] = batch["next", flag].numpy().reshape(rows)
         either = flags["terminated"] | flags["truncated"]
         differs = after != np.stack(expected_after, -1)
         wrong = {
@@ -249,27 +260,38 @@ class _Stream:
                 self._append(*parts, f"{where}, lane {lane}")
 
     def _append(
-        self, obs: Array, after: Array, done: Array, ids: Array, where: str
+        self,
+        obs: Array,
+        after: Array,
+        done: Array,
+        ids: Array,
+        where: str,
     ) -> None:
         """Check and add rows of one environment."""
-        env, run = (int(number) for number in obs[0, :2])
+        first = obs[0]
+        env = int(first[0])
+        run = int(first[1])
         before, ended = self._last.get(env, (None, True))
         if before is not None and before[1] == run:
-            first = obs[:1]
-            self._join(before[None], np.array([ended]), first, f"{where}, row 0")
+            was_end = np.array([ended])
+            self._join(before[None], was_end, first[None], f"{where}, row 0")
         else:
             known = -1 if before is None else int(before[1])
             assert run > known, (
                 f"{where}: run {run} of environment {env} after run {known}"
             )
-            counters = obs[0, 3:5].tolist()
-            assert counters == [0, 0], (
-                f"{where}: run {run} of environment {env} begins with {obs[0].tolist()}"
+            t = first[3]
+            total = first[4]
+            assert t == total == 0, (
+                f"{where}: run {run} of environment {env} begins with {first.tolist()}"
             )
-        self._join(after[:-1], done[:-1], obs[1:], where)
-        self._last[env] = (after[-1].copy(), bool(done[-1]))
+        followed = after[:-1]
+        done_before = done[:-1]
+        self._join(followed, done_before, obs[1:], where)
+        last = after[-1].copy()
+        self._last[env] = (last, bool(done[-1]))
         self.rows[env, run] += len(obs)
-        starts = np.append(True, done[:-1])
+        starts = np.append(True, done_before)
         for row in np.flatnonzero(starts):
             key = tuple(obs[row, :3].tolist())
             number = int(ids[row])
@@ -280,17 +302,25 @@ class _Stream:
             known_key = self._used.setdefault(number, key)
             assert known_key == key, f"{where}: {known_key} and {key} share an id"
         unchanged = ids[1:] == ids[:-1]
-        assert unchanged[~done[:-1]].all(), (
+        assert unchanged[~done_before].all(), (
             f"{where}: the trajectory changes within an episode"
         )
 
-    def _join(self, before: Array, ended: Array, obs: Array, where: str) -> None:
+    def _join(
+        self,
+        before: Array,
+        ended: Array,
+        obs: Array,
+        where: str,
+    ) -> None:
         """Check that the rows ``obs`` directly follow the observations ``before``."""
-        missing = np.where(ended, obs[:, 4] - before[:, 4], 0)
+        steps_between = obs[:, 4] - before[:, 4]
+        missing = np.where(ended, steps_between, 0)
         env_and_run = slice(0, 2)
         same = obs[:, env_and_run] == before[:, env_and_run]
         later_episode = obs[:, 2] > before[:, 2]
-        began = same.all(-1) & later_episode & (obs[:, 3] == 0)
+        first_row = obs[:, 3] == 0
+        began = same.all(-1) & later_episode & first_row
         differs = (obs != before).any(-1)
         bad = np.where(ended, ~began, differs)
         self.gaps += int(missing.sum())
@@ -306,10 +336,12 @@ class _Stream:
 def _map(path: str | Path) -> Array:
     """Map the counters into shared memory."""
     size = MOST * COLUMNS * 8
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    flags = os.O_RDWR | os.O_CREAT
+    fd = os.open(path, flags, 0o600)
     try:
         os.ftruncate(fd, size)
         memory = mmap.mmap(fd, size)
-        return np.frombuffer(memory, np.int64).reshape(MOST, COLUMNS)
+        cells = np.frombuffer(memory, np.int64)
+        return cells.reshape(MOST, COLUMNS)
     finally:
         os.close(fd)

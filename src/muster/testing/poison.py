@@ -46,7 +46,9 @@ def _is_functional(env: Any) -> bool:
 
 
 def _spoiling(
-    method: Callable[..., Any], name: str, results: dict[Any, Any]
+    method: Callable[..., Any],
+    name: str,
+    results: dict[Any, Any],
 ) -> Callable[..., Any]:
     """Return the method, with memory for its results that it shares with other methods."""
 

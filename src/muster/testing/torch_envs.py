@@ -20,6 +20,10 @@ else:
     from muster.utils import lazy_torch as torch
 
 Info = dict[str, Any]
+# what ``step`` returns: observation, reward, terminated, truncated, info
+Stepped = tuple[Any, "torch.Tensor", "torch.Tensor", "torch.Tensor", Info]
+# rewards, and which episodes terminated
+Advanced = tuple["torch.Tensor", "torch.Tensor"]
 
 
 class _TorchEnvs:
@@ -56,25 +60,37 @@ class _TorchEnvs:
         )
         self._generator = torch.Generator(self.device)
         self._generator.seed()
-        self._steps = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
+        self._steps = torch.zeros(
+            num_envs,
+            dtype=torch.int64,
+            device=self.device,
+        )
 
     def reset(
-        self, *, seed: int | None = None, options: Info | None = None
+        self,
+        *,
+        seed: int | None = None,
+        options: Info | None = None,
     ) -> tuple[Any, Info]:
         """Start new episodes, in all environments or those of ``options["reset_mask"]`` (bool
         ``[B]``).
         """
         if seed is not None:
             self._generator.manual_seed(seed)
-        where = (options or {}).get("reset_mask")
+        where = None
+        if options is not None:
+            where = options.get("reset_mask")
         if where is None:
-            where = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
-        self._restart(where, self._uniform())
+            where = torch.ones(
+                self.num_envs,
+                dtype=torch.bool,
+                device=self.device,
+            )
+        u = self._uniform()
+        self._restart(where, u)
         return self._observe(), {}
 
-    def step(
-        self, action: torch.Tensor
-    ) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, Info]:
+    def step(self, action: torch.Tensor) -> Stepped:
         u = None
         if self.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP:
             # First, so that torch.compile, which cannot draw from generators, makes one piece of
@@ -87,8 +103,10 @@ class _TorchEnvs:
         if u is not None:
             if self.final_obs:
                 info["final_obs"] = self._observe()
-            self._restart(terminated | truncated, u)
-        return self._observe(), reward, terminated, truncated, info
+            done = terminated | truncated
+            self._restart(done, u)
+        obs = self._observe()
+        return obs, reward, terminated, truncated, info
 
     def close(self) -> None:
         """Do nothing."""
@@ -97,7 +115,7 @@ class _TorchEnvs:
         self._begin(where, u)
         self._steps.masked_fill_(where, 0)
 
-    def _advance(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _advance(self, action: torch.Tensor) -> Advanced:
         """Change the state by one step; return rewards, and which episodes terminated."""
         raise NotImplementedError
 
@@ -116,7 +134,11 @@ class _TorchEnvs:
 
     def _uniform(self) -> torch.Tensor:
         size = (self.num_envs, self.DRAWN)
-        return torch.rand(size, generator=self._generator, device=self.device)
+        return torch.rand(
+            size,
+            generator=self._generator,
+            device=self.device,
+        )
 
 
 class TorchCartPole(_TorchEnvs):
@@ -146,7 +168,9 @@ class TorchCartPole(_TorchEnvs):
         final_obs: bool = True,
         max_steps: int = 500,
     ) -> None:
-        high = np.array([4.8, np.inf, 24 * np.pi / 180, np.inf], np.float32)
+        angle = 24 * np.pi / 180
+        limits = [4.8, np.inf, angle, np.inf]
+        high = np.array(limits, np.float32)
         super().__init__(
             num_envs,
             device,
@@ -158,19 +182,23 @@ class TorchCartPole(_TorchEnvs):
         )
         self.state = torch.zeros(num_envs, 4, device=self.device)
 
-    def _advance(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _advance(self, action: torch.Tensor) -> Advanced:
         _, x_dot, theta, theta_dot = self.state.unbind(1)
         sin = theta.sin()
         cos = theta.cos()
-        push = (action * 20.0 - 10.0 + 0.05 * theta_dot**2 * sin) / 1.1
+        force = action * 20.0 - 10.0
+        push = (force + 0.05 * theta_dot**2 * sin) / 1.1
         inertia = 0.5 * (4 / 3 - 0.1 * cos**2 / 1.1)
         theta_acc = (9.8 * sin - cos * push) / inertia
         x_acc = push - 0.05 * theta_acc * cos / 1.1
         rates = torch.stack([x_dot, x_acc, theta_dot, theta_acc], 1)
         self.state = self.state + 0.02 * rates
-        left = self.state[:, 0].abs() > 2.4
-        fell = self.state[:, 2].abs() > 12 * 2 * np.pi / 360
-        return torch.ones(self.num_envs, device=self.device), left | fell
+        position = self.state[:, 0]
+        angle = self.state[:, 2]
+        left = position.abs() > 2.4
+        fell = angle.abs() > 12 * 2 * np.pi / 360
+        reward = torch.ones(self.num_envs, device=self.device)
+        return reward, left | fell
 
     def _observe(self) -> torch.Tensor:
         return self.state.clone()
@@ -214,7 +242,9 @@ class TorchPendulum(_TorchEnvs):
         max_steps: int = 500,
         dt: float = 0.2,
     ) -> None:
-        high = np.array([1, 1, 1, 1, 4 * np.pi, 9 * np.pi], np.float32)
+        cosines_and_sines = [1, 1, 1, 1]
+        rates = [4 * np.pi, 9 * np.pi]
+        high = np.array(cosines_and_sines + rates, np.float32)
         super().__init__(
             num_envs,
             device,
@@ -230,34 +260,51 @@ class TorchPendulum(_TorchEnvs):
         """Return kinetic plus potential energy, ``[B]``, in joules."""
         theta1, theta2, rate1, rate2 = self.state.unbind(1)
         d1, d2 = _inertia(theta2)
-        kinetic = d1 * rate1**2 / 2 + d2 * rate1 * rate2 + 1.25 * rate2**2 / 2
-        potential = -9.8 * (1.5 * theta1.cos() + 0.5 * (theta1 + theta2).cos())
+        first = d1 * rate1**2 / 2
+        both = d2 * rate1 * rate2
+        second = 1.25 * rate2**2 / 2
+        kinetic = first + both + second
+        centres = 1.5 * theta1.cos() + 0.5 * (theta1 + theta2).cos()
+        potential = -9.8 * centres
         return kinetic + potential
 
-    def _advance(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _advance(self, action: torch.Tensor) -> Advanced:
         torque = action[:, 0].clamp(-1, 1)
         dt = self.dt
         k1 = _rates(self.state, torque)
         k2 = _rates(self.state + dt / 2 * k1, torque)
         k3 = _rates(self.state + dt / 2 * k2, torque)
         k4 = _rates(self.state + dt * k3, torque)
-        after = self.state + dt / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
-        angles = (after[:, :2] + math.pi).remainder(2 * math.pi) - math.pi
+        weighted = k1 + 2 * k2 + 2 * k3 + k4
+        after = self.state + dt / 6 * weighted
+        turned = after[:, :2] + math.pi
+        angles = turned.remainder(2 * math.pi) - math.pi
+        rate1 = after[:, 2]
+        rate2 = after[:, 3]
         self.state[:, :2].copy_(angles)
-        self.state[:, 2].copy_(after[:, 2].clamp(-4 * math.pi, 4 * math.pi))
-        self.state[:, 3].copy_(after[:, 3].clamp(-9 * math.pi, 9 * math.pi))
-        height = -angles[:, 0].cos() - angles.sum(1).cos()
+        self.state[:, 2].copy_(rate1.clamp(-4 * math.pi, 4 * math.pi))
+        self.state[:, 3].copy_(rate2.clamp(-9 * math.pi, 9 * math.pi))
+        theta1 = angles[:, 0]
+        height = -theta1.cos() - angles.sum(1).cos()
         terminated = height > 1
         return terminated.float() - 1, terminated
 
     def _observe(self) -> torch.Tensor:
         theta1, theta2, rate1, rate2 = self.state.unbind(1)
-        parts = [theta1.cos(), theta1.sin(), theta2.cos(), theta2.sin(), rate1, rate2]
+        parts = [
+            theta1.cos(),
+            theta1.sin(),
+            theta2.cos(),
+            theta2.sin(),
+            rate1,
+            rate2,
+        ]
         return torch.stack(parts, 1)
 
     def _begin(self, where: torch.Tensor, u: torch.Tensor) -> None:
         fresh = u * 0.2 - 0.1
-        self.state.copy_(torch.where(where[:, None], fresh, self.state))
+        state = torch.where(where[:, None], fresh, self.state)
+        self.state.copy_(state)
 
 
 def _inertia(theta2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,8 +322,10 @@ def _rates(state: torch.Tensor, torque: torch.Tensor) -> torch.Tensor:
     d1, d2 = _inertia(theta2)
     sin = 0.5 * theta2.sin()
     phi2 = 4.9 * (theta1 + theta2).sin()
-    phi1 = -sin * rate2**2 - 2 * sin * rate1 * rate2 + 14.7 * theta1.sin() + phi2
-    acc2 = (torque + d2 / d1 * phi1 - sin * rate1**2 - phi2) / (1.25 - d2**2 / d1)
+    coriolis = -sin * rate2**2 - 2 * sin * rate1 * rate2
+    phi1 = coriolis + 14.7 * theta1.sin() + phi2
+    left = torque + d2 / d1 * phi1 - sin * rate1**2 - phi2
+    acc2 = left / (1.25 - d2**2 / d1)
     acc1 = -(d2 * acc2 + phi1) / d1
     return torch.stack([rate1, rate2, acc1, acc2], 1)
 
@@ -335,11 +384,15 @@ class TorchGridWorld(_TorchEnvs):
             raise ValueError(
                 f"size={size}: two rooms between walls need at least 5 cells"
             )
-        shape = (size * cell, size * cell, 3)
+        if max_steps is None:
+            max_steps = 4 * size**2
+        side = size * cell
+        pixels = spaces.Box(0, 255, (side, side, 3), np.uint8)
+        action_mask = spaces.MultiBinary(4)
         observation_space = spaces.Dict(
             {
-                "pixels": spaces.Box(0, 255, shape, np.uint8),
-                "action_mask": spaces.MultiBinary(4),
+                "pixels": pixels,
+                "action_mask": action_mask,
             }
         )
         super().__init__(
@@ -348,7 +401,7 @@ class TorchGridWorld(_TorchEnvs):
             observation_space,
             spaces.Discrete(4),
             autoreset=autoreset,
-            max_steps=4 * size**2 if max_steps is None else max_steps,
+            max_steps=max_steps,
         )
         on = self.device
         self.size = size
@@ -359,7 +412,13 @@ class TorchGridWorld(_TorchEnvs):
         self.goal = torch.ones_like(self.agent)
         self.has_key = torch.zeros(num_envs, dtype=torch.bool, device=on)
         # Constants: a step must not copy from the host.
-        self._moves = torch.tensor([[-1, 0], [0, 1], [1, 0], [0, -1]], device=on)
+        up_right_down_left = [
+            [-1, 0],
+            [0, 1],
+            [1, 0],
+            [0, -1],
+        ]
+        self._moves = torch.tensor(up_right_down_left, device=on)
         colours = list(self.COLOURS.values())
         self._colours = torch.tensor(colours, dtype=torch.uint8, device=on)
         line = torch.arange(size, device=on)
@@ -368,61 +427,83 @@ class TorchGridWorld(_TorchEnvs):
         at_end = (line == 0) | (line == size - 1)
         self._border = at_end[:, None] | at_end
 
-    def _advance(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _advance(self, action: torch.Tensor) -> Advanced:
         allowed = self._allowed().gather(1, action[:, None])
-        self.agent.add_(self._moves[action] * allowed)
-        self.has_key.logical_or_(_same(self.agent, self.key))
+        move = self._moves[action] * allowed
+        self.agent.add_(move)
+        finds_key = _same(self.agent, self.key)
+        self.has_key.logical_or_(finds_key)
         terminated = _same(self.agent, self.goal)
         return terminated.float(), terminated
 
     def _observe(self) -> dict[str, torch.Tensor]:
-        return {"pixels": self._pixels(), "action_mask": self._allowed().to(torch.int8)}
+        allowed = self._allowed()
+        return {
+            "pixels": self._pixels(),
+            "action_mask": allowed.to(torch.int8),
+        }
 
     def _allowed(self) -> torch.Tensor:
         """Whether the agent can make each of the four moves, ``[B, 4]``."""
         target = self.agent[:, None] + self._moves
+        row = target[..., 0]
+        column = target[..., 1]
         inside = (target > 0) & (target < self.size - 1)
-        at_wall = target[..., 1] == self.door[:, None, 1]
-        at_door = at_wall & (target[..., 0] == self.door[:, None, 0])
-        passes = ~at_wall | (at_door & self.has_key[:, None])
+        at_wall = column == self.door[:, None, 1]
+        at_door = at_wall & (row == self.door[:, None, 0])
+        opens = at_door & self.has_key[:, None]
+        passes = ~at_wall | opens
         return inside.all(-1) & passes
 
     def _pixels(self) -> torch.Tensor:
-        walls = self._border | (self._columns == self.door[:, 1, None, None])
+        wall = self.door[:, 1, None, None]
+        walls = self._border | (self._columns == wall)
         has_key = self.has_key[:, None, None]
         kinds = walls.long()  # places in ``COLOURS``
-        kinds.masked_fill_(self._at(self.door), 2)
-        kinds.masked_fill_(self._at(self.key) & ~has_key, 3)
-        kinds.masked_fill_(self._at(self.goal), 4)
+        door = self._at(self.door)
+        key = self._at(self.key)
+        goal = self._at(self.goal)
         agent = self._at(self.agent)
+        kinds.masked_fill_(door, 2)
+        kinds.masked_fill_(key & ~has_key, 3)
+        kinds.masked_fill_(goal, 4)
         kinds.masked_fill_(agent & ~has_key, 5)
         kinds.masked_fill_(agent & has_key, 6)
         pixels = self._colours[kinds]
         if self.cell > 1:
-            pixels = pixels.repeat_interleave(self.cell, 1).repeat_interleave(
-                self.cell, 2
-            )
+            pixels = pixels.repeat_interleave(self.cell, 1)
+            pixels = pixels.repeat_interleave(self.cell, 2)
         return pixels
 
     def _at(self, place: torch.Tensor) -> torch.Tensor:
         """Whether each cell is the given place, ``[B, size, size]``."""
-        row = self._rows == place[:, 0, None, None]
-        return row & (self._columns == place[:, 1, None, None])
+        place = place[..., None, None]
+        in_row = self._rows == place[:, 0]
+        in_column = self._columns == place[:, 1]
+        return in_row & in_column
 
     def _begin(self, where: torch.Tensor, u: torch.Tensor) -> None:
         inner = self.size - 2  # rows and columns without the border
-        wall = 2 + _below(u[:, 0], inner - 2)  # a room has at least one column
-        door = torch.stack([1 + _below(u[:, 1], inner), wall], 1)
+        drawn = u.unbind(1)
+        wall = 2 + _below(drawn[0], inner - 2)  # a room has at least one column
+        door_row = 1 + _below(drawn[1], inner)
         cells = inner * (wall - 1)  # of the left room
-        agent = _below(u[:, 2], cells)
-        key = (agent + 1 + _below(u[:, 3], cells - 1)) % cells
-        goal_column = wall + 1 + _below(u[:, 4], self.size - 2 - wall)
-        goal = torch.stack([1 + _below(u[:, 5], inner), goal_column], 1)
+        agent = _below(drawn[2], cells)
+        from_agent = 1 + _below(drawn[3], cells - 1)
+        key = (agent + from_agent) % cells
+        right_columns = self.size - 2 - wall
+        goal_column = wall + 1 + _below(drawn[4], right_columns)
+        goal_row = 1 + _below(drawn[5], inner)
+        places = [
+            (self.agent, _in_left_room(agent, inner)),
+            (self.key, _in_left_room(key, inner)),
+            (self.door, torch.stack([door_row, wall], 1)),
+            (self.goal, torch.stack([goal_row, goal_column], 1)),
+        ]
         changed = where[:, None]
-        self.agent.copy_(torch.where(changed, _in_left_room(agent, inner), self.agent))
-        self.key.copy_(torch.where(changed, _in_left_room(key, inner), self.key))
-        self.door.copy_(torch.where(changed, door, self.door))
-        self.goal.copy_(torch.where(changed, goal, self.goal))
+        for place, fresh in places:
+            now = torch.where(changed, fresh, place)
+            place.copy_(now)
         self.has_key.masked_fill_(where, False)
 
 
@@ -438,4 +519,6 @@ def _below(u: torch.Tensor, n: int | torch.Tensor) -> torch.Tensor:
 
 def _in_left_room(cell: torch.Tensor, inner: int) -> torch.Tensor:
     """Return row and column of numbered cells of the left room, ``[B, 2]``."""
-    return torch.stack([1 + cell % inner, 1 + cell // inner], 1)
+    row = 1 + cell % inner
+    column = 1 + cell // inner
+    return torch.stack([row, column], 1)

@@ -228,7 +228,9 @@ class EnvSlice(EnvBatch):
         return self.shared.write(half, infos)
 
     def reset_envs(
-        self, half: int, arguments: Mapping[int, dict[str, Any]]
+        self,
+        half: int,
+        arguments: Mapping[int, dict[str, Any]],
     ) -> bytes | None:
         """Reset environments with these arguments, by index; see ``step`` for the result."""
         infos: PackedInfos = []
@@ -238,7 +240,10 @@ class EnvSlice(EnvBatch):
         return self.shared.write(half, infos)
 
     def _reset(
-        self, i: int, given: dict[str, Any], infos: PackedInfos
+        self,
+        i: int,
+        given: dict[str, Any],
+        infos: PackedInfos,
     ) -> dict[str, Any]:
         """Reset an environment, keep its observation, and return the info."""
         cells = self.shared.cells
@@ -264,7 +269,12 @@ class EnvSlice(EnvBatch):
         result: dict[str, Any] = info
         return result
 
-    def _keep(self, i: int, method: str, obs: Any) -> None:
+    def _keep(
+        self,
+        i: int,
+        method: str,
+        obs: Any,
+    ) -> None:
         """Copy an observation, whose memory the environment may use again, and others of this
         worker may share.
         """
@@ -281,14 +291,23 @@ class EnvSlice(EnvBatch):
             self._add(infos, i, {"final_obs": self.shared.obs[i], "final_info": {}})
             self._add(infos, i, self._reset(i, {}, infos))
 
-    def _add(self, infos: PackedInfos, i: int, info: dict[str, Any]) -> None:
+    def _add(
+        self,
+        infos: PackedInfos,
+        i: int,
+        info: dict[str, Any],
+    ) -> None:
         if info:
             infos.append((self._first + i, packed(info)))
 
     # --- failures ---------------------------------------------------------------------------------
 
     def _replace(
-        self, i: int, method: str, error: Exception, infos: PackedInfos
+        self,
+        i: int,
+        method: str,
+        error: Exception,
+        infos: PackedInfos,
     ) -> None:
         """Make an environment again, after it raised an error; or raise that."""
         failure = self._error(i, method, error)
@@ -303,7 +322,12 @@ class EnvSlice(EnvBatch):
         history.was_replaced(self._first + i)
         self._add(infos, i, {"muster": {"error": str(failure)}})
 
-    def _error(self, i: int, method: str, error: Exception) -> EnvError:
+    def _error(
+        self,
+        i: int,
+        method: str,
+        error: Exception,
+    ) -> EnvError:
         name = type(self.envs[i]).__name__
         return EnvError(
             f"environment {self._first + i} ({name}): {method} raised {described(error)}",
@@ -331,7 +355,12 @@ class EnvSlice(EnvBatch):
 
     # --- attributes, and the end ------------------------------------------------------------------
 
-    def set_attribute(self, i: int, name: str, value: Any) -> None:
+    def set_attribute(
+        self,
+        i: int,
+        name: str,
+        value: Any,
+    ) -> None:
         """Set an attribute of an environment, and of its successors."""
         self._streams.use(i)
         self.envs[i].set_wrapper_attr(name, value)
@@ -401,7 +430,13 @@ class _SharedRows:
         if rows.obs is not None:
             self._halves = [part_of(half, begin, end) for half in rows.obs]
 
-    def put(self, i: int, reward: float, *, truncated: bool = False) -> None:
+    def put(
+        self,
+        i: int,
+        reward: float,
+        *,
+        truncated: bool = False,
+    ) -> None:
         """Set the reward and flags of an environment that has not stepped."""
         self.rewards[i] = reward
         self.terminated[i] = False

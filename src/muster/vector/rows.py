@@ -49,8 +49,11 @@ class VectorRows:
         self.rewards = self._array((num_envs,), np.float64)
         self.terminated = self._array((num_envs,), np.bool_)
         self.truncated = self._array((num_envs,), np.bool_)
-        exchanges = [self._array((Exchange.NBYTES,), np.uint8) for _ in range(workers)]
-        self.exchanges = [] if block is None else [Exchange(each) for each in exchanges]
+        self.exchanges: list[Exchange] = []
+        for _ in range(workers):
+            exchange = self._array((Exchange.NBYTES,), np.uint8)
+            if block is not None:
+                self.exchanges.append(Exchange(exchange))
         self.obs: list[Any] | None = None
         if shared and _has_arrays(space):
             self.obs = [
@@ -60,11 +63,13 @@ class VectorRows:
 
     def _array(self, shape: tuple[int, ...], dtype: Any) -> Array:
         dtype = np.dtype(dtype)
-        begin = -(-self.nbytes // LINE) * LINE
+        lines = -(-self.nbytes // LINE)
+        begin = lines * LINE
         self.nbytes = begin + math.prod(shape) * dtype.itemsize
         if self._block is None:
             return np.empty(0, dtype)
-        rows: Array = self._block[begin : self.nbytes].view(dtype).reshape(shape)
+        cells = self._block[begin : self.nbytes].view(dtype)
+        rows: Array = cells.reshape(shape)
         return rows
 
 
@@ -76,7 +81,12 @@ def _has_arrays(space: spaces.Space[Any]) -> bool:
         return all(map(_has_arrays, space.spaces.values()))
     if isinstance(space, spaces.Tuple):
         return all(map(_has_arrays, space.spaces))
-    plain = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+    plain = (
+        spaces.Box,
+        spaces.Discrete,
+        spaces.MultiDiscrete,
+        spaces.MultiBinary,
+    )
     return isinstance(space, plain)
 
 

@@ -235,7 +235,9 @@ class Slices:
         self._pool.wait(0.0, revives=False)
 
     def results(
-        self, calls: Mapping[int, Any], deadline: float | None = None
+        self,
+        calls: Mapping[int, Any],
+        deadline: float | None = None,
     ) -> dict[int, Any]:
         """Return the results of calls, by worker.
 
@@ -279,7 +281,12 @@ class Slices:
             if answer is not None:
                 value_of(answer)  # raises its failure
 
-    def _send_rows(self, n: int, is_successor: bool, number: int) -> None:
+    def _send_rows(
+        self,
+        n: int,
+        is_successor: bool,
+        number: int,
+    ) -> None:
         generation = self.handles[n].config.generation if is_successor else None
         *memory, offset = self._memory
         inherited = self._inherit(self.parts[n], generation)

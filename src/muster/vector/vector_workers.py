@@ -109,7 +109,8 @@ class VectorWorkers:
         self._attributes: dict[int, dict[str, Any]] = {}  # that the user has set
         self._slices = Slices(config, parts, self._inheritance)
         try:
-            described = dict.fromkeys(range(len(parts)), (EnvSlice.description, ()))
+            call: SliceCall = (EnvSlice.description, ())
+            described = dict.fromkeys(range(len(parts)), call)
             answers = self._slices.all(described)
         except BaseException:
             self._slices.close(terminate=False)
@@ -160,7 +161,8 @@ class VectorWorkers:
         calls: dict[int, SliceCall] = {}
         for n, part in enumerate(self._slices.parts):
             own = {i - part.start: arguments[i] for i in part if i in arguments}
-            calls[n] = (EnvSlice.reset_envs, (self._observations.next_half, own))
+            half = self._observations.next_half
+            calls[n] = (EnvSlice.reset_envs, (half, own))
         if complete:
             self.failure = None
         self._send(_Sent(AsyncState.WAITING_RESET, calls, complete=complete))
@@ -236,7 +238,9 @@ class VectorWorkers:
     # --- calls ------------------------------------------------------------------------------------
 
     def each(
-        self, function: Callable[[Any], Any], which: Iterable[int] | None = None
+        self,
+        function: Callable[[Any], Any],
+        which: Iterable[int] | None = None,
     ) -> list[Any]:
         """Return the results of a function that is called with each environment, or with those of
         these numbers.
@@ -245,7 +249,9 @@ class VectorWorkers:
         return self.receive_each()
 
     def send_each(
-        self, function: Callable[[Any], Any], which: Iterable[int] | None = None
+        self,
+        function: Callable[[Any], Any],
+        which: Iterable[int] | None = None,
     ) -> None:
         """Send a function that is called with environments; see ``each``."""
         self.check_idle("call_async")
@@ -350,7 +356,9 @@ class VectorWorkers:
         self._sent = sent
 
     def _receive(
-        self, state: AsyncState, timeout: float | None
+        self,
+        state: AsyncState,
+        timeout: float | None,
     ) -> tuple[_Sent, dict[int, Any]]:
         """Return the call that was sent, and its results by worker."""
         sent = self._sent

@@ -141,6 +141,8 @@ class Collector(
         self._wrapped_policy = policies.wrap_policy(
             self.policy, self.env, self.trust_policy
         )
+        if isinstance(self.env, EnvBase):
+            policies.check_is_init(self._wrapped_policy, self.env)
         if isinstance(self.policy, torch.nn.Module):
             self._policy_w_state_dict = self.policy
         self._set_up_weights(policy)

@@ -10,9 +10,13 @@ import torch
 from tensordict.nn import CudaGraphModule
 from torchrl import compile_with_warmup
 from torchrl.data import Unbounded
-from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs import Compose, EnvBase, InitTracker, TransformedEnv
 from torchrl.envs.utils import _make_compatible_policy
-from torchrl.modules import RandomPolicy, set_exploration_modules_spec_from_env
+from torchrl.modules import (
+    RandomPolicy,
+    get_primers_from_module,
+    set_exploration_modules_spec_from_env,
+)
 
 from muster.keys import FLAGS, IS_INIT, Key, next_of
 from muster.memory.cells import assemble
@@ -45,6 +49,47 @@ def wrap_policy(policy: Any, env: Any, trust: bool | None) -> Any:
             "Failed to wrap the policy. If the policy needs to be trusted, set trust_policy=True."
             " Scroll up for more details."
         ) from error
+
+
+def check_is_init(policy: Any, env: EnvBase) -> None:
+    """Check that an environment has ``is_init`` if the policy reads it, as TorchRL's first call of
+    the policy does.
+
+    Raises:
+        KeyError: it has not.
+    """
+    reads = [as_key(key) for key in getattr(policy, "in_keys", None) or ()]
+    if IS_INIT in reads and IS_INIT not in _keys_of(env):
+        raise KeyError(
+            'key "is_init" not found: the policy reads it, and the environment does not have it.'
+            " Pass auto_register_policy_transforms=True, or append InitTracker() to the"
+            " environment"
+        )
+
+
+def with_transforms(env: EnvBase, policy: Any) -> EnvBase:
+    """Return the environment with the transforms that a recurrent policy needs and that it lacks,
+    as with TorchRL's ``auto_register_policy_transforms``.
+    """
+    if not isinstance(policy, torch.nn.Module):
+        return env
+    known = _keys_of(env)
+    missing: list[Any] = []
+    if IS_INIT not in known:
+        missing.append(InitTracker())
+    found = get_primers_from_module(policy, warn=False)
+    for primer in found if isinstance(found, Compose) else [found]:
+        if primer is not None and not known.issuperset(_paths(primer.primers)):
+            missing.append(primer)
+    return TransformedEnv(env, Compose(*missing)) if missing else env
+
+
+def _keys_of(env: EnvBase) -> set[Key]:
+    return {*_paths(env.full_observation_spec), *_paths(env.full_state_spec)}
+
+
+def _paths(spec: Any) -> list[Key]:
+    return [as_key(key) for key in spec.keys(True, True)]
 
 
 class Compiled:
@@ -130,11 +175,18 @@ class ActedOn:
     Args:
         make: function that makes the environment.
         policy: function that returns the policy.
+        adds_transforms: add the transforms that the policy needs; see ``with_transforms``.
     """
 
-    def __init__(self, make: Callable[..., Any], policy: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        policy: Callable[[], Any],
+        adds_transforms: bool = False,
+    ) -> None:
         self._make = make
         self._policy = policy
+        self._adds_transforms = adds_transforms
         self.__name__ = getattr(make, "__name__", type(make).__name__)
 
     def __call__(self, **kwargs: Any) -> Any:
@@ -143,6 +195,8 @@ class ActedOn:
             policy := self._policy()
         ):
             return env
+        if self._adds_transforms:
+            env = with_transforms(env, policy)
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 td = env.full_observation_spec.zero().update(env.full_done_spec.zero())
@@ -316,15 +370,6 @@ def first_input(group: Group, policy: Any, device: torch.device | None) -> Any:
         td.set(
             flag,
             torch.zeros(
-                (*group.env.spec.batch_shape, 1), dtype=torch.bool, device="cpu"
-            ),
-        )
-    if IS_INIT not in specs and IS_INIT in map(
-        as_key, getattr(policy, "in_keys", None) or ()
-    ):
-        td.set(
-            IS_INIT,
-            torch.ones(
                 (*group.env.spec.batch_shape, 1), dtype=torch.bool, device="cpu"
             ),
         )

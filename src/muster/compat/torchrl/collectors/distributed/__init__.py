@@ -66,6 +66,11 @@ __all__ = [
     "submitit_delayed_launcher",
 ]
 
+# an option of TorchRL's collectors, which nodes get in collector_kwargs
+AUTO_REGISTER = "auto_register_policy_transforms"
+# replay buffers of Muster's that RayCollector takes, besides TorchRL's on Ray
+REACHABLE = frozenset({"RayBuffer", "ReplayMemory"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutEffect:
@@ -113,6 +118,7 @@ class _OverNodes:
         self._pre_hook = SettableHook(options.get("pre_collect_hook"))
         options = {**options, "pre_collect_hook": self._pre_hook}
         made_by_nodes = policy is not None and options.get("policy_factory") is not None
+        options, adds_transforms = _without_transforms(options)
         told = _translated(create_env_fn, frames_per_batch, options, joins=self._joins)
         several = isinstance(create_env_fn, (list, tuple))
         make_policy = told.get("policy_factory") or (lambda: policy)
@@ -129,7 +135,7 @@ class _OverNodes:
                 len(given) - len(makers)
             )  # Muster refuses such a list
         envs = [
-            ActedOn(make, maker) if shown and callable(make) else make
+            ActedOn(make, maker, adds_transforms) if shown and callable(make) else make
             for make, maker in zip(given, makers, strict=True)
         ]
         super().__init__(  # type: ignore[call-arg]
@@ -395,6 +401,9 @@ class RayCollector(_OverNodes, clusters.RayCollector):  # type: ignore[misc]
         **options: TorchRL's arguments, and those of ``muster.RayCollector``. If only
             ``collector_kwargs`` or ``remote_configs`` is a list, its length is the number of
             actors.
+
+    Raises:
+        TypeError: the actors cannot write into the replay buffer.
     """
 
     _service: Any = None  # the InferenceServer that has the policy
@@ -412,6 +421,7 @@ class RayCollector(_OverNodes, clusters.RayCollector):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         del use_env_creator, no_cuda_sync
+        _check_reachable(options.get("replay_buffer"))
         lists = [options.get(name) for name in ("collector_kwargs", "remote_configs")]
         counts = [len(given) for given in lists if isinstance(given, list)]
         if (
@@ -575,6 +585,42 @@ class RayCollector(_OverNodes, clusters.RayCollector):  # type: ignore[misc]
         super().async_shutdown()
         if shutdown_ray:
             self.shutdown(shutdown_ray=True)
+
+
+def _check_reachable(replay_buffer: Any) -> None:
+    """Check that actors can write into a replay buffer, as TorchRL does.
+
+    Raises:
+        TypeError: only this process can.
+    """
+    serves = getattr(replay_buffer, "service_backend", None) == "ray"
+    ours = {cls.__name__ for cls in type(replay_buffer).__mro__} & REACHABLE
+    if replay_buffer is None or serves or ours:
+        return
+    raise TypeError(
+        f"replay_buffer is a {type(replay_buffer).__name__} of this process, which cannot be"
+        " shared with distant Ray actors: use ReplayBuffer(..., service_backend='ray') or"
+        " muster.RayBuffer. muster.RayCollector takes any buffer: its batches then pass through"
+        " this process"
+    )
+
+
+def _without_transforms(options: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return the options without ``auto_register_policy_transforms`` of ``collector_kwargs``, and
+    whether it is True.
+
+    Raises:
+        BadOption: it differs between nodes.
+    """
+    of_nodes = options.get("collector_kwargs")
+    if of_nodes is None:
+        return dict(options), False
+    several = isinstance(of_nodes, (list, tuple))
+    rest = [dict(given or {}) for given in (of_nodes if several else [of_nodes])]
+    asked = [given.pop(AUTO_REGISTER, None) for given in rest]
+    kept = rest if several else rest[0]
+    adds = _one(AUTO_REGISTER, asked if several else asked[0])
+    return {**options, "collector_kwargs": kept}, bool(adds)
 
 
 def _translated(
