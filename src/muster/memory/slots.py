@@ -221,6 +221,11 @@ class Lane:
         """Let the present request end before ``row``."""
         self.acts_until = row
 
+    def act_between(self, row: int, end: int) -> None:
+        """Let the policy act from ``row`` on, and the present request end before row ``end``."""
+        self.acts_from = row
+        self.acts_until = end
+
     def complete(self, rows: int) -> None:
         """Set the number of complete rows."""
         self.done_steps = rows
