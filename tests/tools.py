@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +12,8 @@ from typing import Any
 
 import torch
 
-from muster import Collector
+from muster import Collector, CollectorStats
+from muster.collectors.ledger import FrameTerms
 from muster.testing import ChainEnv, CountingEnv
 
 
@@ -97,10 +99,30 @@ def joined(collector: Collector, batches: int) -> Any:
 
 def assert_accounted(collector: Collector) -> None:
     """Every step that was executed is delivered, discarded or in flight."""
-    stats = collector.stats()
-    assert (
-        stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
-    ), stats
+    assert_balanced(collector.stats())
+
+
+def assert_balanced(stats: CollectorStats, *, in_flight: int | None = None) -> None:
+    """The equation of the ledger holds, no term is negative, and so many steps are in flight (None:
+    any number).
+    """
+    assert is_balanced(stats), stats
+    assert in_flight in (None, stats.in_flight), stats
+
+
+def is_balanced(stats: CollectorStats) -> bool:
+    """Whether the equation of the ledger holds, and no term is negative."""
+    discarded = Counter(stats.discarded)
+    return terms_balance(
+        FrameTerms(stats.executed, stats.frames, discarded, stats.in_flight)
+    )
+
+
+def terms_balance(terms: FrameTerms) -> bool:
+    """Whether every step that was executed is delivered, discarded or in flight."""
+    discarded = terms.discarded.values()
+    parts = [terms.delivered, *discarded, terms.in_flight]
+    return min(parts) >= 0 and terms.executed == sum(parts)
 
 
 def assert_chain(batch: Any, ends: int = 5) -> None:

@@ -477,6 +477,208 @@ def check_sequences(memory: ReplayMemory, length: int = 3) -> None:
         assert across or goes_on.all()
 
 
+# --- where episodes begin -------------------------------------------------------------------------
+
+
+def check_beginnings(memory: ReplayMemory) -> None:
+    """``is_init`` is the first step of an episode of the environment, whatever is in the memory; and
+    sequences go on only to the next step, or to the beginning of an episode.
+    """
+    for across in (False, True):
+        for length in (1, 3):
+            batch = memory.sample(100, sequence=length, across_episodes=across)
+            check_oracle(batch)
+            env, run, episode, t, _, _ = batch["observation"].unbind(-1)
+            assert torch.equal(batch["is_init"].squeeze(-1), t == 0)
+            goes_on = (run[:, 1:] == run[:, :-1]) & (episode[:, 1:] == episode[:, :-1])
+            goes_on &= t[:, 1:] == t[:, :-1] + 1
+            assert (env == env[:, :1]).all()
+            assert (goes_on | across & (t[:, 1:] == 0)).all()
+
+
+def check_nothing_is_cut(memory: ReplayMemory) -> None:
+    """A sequence begins with every step whose next one is there."""
+    every = memory[:]
+    there = {
+        tuple(row[:5]): number
+        for row, number in zip(
+            every["observation"].tolist(), every["index"].tolist(), strict=True
+        )
+    }
+    expected = {
+        number
+        for (env, run, episode, t, total), number in there.items()
+        if (env, run, episode, t + 1, total + 1) in there
+    }
+    begins = memory.sample(2000, sequence=2)["index"][:, 0]
+    assert set(begins.tolist()) == expected
+
+
+PLACES = [
+    pytest.param(Collector, 1, {}, id="row by row"),
+    pytest.param(Collector, 3, {}, id="here"),
+    pytest.param(Collector, 3, {"compact_obs": True}, id="compact"),
+    pytest.param(MultiSyncCollector, 3, {"backend": "threads"}, id="sync"),
+    pytest.param(MultiAsyncCollector, 3, {"backend": "threads"}, id="async"),
+    pytest.param(MultiSyncCollector, 3, {}, marks=pytest.mark.slow, id="processes"),
+    pytest.param(on_nodes.Together, 3, {}, marks=pytest.mark.slow, id="nodes"),
+]
+
+
+@pytest.mark.parametrize(("cls", "rows", "options"), PLACES)
+@pytest.mark.parametrize("random_start", [0, 6])
+def test_is_init_is_the_first_step_of_an_episode(
+    tmp_path, cls, rows, options, random_start
+):
+    """Also after rows were dropped, and where the rows before were never in the memory."""
+    groups = 1 if cls is Collector else 2
+    make = oracles(tmp_path, groups, 2)("oracle")
+    memory = ReplayMemory(60, seed=0)  # a ring is full after 15 or 30 rows
+    collector = cls(
+        make,
+        None,
+        num_envs=2,
+        frames_per_batch=2 * rows * (groups if cls is not MultiAsyncCollector else 1),
+        max_decorrelation_steps=random_start,
+        replay_buffer=memory,
+        seed=0,
+        **options,
+    )
+    rounds = 0
+    for number, _ in enumerate(taken(collector, 240 // rows), 1):
+        if number % (15 // rows):
+            continue
+        check_beginnings(memory)
+        check_nothing_is_cut(memory)
+        rounds += 1
+        if rounds % 3:
+            memory.clear()
+        if rounds % 2:
+            memory.load_state_dict(memory.state_dict())
+    collector.shutdown()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_is_init_with_two_collectors_on_one_memory(tmp_path, rows):
+    """A row of one collector does not begin an episode because a row of the other is before it."""
+    memory = ReplayMemory(60, seed=0)
+    every = [
+        Collector(
+            partial(OracleEnv, tmp_path / f"{i}", 0, 2),
+            None,
+            num_envs=2,
+            frames_per_batch=2 * rows,
+            max_decorrelation_steps=4 * i,
+            replay_buffer=memory,
+            seed=i,
+        )
+        for i in range(2)
+    ]
+    for number in range(30):
+        next(iter(every[number % 2]))
+        begins = memory.sample(100, sequence=1)
+        t = begins["observation"][..., 3]
+        assert torch.equal(begins["is_init"].squeeze(-1), t == 0)
+        for length in (1, rows):
+            batch = memory.sample(50, sequence=length, across_episodes=True)
+            check_oracle(batch)
+            t = batch["observation"][..., 3]
+            assert ((t[:, 1:] == t[:, :-1] + 1) | (t[:, 1:] == 0)).all()
+
+
+class Blind(gymnasium.Env[Any, Any]):
+    """Its observations are always the same. The reward is the number of the step over all episodes,
+    after ``first``.
+    """
+
+    observation_space = gymnasium.spaces.Box(0, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, first: int, length: int) -> None:
+        self.number = first
+        self.length = length
+        self.t = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.t = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.number += 1
+        self.t += 1
+        over = self.t == self.length
+        return np.zeros(2, np.float32), float(self.number), over, False, {}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("begun", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize("saved", [False, True], ids=["same", "saved"])
+def test_equal_observations_do_not_join_episodes(tmp_path, rows, begun, saved):
+    """A memory that another collector goes on with, whose environments cannot be told apart by
+    their observations.
+    """
+
+    def make(memory: ReplayMemory, first: int) -> Any:
+        return Collector(
+            lambda: Blind(first, 50),
+            None,
+            frames_per_batch=rows,
+            replay_buffer=memory,
+            seed=0,
+        )
+
+    memory = ReplayMemory(400, seed=0)
+    for _ in taken(make(memory, 0), 4):
+        pass
+    if saved:
+        memory.save(tmp_path)
+        memory = ReplayMemory(400, seed=0)
+        memory.load(tmp_path)
+    other = make(memory, 1000)
+    if begun:
+        other.rollout()  # which no memory gets
+    for _ in taken(other, 4):
+        pass
+    for across in (False, not begun):
+        lines = memory.sample(300, sequence=2, across_episodes=across)
+        number = lines["next", "reward"].squeeze(-1)
+        begins = lines["is_init"].squeeze(-1)
+        assert torch.equal(begins, number % 1000 == 1)
+        assert ((number[:, 1] == number[:, 0] + 1) | begins[:, 1]).all()
+    later = memory.sample(300, n_step=2, gamma=1.0)
+    numbers = later["next", "reward"].reshape(-1)
+    two = later["steps_to_next_obs"].reshape(-1) == 2
+    assert (numbers[two] % 2 == 1).all()  # of a step and the one after it
+    newest = {float(row["next", "reward"]) for row in memory.newest(1)}
+    newest.add(4.0 * rows)  # of the first collector
+    assert set(numbers[~two].tolist()) == newest
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_equal_observations_do_not_join_the_episodes_of_two_collectors(rows):
+    """They take turns, and are always at the same step of the same trajectory."""
+    memory = ReplayMemory(400, seed=0)
+    every = [
+        Collector(
+            partial(Blind, first, 50),
+            None,
+            frames_per_batch=rows,
+            replay_buffer=memory,
+            seed=0,
+        )
+        for first in (0, 1000)
+    ]
+    for number in range(8):
+        next(iter(every[number % 2]))
+    batch = memory.sample(300, n_step=2, gamma=1.0)
+    two = batch["steps_to_next_obs"].squeeze(-1) == 2
+    assert two.any() == (rows > 1)
+    assert (batch["next", "reward"].squeeze(-1)[two] % 2 == 1).all()  # of two in a row
+    lines = memory.sample(300, sequence=1)
+    is_first = lines["next", "reward"] % 1000 == 1
+    assert torch.equal(lines["is_init"], is_first)
+
+
 def numbers(memory: ReplayMemory) -> Counter[tuple[int, int, int]]:
     """Environment, run, and number of the step in this run, of every transition."""
     every = memory[:]

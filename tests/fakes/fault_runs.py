@@ -19,6 +19,7 @@ import torch
 from muster import MultiAsyncCollector, MultiSyncCollector
 from muster.errors import text_of
 from muster.testing import Fault, OracleEnv, check_stream
+from tests.tools import assert_balanced
 
 LEFT_OUT = object()  # the value of an option that is not given
 T = 20  # rows per rollout of each of the two environments
@@ -63,8 +64,7 @@ class Outcome:
         rows = check_stream(self.batches, gaps=gaps)
         assert stats.frames == sum(rows.values())
         assert frames in (None, stats.frames)
-        assert stats.in_flight == 0
-        assert stats.executed == stats.frames + sum(stats.discarded.values())
+        assert_balanced(stats, in_flight=0)
         assert stats.unseen <= unseen
         assert stats.executed <= truth <= stats.executed + stats.unseen, (
             "as the environments themselves have counted"

@@ -26,6 +26,7 @@ from muster.policies import categorical
 from muster.testing import CountingEnv
 from tests.fakes.fault_runs import all_gone
 from tests.fakes.stages import fork_server, parent
+from tests.tools import is_balanced
 from tests.waits import wait_until
 
 CALLS, MOST_CALLS = 4, 200
@@ -91,10 +92,7 @@ def afterwards(collector: Any) -> dict[str, Any]:
         batches += collector.next() is not None
     collector.shutdown()
     stats = collector.stats()
-    exact = (
-        stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
-    )
-    return {"batches": batches, "exact": exact}
+    return {"batches": batches, "exact": is_balanced(stats)}
 
 
 def lose_first(collector: Any) -> None:

@@ -17,6 +17,7 @@ from muster.testing import CountingEnv, Fault, OracleEnv
 from muster.testing.oracle import follow
 from tests.fakes import faults
 from tests.fakes.mortal import Mortal
+from tests.tools import assert_accounted, assert_balanced
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kills processes"),
@@ -28,12 +29,6 @@ AMOUNTS = {
     "kept": {"n_episode": 7, "rule": "fair", "surplus": "keep"},
     "last_even": {"n_episode": 5, "rule": "last_even", "surplus": "discard"},
 }
-
-
-def adds_up(stats):
-    return (
-        stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
-    )
 
 
 @pytest.mark.parametrize("amount", AMOUNTS)
@@ -67,11 +62,11 @@ def test_amounts_stay_exact_when_a_worker_is_killed(tmp_path, cls, on_failure, a
                     assert stats.n_collected_steps == len(c.buffer) == stats.lens.sum()
                 assert {*stats.lens.tolist()} <= {3, 5}
                 assert (stats.returns == stats.lens * (stats.lens + 1) / 2).all()
-            assert adds_up(c.stats())
+            assert_accounted(c)
     assert mark.exists()
     assert raised == [("step", -signal.SIGKILL)] * (on_failure == "raise")
     assert c.stats().discarded["worker_died"] > 0
-    assert adds_up(c.stats())
+    assert_accounted(c)
 
 
 CALLS = {
@@ -104,7 +99,7 @@ def test_another_call_after_one_that_failed_has_rows_of_all_its_environments(
         assert then == "episodes" or set(
             batch["observation"][..., 0].unique().tolist()
         ) == {0, 1}
-        assert adds_up(collector.stats())
+        assert_accounted(collector)
 
 
 def test_a_call_that_failed_goes_on_where_it_stopped_when_it_is_repeated(tmp_path):
@@ -125,4 +120,4 @@ def test_a_call_that_failed_goes_on_where_it_stopped_when_it_is_repeated(tmp_pat
         "surplus",
         "cut",
     }  # the last one: of the episode it died in
-    assert adds_up(after)
+    assert_balanced(after)

@@ -27,7 +27,7 @@ from tests.fakes.killers import RANDOM_KILLS, Killer
 from tests.fakes.lost_nodes import NodeSignalled, node_of
 from tests.fakes.node_runs import check_random_kills, factories
 from tests.fakes.ray_cluster import cluster, needs_ray, ray_cluster  # noqa: F401 (a fixture)
-from tests.tools import assert_accounted
+from tests.tools import assert_accounted, assert_balanced
 from tests.waits import wait_until
 
 pytestmark = [
@@ -152,9 +152,7 @@ def test_an_actor_killed_between_batches_is_another_actor_afterwards(tmp_path, k
         stats = collector.stats()
     rows = check_stream(batches)
     assert stats.frames == sum(rows.values())
-    assert (
-        stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
-    )
+    assert_balanced(stats)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -279,7 +277,7 @@ def test_sixteen_actors_on_two_machines_of_which_two_are_killed(tmp_path, transp
     rows = check_stream(batches)
     assert len(stats.workers) == 16
     assert stats.frames == sum(rows.values()) == 16 * T * 6
-    assert stats.executed == stats.frames + sum(stats.discarded.values())
+    assert_balanced(stats, in_flight=0)
     counts = OracleEnv.read(path)
     assert stats.executed <= counts[:, 2].sum() <= stats.executed + stats.unseen
 

@@ -42,6 +42,7 @@ from muster.workers import proxy as proxies
 from tests.fakes import faults
 from tests.fakes.fault_runs import KINDS, alive, all_gone, deadlines
 from tests.fakes.stages import at_stage, fork_server, parent
+from tests.tools import assert_balanced
 from tests.waits import descriptors_left, open_files, wait_until, without_gc
 
 pytestmark = [
@@ -117,8 +118,7 @@ def check_accounts(collector: Any, batches: list[Any], path: Any) -> None:
     collector.shutdown()
     stats, truth = collector.stats(), OracleEnv.read(path)[:, 2].sum()
     assert stats.frames == sum(check_stream(batches).values())
-    assert stats.in_flight == 0
-    assert stats.executed == stats.frames + sum(stats.discarded.values())
+    assert_balanced(stats, in_flight=0)
     assert (
         stats.executed
         <= truth

@@ -202,14 +202,15 @@ def test_collect_handles_partial_last_done_without_reset() -> None:
     assert found["last_value_est"].tolist() == [[0.0]]
 
 
-def test_custom_policy_values_are_kept_for_every_step() -> None:
-    class Custom(Valued):
-        def act(self, state: torch.Tensor, deterministic: bool = False) -> Any:
-            return super().act(state)[0], {
-                "entropy": state[:, 2:] + 7,
-                "mean": state[:, :2],
-            }
+class Custom(Valued):
+    def act(self, state: torch.Tensor, deterministic: bool = False) -> Any:
+        return super().act(state)[0], {
+            "entropy": state[:, 2:] + 7,
+            "mean": state[:, :2],
+        }
 
+
+def test_custom_policy_values_are_kept_for_every_step() -> None:
     found = Collector(Counting([9]), None, False).collect_experience(
         Custom(), num_steps=3
     )
@@ -245,6 +246,15 @@ def test_trajectories_are_shared_fairly(
     assert begun(found) == expected
     assert int(found["done"].sum()) == count
     assert "last_value_est" not in found
+
+
+def test_custom_policy_values_of_trajectories() -> None:
+    """Without a value and a log-probability, there are no such keys."""
+    env = Counting([2, 3])
+    found = Collector(env).collect_trajectory(Custom(), num_trajectories=2)
+    assert found["entropy"].flatten().tolist() == [7, 8, 7, 8, 9]
+    assert torch.equal(found["mean"], found["state"][:, :2])
+    assert found.keys() & {"value", "log_prob", "last_value_est"} == set()
 
 
 def test_trajectories_until_there_are_enough_steps() -> None:

@@ -19,6 +19,7 @@ from muster.cluster.node_main import NodeMain
 from muster.errors import BadOption, EnvError, WorkerDied
 from tests.fakes.late_nodes import GatedCarrier, elastic, gated, nodes_of, second_waits
 from tests.fakes.queue_links import JOIN_S, QueueCollector, net, two_beats
+from tests.tools import assert_accounted, assert_balanced
 from tests.waits import wait_until
 
 pytestmark = pytest.mark.timeout(180)
@@ -32,12 +33,6 @@ def contributed(collector, batches, node):
         if collector.stats().workers[node].frames > before:
             return batch
     raise AssertionError(f"node {node} has given nothing: {collector.stats().workers}")
-
-
-def is_exact(stats):
-    return (
-        stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
-    )
 
 
 def states(collector):
@@ -78,7 +73,7 @@ class TestBeginning:
             contributed(collector, batches, 1)
             assert states(collector) == ["working"] * 3
             assert collector.stats().restarts == 0
-        assert is_exact(collector.stats())
+        assert_accounted(collector)
 
     def test_who_comes_while_a_batch_is_waited_for_is_ordered_from_at_once(
         self, tmp_path
@@ -136,7 +131,7 @@ class TestBeginning:
         carrier = GatedCarrier(3, 2)
         with elastic(carrier, total_frames=100) as collector:
             assert [batch.numel() for batch in collector] == [20] * 5
-        assert is_exact(collector.stats())
+        assert_accounted(collector)
 
     def test_nobody_is_said_to_fall_behind_who_was_not_there(self):
         carrier = GatedCarrier(2, 0)
@@ -201,7 +196,7 @@ class TestLosing:
             assert states(collector)[0] == "joining"
         stats = collector.stats()
         assert stats.frames == 4000
-        assert is_exact(stats)
+        assert_balanced(stats)
 
     def test_halves_of_a_lost_node_s_batches_are_discarded(self, tmp_path):
         carrier = GatedCarrier(2, 0, 1)
@@ -243,7 +238,7 @@ class TestLosing:
             carrier.gates[1].set()
             contributed(collector, batches, 1)
             assert collector.stats().restarts == 1
-        assert is_exact(collector.stats())
+        assert_accounted(collector)
 
     def test_a_node_that_was_alone_is_waited_for(self):
         carrier = GatedCarrier(2, 0)
@@ -270,7 +265,7 @@ class TestLosing:
                 next(batches)
             carrier.gates[0].set()
             contributed(collector, batches, 0)
-        assert is_exact(collector.stats())
+        assert_accounted(collector)
 
 
 class TestWaiting:
@@ -315,7 +310,7 @@ class TestWaiting:
             assert nodes_of(collector) == {1}
             carrier.gates[0].set()
             contributed(collector, batches, 0)
-        assert is_exact(collector.stats())
+        assert_accounted(collector)
 
     def test_a_node_that_does_not_come_in_time_is_dropped(self):
         carrier = GatedCarrier(2, 0)
@@ -408,7 +403,7 @@ class TestUnlike:
                 for _ in batches:
                     pass
             next_batch(collector)
-        assert is_exact(collector.stats())
+        assert_accounted(collector)
 
     def test_other_observations_are_as_good_as_in_a_collector_that_began_with_them(
         self,

@@ -19,6 +19,7 @@ from gymnasium import spaces
 from muster import Evaluator, MultiSyncCollector
 from muster.episodes.rules import RuleName
 from muster.errors import WorkerDied
+from tests.tools import assert_balanced
 
 RULES = get_args(RuleName)
 
@@ -183,10 +184,7 @@ def test_the_steps_of_a_killed_worker_are_exact_when_environments_were_left_out(
         assert (
             stats.executed == len(noted(tmp_path, "steps")) == 2 + 2 * 17 + (place != 1)
         )
-        assert (
-            stats.executed
-            == stats.frames + sum(stats.discarded.values()) + stats.in_flight
-        )
+        assert_balanced(stats)
 
 
 class Chosen(Counted):

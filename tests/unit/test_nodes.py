@@ -42,6 +42,7 @@ from tests.fakes.queue_links import (
     served,
     two_beats,
 )
+from tests.tools import assert_balanced
 from tests.waits import open_files, wait_until, without_gc
 
 pytestmark = pytest.mark.timeout(180)
@@ -588,7 +589,7 @@ class TestWriters:
         """
         stats = collector.stats()
         assert len(GatedBuffer()) == stats.frames
-        assert stats.executed == stats.frames + sum(stats.discarded.values())
+        assert_balanced(stats, in_flight=0)
         assert stats.unseen == 0
         assert (
             0

@@ -49,6 +49,7 @@ class Cell:
     valid: bool
     chain: int  # the same in what can be one sequence
     begins: bool
+    breaks: bool
 
     @property
     def done(self) -> bool:
@@ -77,6 +78,7 @@ class Written:
         self.now = [[self.new() for _ in range(size)] for size in sizes]
         self.chain = [[self.new() for _ in range(size)] for size in sizes]
         self.fresh = [[True] * size for size in sizes]
+        self.breaks = [[False] * size for size in sizes]
         memory.open(self.columns, [OBS, PLACE], sizes, margin)
 
     def new(self, before: int | None = None) -> int:
@@ -146,27 +148,34 @@ class Written:
             valid=self.rng.random() >= gaps,
             chain=self.chain[ring][env],
             begins=self.fresh[ring][env],
+            breaks=self.breaks[ring][env],
         )
         self.now[ring][env] = self.new() if over else cell.after
         self.fresh[ring][env] = over
+        self.breaks[ring][env] = False
         if over or not cell.valid:
             self.chain[ring][env] = self.new()
         return cell
 
     def jump(self, ring: int, envs: list[int]) -> None:
-        """Other observations follow."""
-        self.memory.rings[ring].break_off(envs)
+        """Other observations follow: of the first step of an episode, or of a later one."""
+        there = self.memory.rings[ring]
+        steps = np.full(there.B, 9)
+        follows = np.ones(there.B, bool)
         for env in envs:
+            steps[env] = self.rng.choice([0, 7])
+            follows[env] = False
             self.now[ring][env] = self.new()
             self.chain[ring][env] = self.new()
-            self.fresh[ring][env] = True
+            self.fresh[ring][env] = steps[env] == 0
+            self.breaks[ring][env] = steps[env] > 0
+        there.follow(there.ids.copy(), steps, follows)
 
     def clear(self) -> None:
         self.memory.clear()
         for ring, B in enumerate(self.sizes):
             self.first[ring] = len(self.cells[ring])
             self.chain[ring] = [self.new() for _ in range(B)]
-            self.fresh[ring] = [True] * B
 
     def readable(self, ring: int) -> range:
         rows = self.memory.capacity // sum(self.sizes)
@@ -336,7 +345,10 @@ def can_begin(
     ring, row, env = place
     end = len(written.cells[ring])
     return all(
-        row + k < end and written.at((ring, row + k, env)).valid for k in range(length)
+        row + k < end
+        and written.at((ring, row + k, env)).valid
+        and not (k and written.at((ring, row + k, env)).breaks)
+        for k in range(length)
     )
 
 
@@ -993,6 +1005,27 @@ def test_what_was_saved_is_loaded_exactly(
                 if loads:
                     go_on(written, other)
                 check_all(written)
+
+
+def test_a_loaded_memory_knows_where_steps_are_missing(tmp_path):
+    """Sequences do not go on over them, also in another episode."""
+    written = filled(sizes=(2,), ends=0.0, rows=6)
+    ring = written.memory.rings[0]
+    missing = np.full(2, 7)
+    for _ in range(3):
+        ring.follow(ring.ids.copy(), missing, np.array([True, False]))
+        written.now[0][1] = written.new()
+        written.chain[0][1] = written.new()
+        written.breaks[0][1] = True
+        written.write(0, 4, ends=0.0)
+    check_sequences(written)
+    written.memory.save(tmp_path)
+    other = like(written)
+    other.load(tmp_path)
+    go_on(written, other)
+    check_sequences(written)
+    lines = other.sample(500, sequence=3, across_episodes=True)
+    assert len(set(lines["index"][:, 0].tolist())) == 16 + 4 + 3 * 2
 
 
 def test_rows_are_written_once(tmp_path, small_blocks):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,7 @@ from muster.testing import (
     SpaceEnv,
     check_stream,
 )
+from muster.testing.oracle import follow
 from tests.fakes import faults
 from tests.tools import assert_accounted, assert_same, column, counting, recorded
 
@@ -147,6 +149,61 @@ def test_after_an_error_the_batch_ends_where_it_was(batch):
         assert column(again, "next", "reward")[1] == [1, 2, 3, 4, 5, 6]
         assert_accounted(c)
         assert sum(env.executed for env in made) == c.stats().executed
+
+
+def slips(_: Any) -> Any:
+    raise RuntimeError("the gripper slipped")
+
+
+@pytest.mark.parametrize("mode", [None, *AutoresetMode])
+@pytest.mark.parametrize("at", [2, 4, 7])
+def test_after_an_error_every_episode_is_there_from_its_first_step(tmp_path, mode, at):
+    """Environments that cannot be left out are reset and stepped on until all have ended: not those
+    that an error has ended, too.
+    """
+    for seed in range(6):
+        path = tmp_path / f"{seed}"
+        fault = Fault(slips, at=at)
+        makes = [partial(OracleEnv, path, 0, 1, fault), partial(OracleEnv, path, 1)]
+        make = makes
+        if mode is not None:
+            make = partial(SyncVectorEnv, makes, autoreset_mode=mode)
+        errors = 0
+        before: list[Any] = [None, None]
+        with Collector(make, None, frames_per_batch=12, seed=seed, **WAIT) as collector:
+            while collector.stats().batches < 6:
+                try:
+                    batch = collector.next()
+                except EnvError:
+                    errors += 1
+                    continue
+                check_whole(batch, before)
+            assert_accounted(collector)
+        assert errors == 1
+
+
+def check_whole(batch: Any, before: list[Any]) -> None:
+    """Each environment begins an episode, or goes on with the observation of ``before``, which is
+    replaced.
+    """
+    for i in range(2):
+        lane = batch[i][batch["collector", "valid"][i]]
+        obs = lane["observation"]
+        after = lane["next", "observation"]
+        if before[i] is None:
+            assert obs[0, 3] == 0
+        else:
+            assert torch.equal(obs[0], before[i])
+        assert torch.equal(obs[1:], after[:-1])
+        expected, reward, terminated, _ = follow(
+            tuple(obs.numpy().T), lane["action"].numpy()
+        )
+        np.testing.assert_array_equal(after.numpy().T, np.array(expected))
+        np.testing.assert_array_equal(lane["next", "reward"].squeeze(-1), reward)
+        np.testing.assert_array_equal(
+            lane["next", "terminated"].squeeze(-1), terminated
+        )
+        before[i] = None if lane["next", "done"][-1] else after[-1]
 
 
 def test_a_value_that_cannot_be_right_takes_back_only_what_was_stepped():

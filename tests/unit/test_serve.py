@@ -35,7 +35,7 @@ from muster.serving.client_link import ClientLost, Connection, WireFormat
 from muster.testing import CountingEnv
 from muster.utils.strangers import MOST
 from tests.command_line import refused, run
-from tests.tools import assert_same, column, counting
+from tests.tools import assert_balanced, assert_same, column, counting
 from tests.waits import free_port, wait_until
 
 SPACES: dict[str, Any] = {
@@ -95,7 +95,7 @@ def serving(policy: Any = None, **options: Any) -> Iterator[Any]:
     finally:
         server.shutdown()
         stats = server.stats()
-        assert stats.executed == stats.frames + sum(stats.discarded.values())
+        assert_balanced(stats, in_flight=0)
         wait_until(
             lambda: (
                 not [

@@ -255,6 +255,8 @@ def test_a_pool_of_asynchronous_environments_is_a_batch_of_them(cls: Any) -> Non
         collector = cls(env, one, frames_per_batch=16, total_frames=32)
         batches.append(list(collector))
         collector.shutdown()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        env.reset()
     serial, pooled = batches
     assert len(serial) == len(pooled) == 2
     for expected, batch in zip(serial, pooled, strict=True):
@@ -264,9 +266,19 @@ def test_a_pool_of_asynchronous_environments_is_a_batch_of_them(cls: Any) -> Non
 
 
 @pytest.mark.slow
-def test_a_pool_of_processes() -> None:
-    pool = AsyncEnvPool([partial(ended_after, 2)] * 2, backend="multiprocessing")
-    collector = ours.Collector(pool, one, frames_per_batch=8, total_frames=8)
+@pytest.mark.parametrize("exchange", ["queue", "shm"])
+def test_a_pool_of_processes(exchange: Any) -> None:
+    envs = [partial(ended_after, 2), partial(ended_after, 4)]
+    pool = AsyncEnvPool(envs, backend="multiprocessing", exchange=exchange)
+    collector = ours.Collector(pool, one, frames_per_batch=12, total_frames=12)
     (batch,) = collector
-    assert batch["observation"].squeeze(-1).tolist() == [[0, 1, 2, 0]] * 2
+    assert pool.resolved_exchange == exchange
     collector.shutdown()
+    assert not any(process.is_alive() for process in pool.threads)
+    rows = [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 0]]
+    assert batch["observation"].squeeze(-1).tolist() == rows
+    after = [[1, 2, 3, 1, 2, 3], [1, 2, 3, 4, 5, 1]]
+    assert batch["next", "observation"].squeeze(-1).tolist() == after
+    ended = batch["next", "done"].squeeze(-1).nonzero().tolist()
+    assert ended == [[0, 2], [0, 5], [1, 4]]
+    assert not batch["done"].any()

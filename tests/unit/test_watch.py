@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -30,6 +31,7 @@ import muster
 from muster import Collector, MultiSyncCollector, Watch, load
 from muster.collectors.about import options_of
 from muster.collectors.clusters import DistributedOptions, RPCOptions
+from muster.collectors.ledger import FrameTerms
 from muster.episodes.curve import (
     MOST_POINTS,
     WINDOW,
@@ -58,7 +60,7 @@ from muster.testing import CountingEnv
 from muster.utils.addresses import host_and_port, is_loopback
 from muster.utils.strangers import MOST
 from tests.command_line import refused, run
-from tests.tools import files_limited_to
+from tests.tools import files_limited_to, terms_balance
 from tests.waits import open_files, wait_until
 
 ENV = partial(CountingEnv, 3)  # returns of 6, lengths of 3
@@ -379,9 +381,10 @@ def test_snapshots_have_the_counters_of_the_collector(tmp_path):
         0,
     )
     for s in history.snapshots:
-        assert (
-            s["executed"] == s["frames"] + sum(s["discarded"].values()) + s["in_flight"]
+        terms = FrameTerms(
+            s["executed"], s["frames"], Counter(s["discarded"]), s["in_flight"]
         )
+        assert terms_balance(terms), s
     newest = history.snapshots[-1]
     assert (newest["frames"], newest["batches"], newest["episodes"]) == (36, 3, 12)
     assert (newest["return_mean"], newest["env_s"]) == (6.0, before.env_s)

@@ -6,8 +6,9 @@ The life of a lane's graph, for one policy:
 2. The second one, too, and is a *trial* around it. Before it, the state is saved: tensors of
    environments and policy, generators, the lane. It must not change anything that only Python can
    (``compare``). A further rollout runs row by row after it; it is the warming up as well.
-3. The state is set back, and the same steps are recorded (``Graph``), with the copies into the held
-   tensors (``HeldState``) as the last operations. The graph is replayed twice in a row and must give
+3. The state is set back, and the same steps are recorded (``Graph``), with the completion of the
+   rows, if that is done on the device (``Completion``), and with the copies into the held tensors
+   (``HeldState``) as the last operations. The graph is replayed twice in a row and must give
    the same bits as the two rollouts: all columns of the lane, all tensors, all generators.
 4. Then everything is set to what it was after the first of the two rollouts, which is the one that
    counts: nothing of the trial is visible, whether it has succeeded or not.

@@ -20,6 +20,7 @@ from muster.workers.pool import Pool
 from muster.workers.schedule import FilledSlot
 
 MARGIN = 256  # rows of a ring beyond its capacity, for long rollouts
+UNKNOWN = 1 << 40  # steps before a row: more than any episode has
 DONE = next_of(("done",))
 
 
@@ -97,7 +98,8 @@ class MemoryWriter:
 
     def forget(self) -> None:
         """The next rollouts may not continue those that were written."""
-        self._known.clear()
+        for known in self._known.values():
+            known.forget()
 
     def write(self, filled: FilledSlot) -> None:
         """Write the rollouts of filled slots.
@@ -130,29 +132,57 @@ class MemoryWriter:
             lane.bring_to_host()
         with self._memory.lock:  # nothing is sampled between breaking off and writing
             ring = self._memory.rings[result.group]
-            known = self._known_of(ring, lane, first, result.group)
+            known = self._known_of(ring, lane, first, result)
             valid = _valid(lane, first, result)
             is_one = result.rows == 1 and (goes_on or lane.T == 1)
             if is_one and valid is None and not lane.mirrored and ring.takes_rows:
-                self._write_row(lane, first, result, known)
+                self._write_row(ring, lane, first, result, known)
             else:
-                self._write_rows(lane, first, result, known, valid, goes_on=goes_on)
+                self._write_rows(
+                    ring, lane, first, result, known, valid, goes_on=goes_on
+                )
 
-    def _known_of(self, ring: Ring, lane: Lane, t: int, group: int) -> _Known:
-        """Return what was written last of a group, before row ``t`` of a lane is written."""
+    def _known_of(
+        self, ring: Ring, lane: Lane, t: int, result: RolloutResult
+    ) -> _Known:
+        """Return what was written last of a group, before row ``t`` of a lane is written.
+
+        The ring knows then in which environments that row follows its newest one, and in which an
+        episode begins.
+        """
         if lane.layout.columns is not self._columns:
             self._prepare(lane.layout.columns)
-        known = self._known.get(group)
-        if known is None or not known.is_newest(ring):
-            if ring.hi:
+        ids = lane.arrays[TRAJ_IDS][t]
+        steps = result.steps_before
+        known = self._known.get(result.group)
+        if known is None:
+            known = self._known[result.group] = _Known(ring.B)
+        if known.is_newest(ring):
+            # the usual case; comparing bytes takes a third of the time of ``any``
+            if steps is None and ring.ids.tobytes() == ids.tobytes():
+                return known
+            follows = ring.ids == ids
+            if steps is not None:
+                follows &= ring.steps_so_far == steps
+        else:
+            known.break_off()
+            if steps is None:
+                steps = known.steps_of(ids)
+            follows = np.zeros(ring.B, bool)
+            if ring.hi and known.ring is not ring:
+                # else another collector has written rows since
                 row = {key: lane.data[key][t] for key in self._observed}
-                ring.break_off(np.flatnonzero(~ring.going_on(row)))
-            known = _Known(ring, lane.arrays[TRAJ_IDS][t].copy())
-            self._known[group] = known
+                follows = (ring.ids == ids) & (ring.steps_so_far == steps)
+                follows &= ring.going_on(row)
+        if not follows.all():
+            known.break_off()
+            ring.follow(ids, steps, follows)
+            known.note(ring)
         return known
 
     def _write_rows(
         self,
+        ring: Ring,
         lane: Lane,
         first: int,
         result: RolloutResult,
@@ -162,12 +192,9 @@ class MemoryWriter:
         goes_on: bool,
     ) -> None:
         """Write the rows of a rollout, which begin with row ``first`` of its lane."""
-        ring = known.ring
         rows = first + result.rows
-        ids = lane.arrays[TRAJ_IDS]
-        others = np.flatnonzero(known.ids != ids[first])
-        if len(others):
-            ring.break_off(others)
+        ring.note_ids(lane.arrays[TRAJ_IDS][first:rows])
+        known.note(ring)
         source = (
             lane.tensors
             if lane.mirrored or ring.stored.device is not None
@@ -200,23 +227,18 @@ class MemoryWriter:
                 valid=None if valid is None else valid[begin - first : end - first],
             )
             begin = end
-        known.wrote(ids[rows - 1])
+        known.wrote(ring)
 
     def _write_row(
-        self, lane: Lane, t: int, result: RolloutResult, known: _Known
+        self, ring: Ring, lane: Lane, t: int, result: RolloutResult, known: _Known
     ) -> None:
         """Write row ``t`` of a lane in host memory: the usual case off-policy."""
-        ring = known.ring
         copies: _Copies | None = lane.cache.get(self)
         if copies is None or copies.ring is not ring:
             copies = lane.cache[self] = _Copies(ring, lane)
         place = ring.hi % ring.places
         # what follows the newest row is there already, except at the beginning of the memory
         is_there = place > 0 and known.is_followed
-        ids = copies.ids[t]
-        if known.ids.tobytes() != ids.tobytes():  # a third of the time of ``any``
-            ring.break_off(np.flatnonzero(known.ids != ids))
-            is_there = False
         for there, rows in copies.simple:
             there[place] = rows[t]
         for there, rows in copies.carried:
@@ -229,7 +251,7 @@ class MemoryWriter:
             self._memory.add_row(result.group, done, finals)
         else:
             self._memory.add_row(result.group)
-        known.wrote(ids)
+        known.wrote(ring)
 
     def _after_stop(
         self, lane: Lane, source: Mapping[Key, Any], end: int, kept: Sequence[Final]
@@ -284,26 +306,47 @@ class _Known:
     """What was written last of a group.
 
     Attributes:
-        ids: the trajectories of its last row, ``[B]``.
-        hi: number of rows of the ring then.
+        ring: has the rows; None: the next row may be of any time.
         is_followed: the observations after its last row are the newest ones in the ring.
     """
 
-    def __init__(self, ring: Ring, ids: Array) -> None:
-        self.ring = ring
-        self.ids = ids
-        self.hi = ring.hi
+    def __init__(self, num_envs: int) -> None:
+        self.ring: Ring | None = None
+        self.is_followed = False
+        self._hi = 0  # number of rows of the ring then
+        self._ids = np.full(num_envs, -1, np.int64)  # trajectories of its last row
+        self._began = np.zeros(num_envs, np.int64)  # the rows with which they began
+
+    def note(self, ring: Ring) -> None:
+        """Note the trajectories of the row that is written next, or was written last."""
+        self._ids[...] = ring.ids
+        self._began[...] = ring.began
+
+    def break_off(self) -> None:
+        """The observations of the next row are written, also where they are there already."""
         self.is_followed = False
 
-    def wrote(self, ids: Array) -> None:
-        """Note the last row that was written, with these trajectories."""
-        self.ids[...] = ids
-        self.hi = self.ring.hi
+    def wrote(self, ring: Ring) -> None:
+        """Note that its last row is the newest one of this ring."""
+        self.ring = ring
+        self._hi = ring.hi
         self.is_followed = True
 
     def is_newest(self, ring: Ring) -> bool:
-        """Whether it is the newest row of this ring."""
-        return ring is self.ring and ring.hi == self.hi
+        """Whether its last row is the newest one of this ring."""
+        return ring is self.ring and ring.hi == self._hi
+
+    def steps_of(self, ids: Array) -> Array:
+        """Return the number of steps before a row of trajectories ``ids`` that follows the last
+        one.
+        """
+        found: Array = np.where(self._ids == ids, self._hi - self._began, 0)
+        return found
+
+    def forget(self) -> None:
+        """The next row may be of any time."""
+        self.ring = None
+        self._hi = UNKNOWN
 
 
 class _Copies:
@@ -312,7 +355,7 @@ class _Copies:
     Attributes:
         simple: columns of the ring, and of the lane, whose row is copied.
         carried: the same for columns with ``carry``: the row after it is copied, too.
-        done, ids: flags and trajectories, ``[T, B]``.
+        done: flags, ``[T, B]``.
     """
 
     def __init__(self, ring: Ring, lane: Lane) -> None:
@@ -328,7 +371,6 @@ class _Copies:
         ]
         self.simple += states
         self.done = lane.arrays[DONE]
-        self.ids = lane.arrays[TRAJ_IDS]
 
 
 def _valid(lane: Lane, first: int, result: RolloutResult) -> Array | None:

@@ -32,6 +32,7 @@ from muster.envs.spaces import action_masks
 from muster.envs.torchrl_gym import PlainGym, fast_step, is_plain_gym, plain_parts
 from muster.envs.torchrl_on_device import OneOnDevice
 from muster.envs.torchrl_one import OneEnv
+from muster.envs.torchrl_pool import is_pool
 from muster.envs.torchrl_specs import Declared, declared, drawers, masked
 from muster.errors import BadOption, UnsupportedEnv
 from muster.keys import ACTION, Key
@@ -203,7 +204,8 @@ class TorchRLEnvs(
         self._ones = _ones_of(self.envs, self.spec.name)
 
     def close(self) -> None:
-        close_all([env.close for env in self.envs if not env.is_closed])
+        open_envs = [env for env in self.envs if not env.is_closed or is_pool(env)]
+        close_all([env.close for env in open_envs])
 
     def _make_step(self, lane: Lane) -> Step:
         ones = self._ones
@@ -246,7 +248,13 @@ class TorchRLEnvs(
             actions[key] = np.zeros((*lead, *spec.shape), spec.dtype)
         return actions
 
-    def _put(self, out: dict[Key, Array], t: int, one: OneEnv, td: Any) -> None:
+    def _put(
+        self,
+        out: dict[Key, Array],
+        t: int,
+        one: OneEnv,
+        td: Any,
+    ) -> None:
         for key, spec in self.spec.action_specs.items():
             row = out[key][t, one.columns]
             if spec.is_tensor:

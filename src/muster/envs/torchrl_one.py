@@ -11,6 +11,7 @@ import torch
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.batched_envs import BatchedEnvBase, ParallelEnv, SerialEnv
 
+from muster.envs.torchrl_pool import reset_ended, shares_memory
 from muster.envs.torchrl_specs import Declared, Nesting
 from muster.errors import BadEnvOutput, EnvError, described, text_of
 from muster.keys import (
@@ -185,7 +186,12 @@ class OneEnv:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def _step(self, make: Callable[[int], Any], lane: Lane, t: int) -> tuple[Any, Any]:
+    def _step(
+        self,
+        make: Callable[[int], Any],
+        lane: Lane,
+        t: int,
+    ) -> tuple[Any, Any]:
         env = self.env
         with self.explained(f"step (row {t} of the batch)"):
             td = make(t)
@@ -202,7 +208,12 @@ class OneEnv:
                 after = self._call(td)
         return td, after
 
-    def write_actions(self, td: Any, lane: Lane, t: int) -> None:
+    def write_actions(
+        self,
+        td: Any,
+        lane: Lane,
+        t: int,
+    ) -> None:
         for key, spec in self.specs.actions.items():
             if spec.is_tensor:
                 row = self._rows(lane.tensors[key])[t]
@@ -220,7 +231,12 @@ class OneEnv:
         except Exception as error:
             raise BadEnvOutput(f"{self.name}.step: {text_of(error)} {FIX}") from error
 
-    def _end(self, lane: Lane, t: int, after: Any) -> list[int] | None:
+    def _end(
+        self,
+        lane: Lane,
+        t: int,
+        after: Any,
+    ) -> list[int] | None:
         specs = self.specs
         self.complete(after)
         done = self._any(after, specs.ends)
@@ -265,7 +281,12 @@ class OneEnv:
         array = value.detach().cpu().numpy()
         return array.reshape(self.count, -1)
 
-    def _write_team_reward(self, row: Any, after: Any, t: int) -> None:
+    def _write_team_reward(
+        self,
+        row: Any,
+        after: Any,
+        t: int,
+    ) -> None:
         """Write the sum of all rewards, ``[count]``."""
         for i, key in enumerate(self.specs.rewards):
             if self._corrected[key].is_tensor:
@@ -281,7 +302,12 @@ class OneEnv:
             row[:] = total if i == 0 else row + total
 
     def _write_cells(
-        self, key: Key, row: Any, after: Any, td: Any, method: str
+        self,
+        key: Key,
+        row: Any,
+        after: Any,
+        td: Any,
+        method: str,
     ) -> None:
         cells = self._cells(after, key, method)
         if cells is None and key in self.specs.state_only:
@@ -290,7 +316,12 @@ class OneEnv:
             raise BadEnvOutput(f"{self.name}.{method}: {dotted(key)} is missing. {FIX}")
         row[...] = cells
 
-    def _cells(self, td: Any, key: Key, method: str) -> Any:
+    def _cells(
+        self,
+        td: Any,
+        key: Key,
+        method: str,
+    ) -> Any:
         """Return copies of the objects of a leaf; None if it is missing."""
         try:
             return take(td, key, self.specs.lead)
@@ -327,7 +358,12 @@ class OneEnv:
             raise self.misfit(key, value, method)
         return value  # type: ignore[no-any-return]
 
-    def misfit(self, key: Key, value: Any, method: str) -> BadEnvOutput:
+    def misfit(
+        self,
+        key: Key,
+        value: Any,
+        method: str,
+    ) -> BadEnvOutput:
         got = "missing" if value is None else type(value).__name__
         if torch.is_tensor(value):
             got = f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
@@ -339,7 +375,13 @@ class OneEnv:
 
     # --- a reset ----------------------------------------------------------------------------------
 
-    def _reset(self, rows: Any, options: dict[str, Any], *, reseeded: bool) -> Any:
+    def _reset(
+        self,
+        rows: Any,
+        options: dict[str, Any],
+        *,
+        reseeded: bool,
+    ) -> Any:
         env = self.env
         whole = len(rows) == self.count
         td = self.now()
@@ -364,6 +406,8 @@ class OneEnv:
             inner = (1,) * (flag.ndim - len(self.specs.lead))
             shaped = torch.from_numpy(cut.reshape(*self.specs.lead, *inner))
             td.set(key, flag | shaped.to(flag.device))
+        if not options and shares_memory(env):
+            return reset_ended(env, td)
         if not options:
             return env.maybe_reset(td)
         if env.any_done(td):

@@ -77,11 +77,23 @@ class Declared:
 
     def _signature(self) -> tuple[Any, ...]:
         leaves = []
-        for specs in (self.observations, self.actions, self.done, self.rewards):
+        for specs in (
+            self.observations,
+            self.actions,
+            self.done,
+            self.rewards,
+        ):
             for key, spec in specs.items():
-                bounds = (_raw(spec.low), _raw(spec.high))
-                leaves.append((key, str(spec), spec.ragged, bounds))
-        return self.lead, self.flags, self.ends, self.reward_key, leaves
+                low = _raw(spec.low)
+                high = _raw(spec.high)
+                leaves.append((key, str(spec), spec.ragged, low, high))
+        return (
+            self.lead,
+            self.flags,
+            self.ends,
+            self.reward_key,
+            leaves,
+        )
 
 
 def declared(env: EnvBase) -> Declared:
@@ -93,8 +105,10 @@ def declared(env: EnvBase) -> Declared:
         found: Specs = {}
         for key, leaf in _leaves(composite, len(lead), nodes):
             spec = _array_spec(leaf, len(lead))
-            nested = len(key) > 1 and spec.is_tensor
-            inner = len(nodes[key[:-1]].shape) if nested else 0
+            inner = 0
+            if len(key) > 1 and spec.is_tensor:
+                node = nodes[key[:-1]]
+                inner = len(node.shape)
             found[key] = replace(spec, inner=inner)
         return found
 
@@ -106,7 +120,9 @@ def declared(env: EnvBase) -> Declared:
     state = specs(env.full_state_spec)
     returned = specs(env.full_observation_spec)
     observations = {**state, **returned}
-    observations |= {key: spec for key, spec in done.items() if key not in flags}
+    for key, spec in done.items():
+        if key not in flags:
+            observations[key] = spec
     for key in observations:
         if key[0] in ("next", "collector", "action") or key in FLAGS:
             raise UnsupportedEnv(
@@ -120,8 +136,12 @@ def declared(env: EnvBase) -> Declared:
     the_only = len(rewards) <= 1 and next_of(reward_key) == REWARD
     plain = the_only and reward.shape == (1,) and reward.dtype.kind == "f"
     steps: Specs = {}
+    reward_dtype = reward.dtype
     if not plain:
-        steps = {key: spec for key, spec in rewards.items() if key not in observations}
+        reward_dtype = np.dtype(np.float32)
+        for key, spec in rewards.items():
+            if key not in observations:
+                steps[key] = spec
     actions = specs(env.full_action_spec)
     return Declared(
         lead=lead,
@@ -135,7 +155,7 @@ def declared(env: EnvBase) -> Declared:
         done=done,
         rewards=rewards,
         reward_key=REWARD if plain else TEAM_REWARD,
-        reward_dtype=reward.dtype if plain else np.dtype(np.float32),
+        reward_dtype=reward_dtype,
         nodes={key: node for key, node in nodes.items() if node != Nesting()},
     )
 
@@ -179,7 +199,9 @@ def _leaves(
     shared = set(composite.keys())
     for name in names:
         key = (*path, name)
-        spec = composite[name] if name in shared else None
+        spec = None
+        if name in shared:
+            spec = composite[name]
         if isinstance(spec, Composite):
             yield from _leaves(spec, dims, nodes, key)
         else:
@@ -202,9 +224,15 @@ def _array_spec(spec: TensorSpec | None, dims: int) -> ArraySpec:
     low, high = _bounds(spec, dims)
     if low is None or high is None:
         return ArraySpec(shape, dtype)
-    low = np.broadcast_to(low, shape).astype(dtype)
-    high = np.broadcast_to(high, shape).astype(dtype)
-    return ArraySpec(shape, dtype, low, high, one_hot=_one_hot_sizes(spec))
+    low = np.broadcast_to(low, shape)
+    high = np.broadcast_to(high, shape)
+    return ArraySpec(
+        shape,
+        dtype,
+        low.astype(dtype),
+        high.astype(dtype),
+        one_hot=_one_hot_sizes(spec),
+    )
 
 
 def _one_hot_sizes(spec: TensorSpec) -> tuple[int, ...]:
@@ -221,7 +249,8 @@ def _bounds(spec: TensorSpec, dims: int) -> tuple[Any, Any]:
         return 0, 1
     if isinstance(spec, MultiCategorical):
         nvec = spec.nvec.reshape(-1, spec.nvec.shape[-1])
-        return 0, nvec.amax(0).numpy() - 1
+        most = nvec.amax(0).numpy()
+        return 0, most - 1
     if isinstance(spec, Categorical):
         n = spec.space.n
         if n <= 0:
@@ -273,7 +302,8 @@ def _drawer(spec: TensorSpec, row: ArraySpec, dims: int) -> Draw | None:
         table = np.eye(int(spec.space.n), dtype=dtype)
 
         def one_hot(rng: np.random.Generator, size: tuple[int, ...]) -> Array:
-            chosen = rng.integers(len(table), size=(*size, *shape[:-1]))
+            rows = (*size, *shape[:-1])
+            chosen = rng.integers(len(table), size=rows)
             return table[chosen]
 
         return one_hot
@@ -282,8 +312,11 @@ def _drawer(spec: TensorSpec, row: ArraySpec, dims: int) -> Draw | None:
         widths = [len(table) for table in tables]
 
         def several(rng: np.random.Generator, size: tuple[int, ...]) -> Array:
-            chosen = rng.integers(widths, size=(*size, *shape[:-1], len(widths)))
-            hot = [table[chosen[..., i]] for i, table in enumerate(tables)]
+            rows = (*size, *shape[:-1])
+            chosen = rng.integers(widths, size=(*rows, len(widths)))
+            hot = []
+            for i, table in enumerate(tables):
+                hot.append(table[chosen[..., i]])
             return np.concatenate(hot, -1)
 
         return several
@@ -292,7 +325,8 @@ def _drawer(spec: TensorSpec, row: ArraySpec, dims: int) -> Draw | None:
     if kind is MultiCategorical:
         alike = spec.nvec.ndim == 1 or _alike(spec.nvec, dims)
     elif isinstance(spec, Bounded):
-        alike = _alike(spec.space.low, dims) and _alike(spec.space.high, dims)
+        lows_alike = _alike(spec.space.low, dims)
+        alike = lows_alike and _alike(spec.space.high, dims)
     elif isinstance(spec, Unbounded):
         low = np.full(shape, -np.inf)
         high = np.full(shape, np.inf)
@@ -303,6 +337,8 @@ def _drawer(spec: TensorSpec, row: ArraySpec, dims: int) -> Draw | None:
 
 
 def _alike(bound: torch.Tensor, dims: int) -> bool:
-    rows = bound.flatten(0, dims - 1) if dims else bound.unsqueeze(0)
+    rows = bound.unsqueeze(0)
+    if dims:
+        rows = bound.flatten(0, dims - 1)
     as_first = rows == rows[0]
     return bool(as_first.all())

@@ -136,17 +136,23 @@ class TrajectoryClock:
         self.returns[index] = 0.0
         self._number()
 
-    def fill_ids(self, ids: Array, done: Array) -> None:
-        """Write the trajectory id of every row (``[T, B]`` int64), before ``advance``."""
+    def fill_ids(self, ids: Array, done: Array) -> Array:
+        """Write the trajectory id of every row (``[T, B]`` int64), before ``advance``.
+
+        Returns:
+            number of steps in each trajectory before the first row, ``[B]``.
+        """
+        steps: Array = self._steps + self._since
         if done.shape[1] >= MANY:
             row = self._ids
             for t, ended in enumerate(done):
                 ids[t] = row
                 row = row + self.total_envs * ended
-            return
+            return steps
         ids[...] = self._ids
         if len(done) > 1 and 1 in done.tobytes():
             ids[1:] += self.total_envs * np.cumsum(done[:-1], axis=0)
+        return steps
 
     def fill_step_counts(self, counts: Array, done: Array) -> None:
         """Write the steps taken before every row in its episode (``[T, B]`` int64), before
@@ -344,7 +350,7 @@ class AgentClock:
         self._at = (place, column)
 
     def fill_ids(self, ids: Array, done: Array) -> None:
-        """See ``TrajectoryClock``."""
+        """See ``TrajectoryClock``; returns nothing."""
         self._fill(self._clock.fill_ids, ids, done)
 
     def fill_step_counts(self, counts: Array, done: Array) -> None:
@@ -383,7 +389,7 @@ class AgentClock:
 
     def _fill(
         self,
-        fill: Callable[[Array, Array], None],
+        fill: Callable[[Array, Array], object],
         out: Array,
         done: Array,
     ) -> None:

@@ -174,15 +174,21 @@ class TensorClock:
             self._clock.set(ids, steps, returns)
         return self._clock
 
-    def on_device(self) -> None:
-        """Copy the state to the device, unless it is there."""
+    def on_device(self) -> Array | None:
+        """Copy the state to the device, unless it is there.
+
+        Returns:
+            number of steps in the current episode of each environment; None: only the device knows.
+        """
         if self._is_here:
-            return
+            return None
         clock = self._clock
         self._ids.copy_(torch.from_numpy(clock.ids))
         self._left.copy_(torch.from_numpy(-clock.steps))
         self._returns.copy_(torch.from_numpy(clock.returns))
         self._is_here = True
+        steps: Array = clock.steps.copy()
+        return steps
 
     def advance(
         self,

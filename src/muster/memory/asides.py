@@ -23,13 +23,12 @@ class Asides:
     """
 
     def __init__(self, cells: int, leaves: Mapping[Key, Rows]) -> None:
-        self._places = np.zeros(
-            cells, np.int32
-        )  # place + 1 in the store of each cell; 0: none
+        # place + 1 in the store of each cell; 0: none
+        self._places = np.zeros(cells, np.int32)
         self._free: list[int] = []
-        self._store = {
-            key: zeros((FEWEST, *leaf.shape), leaf) for key, leaf in leaves.items()
-        }
+        self._store: dict[Key, Rows] = {}
+        for key, leaf in leaves.items():
+            self._store[key] = zeros((FEWEST, *leaf.shape), leaf)
         self._used = 0  # places that were ever used
 
     def __len__(self) -> int:
@@ -57,7 +56,8 @@ class Asides:
         part = self._places[first:end]
         if not part.any():
             return
-        self._free += (part[part > 0] - 1).tolist()
+        places = part[part > 0] - 1
+        self._free += places.tolist()
         part[...] = 0
 
     def put_into(self, rows: Mapping[Key, Rows], cells: Array) -> None:
@@ -68,24 +68,30 @@ class Asides:
             return
         kept = places[index] - 1
         for key, here in rows.items():
-            scatter(gathered(self._store[key], kept), here, index)
+            there = gathered(self._store[key], kept)
+            scatter(there, here, index)
 
     def of_cells(self, cells: Array) -> tuple[Array, dict[Key, Rows]]:
         """Return those of ``cells`` that have an observation here, by their places, and these."""
         places = self._places[cells]
         (index,) = places.nonzero()
         kept = places[index] - 1
-        return index, {key: gathered(rows, kept) for key, rows in self._store.items()}
+        leaves = {}
+        for key, rows in self._store.items():
+            leaves[key] = gathered(rows, kept)
+        return index, leaves
 
     def _take_places(self, n: int) -> Array:
         """Return ``n`` free places."""
         reused = min(n, len(self._free))
         places = [self._free.pop() for _ in range(reused)]
-        places += range(self._used, self._used + n - reused)
-        self._used += n - reused
+        used = self._used + n - reused
+        places += range(self._used, used)
+        self._used = used
         for key, rows in self._store.items():
-            if self._used > len(rows):
-                grown = zeros((max(2 * len(rows), self._used), *rows.shape[1:]), rows)
+            if used > len(rows):
+                size = max(2 * len(rows), used)
+                grown = zeros((size, *rows.shape[1:]), rows)
                 grown[: len(rows)] = rows
                 self._store[key] = grown
         return np.array(places, np.int64)

@@ -35,8 +35,11 @@ def take(td: Any, key: Key, lead: tuple[int, ...]) -> Array | None:
     """
     out = np.empty(lead, OBJECT)
     for index in np.ndindex(lead):
-        out[index] = _cell(td[index] if lead else td, key)
-    return None if all(cell is None for cell in out.flat) else out
+        node = td[index] if lead else td
+        out[index] = _cell(node, key)
+    if all(cell is None for cell in out.flat):
+        return None
+    return out
 
 
 def assemble(
@@ -55,17 +58,16 @@ def assemble(
         device: device of the TensorDict.
         inner: further dimensions of nested TensorDicts, by their keys.
     """
-    cells = {key: value for key, value in leaves.items() if not torch.is_tensor(value)}
-    if lead and any(
-        torch.is_tensor(cell) for value in cells.values() for cell in value.flat
-    ):
-        parts = [
-            {key: _part(value, i) for key, value in leaves.items()}
-            for i in range(lead[0])
-        ]
-        return LazyStackedTensorDict.lazy_stack(
-            [assemble(part, lead[1:], device, inner) for part in parts]
-        )
+    cells = {}
+    for key, value in leaves.items():
+        if not torch.is_tensor(value):
+            cells[key] = value
+    if lead and any(map(_has_tensors, cells.values())):
+        parts = []
+        for i in range(lead[0]):
+            part = {key: _part(value, i) for key, value in leaves.items()}
+            parts.append(assemble(part, lead[1:], device, inner))
+        return LazyStackedTensorDict.lazy_stack(parts)
     td = TensorDict({}, batch_size=lead, device=device)
     # first, since a stack is a whole node, and other leaves are set into it
     for key, value in cells.items():
@@ -73,19 +75,22 @@ def assemble(
             add_stack(td, key, joined(value))
     for path, shape in (inner or {}).items():
         if td.get(path, None) is None:
-            td.set(path, TensorDict({}, batch_size=(*lead, *shape), device=device))
+            size = (*lead, *shape)
+            td.set(path, TensorDict({}, batch_size=size, device=device))
     for key, value in cells.items():
-        if not isinstance(value.flat[0], TensorDictBase):
-            td.set(
-                key,
-                value.item()
-                if torch.is_tensor(value.flat[0])
-                else stacked_objects(value),
-            )
+        first = value.flat[0]
+        if torch.is_tensor(first):
+            td.set(key, value.item())
+        elif not isinstance(first, TensorDictBase):
+            td.set(key, stacked_objects(value))
     for key, value in leaves.items():
         if torch.is_tensor(value):
             td.set(key, value)
     return td
+
+
+def _has_tensors(cells: Array) -> bool:
+    return any(torch.is_tensor(cell) for cell in cells.flat)
 
 
 def add_stack(td: Any, key: Key, stack: Any) -> None:
@@ -94,16 +99,18 @@ def add_stack(td: Any, key: Key, stack: Any) -> None:
     """
     # TensorDict (0.14) fails to name the dimensions of a stack in a TensorDict with a device
     if any(td.names):
-        stack.names = [*td.names, *[None] * (stack.ndim - td.ndim)]
-    node = td.get(key[:-1], None)
+        inner = [None] * (stack.ndim - td.ndim)
+        stack.names = [*td.names, *inner]
+    above = key[:-1]
+    node = td.get(above, None)
     if node is None:
-        td.set(key[:-1], stack)
+        td.set(above, stack)
     elif isinstance(node, LazyStackedTensorDict):
         node.update(stack)
     else:  # dense so far
         for name, value in node.items():
             stack.set(name, value)
-        td.set(key[:-1], stack)
+        td.set(above, stack)
 
 
 def is_uneven(td: Any, key: Key) -> bool:
@@ -121,7 +128,8 @@ def joined(cells: Array) -> Any:
     """Join cells that are stacks into one stack; the dimensions of ``cells`` come first."""
     if not cells.ndim:
         return cells.item().copy()
-    return torch.stack([joined(_part(cells, i)) for i in range(len(cells))], 0)
+    parts = [joined(_part(cells, i)) for i in range(len(cells))]
+    return torch.stack(parts, 0)
 
 
 def stacked_objects(cells: Array) -> Any:
@@ -132,9 +140,8 @@ def stacked_objects(cells: Array) -> Any:
     """
     if not cells.ndim:
         return NonTensorData(cells.item(), batch_size=())
-    return NonTensorStack(
-        *[stacked_objects(_part(cells, i)) for i in range(len(cells))]
-    )
+    parts = [stacked_objects(_part(cells, i)) for i in range(len(cells))]
+    return NonTensorStack(*parts)
 
 
 def objects_of(stack: Any) -> Array:
@@ -155,20 +162,24 @@ def objects_of(stack: Any) -> Array:
 
 
 def _part(value: Any, i: int) -> Any:
-    return (
-        value[i]
-        if torch.is_tensor(value)
-        else value[i : i + 1].reshape(value.shape[1:])
-    )
+    if torch.is_tensor(value):
+        return value[i]
+    # not ``value[i]``, which would be the object
+    return value[i : i + 1].reshape(value.shape[1:])
 
 
 def _cell(td: Any, key: Key) -> Any:
-    node = td.get(key[:-1], None) if len(key) > 1 else td
+    node = td
+    if len(key) > 1:
+        node = td.get(key[:-1], None)
     if node is None:
         return None
     if isinstance(node, LazyStackedTensorDict):
         return node.select(key[-1], strict=False).clone()
     value = node.get(key[-1], None)
     if is_non_tensor(value):
-        value = value.tolist() if isinstance(value, NonTensorStack) else value.data
+        if isinstance(value, NonTensorStack):
+            value = value.tolist()
+        else:
+            value = value.data
     return copied(value)

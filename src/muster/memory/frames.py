@@ -36,14 +36,20 @@ class Frames:
         first = next(iter(frames.values()))
         self._places = len(first) - 1
         self._B = first.shape[1]
-        self.depth = np.full((self._places + 1, self._B), size - 1, np.int16)
-        self.wholes = Asides(
-            self.depth.size,
-            {key: zeros((size, *rows.shape[2:]), rows) for key, rows in frames.items()},
-        )
+        shape = (self._places + 1, self._B)
+        self.depth = np.full(shape, size - 1, np.int16)
+        whole = {}
+        for key, rows in frames.items():
+            frame_shape = rows.shape[2:]
+            whole[key] = zeros((size, *frame_shape), rows)
+        self.wholes = Asides(self.depth.size, whole)
 
     def write(
-        self, first: int, rows: Mapping[Key, Any], last: Mapping[Key, Any], fresh: Array
+        self,
+        first: int,
+        rows: Mapping[Key, Any],
+        last: Mapping[Key, Any],
+        fresh: Array,
     ) -> None:
         """Note which stacks follow those before them.
 
@@ -59,55 +65,70 @@ class Frames:
         follows = np.ones((n, self._B), bool)
         for key, stacks in mine.items():
             for t in range(n):
-                later = stacks[t + 1] if t + 1 < n else after[key]
+                later = after[key]
+                if t + 1 < n:
+                    later = stacks[t + 1]
                 follows[t] &= _follows(later, stacks[t])
         if first == 0:  # it was at the end, as what follows the last place
             self._copy(self._places, 0)
         begins = np.flatnonzero(fresh)
         if len(begins):
-            self._keep(
-                first, begins, {key: stacks[0, begins] for key, stacks in mine.items()}
-            )
+            whole = {key: stacks[0, begins] for key, stacks in mine.items()}
+            self._keep(first, begins, whole)
         for t in range(n):
             place = first + t + 1
             self._drop(place)
-            self.depth[place] = np.minimum(self.depth[place - 1] + 1, self.size - 1)
+            deeper = self.depth[place - 1] + 1
+            self.depth[place] = np.minimum(deeper, self.size - 1)
             others = np.flatnonzero(~follows[t])
-            if len(others):
-                parts = {
-                    key: stacks[t + 1, others] if t + 1 < n else after[key][others]
-                    for key, stacks in mine.items()
-                }
-                self._keep(place, others, parts)
+            if not len(others):
+                continue
+            whole = {}
+            for key, stacks in mine.items():
+                if t + 1 < n:
+                    whole[key] = stacks[t + 1, others]
+                else:
+                    whole[key] = after[key][others]
+            self._keep(place, others, whole)
 
     def of(self, key: Key, cells: Array) -> Rows:
         """Return the stacks at places of cells, ``[n, size, ...]``."""
         frames = self._frames[key]
-        depth = self.depth.reshape(-1)[cells].astype(np.int64)
-        back = np.minimum(np.arange(self.size)[::-1], depth[:, None])
+        frame_shape = frames.shape[2:]
+        deepest = self.size - 1
+        depth = self.depth.reshape(-1)[cells]
+        depth = depth.astype(np.int64)
+        rows_back = np.arange(self.size)[::-1]
+        back = np.minimum(rows_back, depth[:, None])
         index = self._before(cells[:, None], back)
-        stacks = gathered(frames.reshape(-1, *frames.shape[2:]), index.reshape(-1))
-        stacks = stacks.reshape(len(cells), self.size, *frames.shape[2:])
-        short = np.flatnonzero(depth < self.size - 1)
-        if len(short):
-            begins = self._before(cells[short], depth[short])
-            _, wholes = self.wholes.of_cells(begins)
-            for d in range(self.size - 1):
-                mine = np.flatnonzero(depth[short] == d)
-                if len(mine):
-                    whole = gathered(wholes[key], mine)
-                    scatter(
-                        whole[:, d : self.size - 1],
-                        stacks[:, : self.size - 1 - d],
-                        short[mine],
-                    )
+        flat = frames.reshape(-1, *frame_shape)
+        stacks = gathered(flat, index.reshape(-1))
+        stacks = stacks.reshape(len(cells), self.size, *frame_shape)
+        short = np.flatnonzero(depth < deepest)
+        if not len(short):
+            return stacks
+        depth = depth[short]
+        begins = self._before(cells[short], depth)
+        _, wholes = self.wholes.of_cells(begins)
+        for d in range(deepest):
+            mine = np.flatnonzero(depth == d)
+            if len(mine):
+                whole = gathered(wholes[key], mine)
+                older = whole[:, d:deepest]
+                scatter(older, stacks[:, : deepest - d], short[mine])
         return stacks
 
-    def restore(self, place: int, depth: Array, stacks: Mapping[Key, Rows]) -> None:
+    def restore(
+        self,
+        place: int,
+        depth: Array,
+        stacks: Mapping[Key, Rows],
+    ) -> None:
         """Note what follows the newest row, at ``place``."""
         self.depth[place] = depth
         envs = np.flatnonzero(depth == 0)
-        self._keep(place, envs, {key: rows[envs] for key, rows in stacks.items()})
+        whole = {key: rows[envs] for key, rows in stacks.items()}
+        self._keep(place, envs, whole)
 
     def copy_to_end(self) -> None:
         """Note at the extra place what is noted at the first one, the row of which it is, too."""
@@ -116,15 +137,23 @@ class Frames:
     def _before(self, cells: Array, rows: Array) -> Array:
         """Return the places of cells some rows before those at ``cells``."""
         found: Array = cells - rows * self._B
-        return np.where(found < 0, found + self._places * self._B, found)
+        cells_in_all = self._places * self._B
+        return np.where(found < 0, found + cells_in_all, found)
 
     def _drop(self, place: int) -> None:
-        self.wholes.drop(place * self._B, (place + 1) * self._B)
+        first = place * self._B
+        self.wholes.drop(first, first + self._B)
 
-    def _keep(self, place: int, envs: Array, stacks: Mapping[Key, Any]) -> None:
+    def _keep(
+        self,
+        place: int,
+        envs: Array,
+        stacks: Mapping[Key, Any],
+    ) -> None:
         """Keep stacks whole."""
         cells = place * self._B + envs
-        for cell in cells[self.wholes.has(cells)].tolist():
+        earlier = cells[self.wholes.has(cells)]
+        for cell in earlier.tolist():
             self.wholes.drop(cell, cell + 1)
         self.wholes.keep(cells, stacks)
         self.depth[place, envs] = 0
@@ -133,12 +162,16 @@ class Frames:
         """Copy what is noted at a place."""
         self._drop(to)
         self.depth[to] = self.depth[place]
-        index, stacks = self.wholes.of_cells(place * self._B + np.arange(self._B))
+        cells = place * self._B + np.arange(self._B)
+        index, stacks = self.wholes.of_cells(cells)
         self.wholes.keep(to * self._B + index, stacks)
 
 
 def _follows(later: Any, earlier: Any) -> Array:
     """Return which stacks, ``[n, size, ...]``, follow others."""
     equal = later[:, :-1] == earlier[:, 1:]
-    found = equal.reshape(len(equal), -1).all(1)
-    return found if isinstance(found, np.ndarray) else found.cpu().numpy()
+    found: Any = equal.reshape(len(equal), -1).all(1)
+    if not isinstance(found, np.ndarray):
+        found = found.cpu().numpy()
+    follows: Array = found
+    return follows

@@ -34,17 +34,21 @@ class Gathering:
     """
 
     def __init__(
-        self, ring: Ring, keep: Sequence[Key], number: int, count: int
+        self,
+        ring: Ring,
+        keep: Sequence[Key],
+        number: int,
+        count: int,
     ) -> None:
         stored = ring.stored
-        shown = [
-            column.key
-            for column in stored.columns
-            if column.key in stored.observed or column.key in keep or is_action(column)
-        ]
-        returned = [
-            c.key for c in stored.columns if c.key[0] == "next" and c.key not in shown
-        ]
+        shown = []
+        returned = []
+        for column in stored.columns:
+            key = column.key
+            if key in stored.observed or key in keep or is_action(column):
+                shown.append(key)
+            elif key[0] == "next":
+                returned.append(key)
         following = list(map(next_of, stored.observed))
         self._ring = ring
         self._number = number
@@ -58,17 +62,25 @@ class Gathering:
     def transitions(self, cells: Array) -> TensorDict:
         """Return transitions, ``[n]``."""
         places = self._ring.places_of(cells)
+        columns = self._columns(cells, places, places)
         size = torch.Size((len(cells),))
-        return self._tree.made(self._columns(cells, places, places), size)
+        return self._tree.made(columns, size)
 
-    def n_step(self, cells: Array, n_step: int, gamma: float) -> TensorDict:
+    def n_step(
+        self,
+        cells: Array,
+        n_step: int,
+        gamma: float,
+    ) -> TensorDict:
         """Return transitions of up to ``n_step`` steps, ``[n]``."""
         ring = self._ring
         stored = ring.stored
         read = stored.reads
         places = ring.places_of(cells)
         first = stored.on_device(places)
-        rewards = {key: stored.to_tensor(read[key](first, 0)) for key in self._rewards}
+        rewards = {}
+        for key in self._rewards:
+            rewards[key] = stored.to_tensor(read[key](first, 0))
         last = cells.copy()
         steps = np.ones(len(cells), np.int64)
         goes_on = np.ones(len(cells), bool)
@@ -79,57 +91,76 @@ class Gathering:
                 break
             last[goes_on] = later[goes_on]
             steps += goes_on
-            there = stored.on_device(ring.places_of(np.where(goes_on, later, cells)))
+            read_cells = np.where(goes_on, later, cells)
+            there = stored.on_device(ring.places_of(read_cells))
             factors = self._tensor(goes_on * gamma**k)
             for key, reward in rewards.items():
                 more = stored.to_tensor(read[key](there, 0))
-                more = more * factors.reshape(-1, *[1] * (reward.ndim - 1))
+                ones = [1] * (reward.ndim - 1)
+                more = more * factors.reshape(-1, *ones)
                 rewards[key] = reward + more.to(reward.dtype)
-        columns = self._columns(cells, places, ring.places_of(last))
+        ends = ring.places_of(last)
+        columns = self._columns(cells, places, ends)
         entries = dict(zip(self._keys, columns, strict=True))
         entries |= rewards
-        entries[STEPS] = self._tensor(steps).unsqueeze(-1)
-        entries[GAMMA] = (gamma ** entries[STEPS].double()).to(torch.float32)
+        made_steps = self._tensor(steps).unsqueeze(-1)
+        discount = gamma ** made_steps.double()
+        entries[STEPS] = made_steps
+        entries[GAMMA] = discount.to(torch.float32)
         return tensordict_of(entries, [len(cells)])
 
     def sequences(self, cells: Array, length: int) -> TensorDict:
         """Return consecutive transitions that begin with cells, ``[n, length]``."""
         ring = self._ring
-        every = (cells[:, None] + np.arange(length) * ring.B).reshape(-1)
+        later = np.arange(length) * ring.B
+        every = (cells[:, None] + later).reshape(-1)
         places = ring.places_of(every)
         columns = self._columns(every, places, places)
         entries = dict(zip(self._keys, columns, strict=True))
         begins = ring.stored.begins.reshape(-1)[places]
         entries[IS_INIT] = self._tensor(begins).unsqueeze(-1)
-        shaped = {
-            key: rows.reshape(len(cells), length, *rows.shape[1:])
-            for key, rows in entries.items()
-        }
-        return tensordict_of(shaped, [len(cells), length])
+        n = len(cells)
+        shaped = {}
+        for key, rows in entries.items():
+            shaped[key] = rows.reshape(n, length, *rows.shape[1:])
+        return tensordict_of(shaped, [n, length])
 
     def later(self, cells: Array, steps: Array) -> TensorDict:
         """Return the observations after the transitions that are so many steps after ``cells``."""
         ring = self._ring
         later = cells + steps * ring.B
         entries: dict[Key, torch.Tensor] = {}
-        for key, rows in ring.stored.next_observations(ring.places_of(later)).items():
+        places = ring.places_of(later)
+        observations = ring.stored.next_observations(places)
+        for key, rows in observations.items():
             entries[key] = ring.stored.to_tensor(rows)
         entries[LATER] = self._tensor(steps).unsqueeze(-1)
         entries[INDEX] = self._index_of(later)
         return tensordict_of(entries, [len(cells)])
 
-    def _columns(self, cells: Array, places: Array, ends: Array) -> list[torch.Tensor]:
+    def _columns(
+        self,
+        cells: Array,
+        places: Array,
+        ends: Array,
+    ) -> list[torch.Tensor]:
         """Return the columns of transitions in the order of ``_keys``. They begin with the cells at
         ``places``, and what the last step returned is that of the cells at ``ends``.
         """
         stored = self._ring.stored
         to_tensor = stored.to_tensor
         first = stored.on_device(places)
-        last = first if ends is places else stored.on_device(ends)
-        found = [to_tensor(read(first, 0)) for read in self._shown]
-        found += [to_tensor(read(last, 0)) for read in self._returned]
+        last = first
+        if ends is not places:
+            last = stored.on_device(ends)
+        found = []
+        for read in self._shown:
+            found.append(to_tensor(read(first, 0)))
+        for read in self._returned:
+            found.append(to_tensor(read(last, 0)))
         found.append(self._index_of(cells))
-        found += [to_tensor(rows) for rows in stored.next_observations(ends).values()]
+        for rows in stored.next_observations(ends).values():
+            found.append(to_tensor(rows))
         return found
 
     def _index_of(self, cells: Array) -> torch.Tensor:
@@ -140,7 +171,9 @@ class Gathering:
     def _tensor(self, values: Array) -> torch.Tensor:
         tensor = torch.from_numpy(values)
         device = self._ring.stored.device
-        return tensor if device is None else tensor.to(device)
+        if device is None:
+            return tensor
+        return tensor.to(device)
 
 
 class KeyTree:
@@ -154,14 +187,16 @@ class KeyTree:
         nodes: list[Key] = [()]
         for key in keys:
             for depth in range(1, len(key)):
-                if key[:depth] not in nodes:
-                    nodes.append(key[:depth])
-        self._leaves = [(nodes.index(key[:-1]), key[-1]) for key in keys]
-        # inner ones first
-        self._inner = [
-            (i, nodes.index(node[:-1]), node[-1])
-            for i, node in reversed([*enumerate(nodes)][1:])
-        ]
+                path = key[:depth]
+                if path not in nodes:
+                    nodes.append(path)
+        self._leaves = []
+        for *above, name in keys:
+            self._leaves.append((nodes.index(tuple(above)), name))
+        self._inner = []
+        for i in reversed(range(1, len(nodes))):  # inner ones first
+            *above, name = nodes[i]
+            self._inner.append((i, nodes.index(tuple(above)), name))
         self._count = len(nodes)
 
     def made(self, values: Sequence[Any], size: torch.Size) -> TensorDict:
@@ -172,17 +207,27 @@ class KeyTree:
             nodes[node][name] = value
         for node, outer, name in self._inner:
             nodes[outer][name] = make(
-                nodes[node], batch_size=size, names=None, device=None
+                nodes[node],
+                batch_size=size,
+                names=None,
+                device=None,
             )
-        found: TensorDict = make(nodes[0], batch_size=size, names=None, device=None)
+        found: TensorDict = make(
+            nodes[0],
+            batch_size=size,
+            names=None,
+            device=None,
+        )
         return found
 
 
 def tensordict_of(
-    entries: Mapping[Key, torch.Tensor], shape: Sequence[int]
+    entries: Mapping[Key, torch.Tensor],
+    shape: Sequence[int],
 ) -> TensorDict:
     """Return a TensorDict of leaves with nested keys."""
-    return _tree(tuple(entries)).made([*entries.values()], torch.Size(shape))
+    tree = _tree(tuple(entries))
+    return tree.made(list(entries.values()), torch.Size(shape))
 
 
 @lru_cache(maxsize=64)
@@ -192,4 +237,6 @@ def _tree(keys: tuple[Key, ...]) -> KeyTree:
 
 def is_action(column: Column) -> bool:
     """Return whether a column is an action, or a part of it."""
-    return column.key[-1] == "action" and column.key[0] not in ("next", "collector")
+    if column.key[0] in ("next", "collector"):
+        return False
+    return column.key[-1] == "action"

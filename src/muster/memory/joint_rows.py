@@ -18,6 +18,7 @@ else:
 Rows = Sequence["torch.Tensor"]
 Values = Sequence["torch.Tensor"]
 Write = Callable[[int, Values], None]
+Copy = Callable[[list["torch.Tensor"], list["torch.Tensor"]], Any]
 
 
 def joint_rows(columns: Sequence[tuple[Rows, int]]) -> Write:
@@ -40,14 +41,11 @@ def joint_rows(columns: Sequence[tuple[Rows, int]]) -> Write:
             rows, later = columns[places[0]]
             singles.append((places[0], rows, later))
             continue
-        steps = min(
-            len(rows) - later for rows, later in (columns[place] for place in places)
-        )
+        together = [columns[place] for place in places]
+        steps = min(len(rows) - later for rows, later in together)
         targets = []
         for t in range(steps):
-            targets.append(
-                [columns[place][0][t + columns[place][1]] for place in places]
-            )
+            targets.append([rows[t + later] for rows, later in together])
         joint.append((places, targets))
 
     def write(t: int, values: Values) -> None:
@@ -60,12 +58,10 @@ def joint_rows(columns: Sequence[tuple[Rows, int]]) -> Write:
 
 
 @cache
-def copier() -> Callable[[list[torch.Tensor], list[torch.Tensor]], Any]:
+def copier() -> Copy:
     """Return the function that copies a list of tensors into others."""
     if usable("torch", (torch, ("_foreach_copy_",))):
-        copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = (
-            torch._foreach_copy_
-        )
+        copy: Copy = torch._foreach_copy_
         return copy
     return _copy_each
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -59,9 +60,11 @@ class Priorities:
         known = self._levels[0][places] > 0
         if not known.any():
             return
+        given = priorities[known]
+        self.largest = max(self.largest, float(given.max()))
         tiny = np.finfo(np.float64).tiny  # a priority of 0 can still be raised later
-        self.largest = max(self.largest, float(priorities[known].max()))
-        self._set(places[known], np.maximum(priorities[known] ** self._alpha, tiny))
+        powers = np.maximum(given**self._alpha, tiny)
+        self._set(places[known], powers)
 
     def draw(self, n: int, rng: np.random.Generator) -> Array:
         """Draw places in proportion to ``priority ** alpha``, with replacement."""
@@ -70,16 +73,22 @@ class Priorities:
         for level in reversed(self._levels):
             children = level.reshape(-1, WIDTH)[node]
             sums = children.cumsum(1)
-            left = np.minimum(left, np.nextafter(sums[:, -1], 0.0))  # rounding
-            child = (sums <= left[:, None]).sum(1)
-            below = np.where(
-                child > 0, sums[np.arange(n), np.maximum(child - 1, 0)], 0.0
-            )
-            left = left - below
+            most = np.nextafter(sums[:, -1], 0.0)
+            left = np.minimum(left, most)  # rounding
+            is_before = sums <= left[:, None]
+            child = is_before.sum(1)
+            previous = np.maximum(child - 1, 0)
+            before = sums[np.arange(n), previous]
+            left = left - np.where(child > 0, before, 0.0)
             node = node * WIDTH + child
         return node
 
-    def restore(self, largest: float, places: Array, powers: Array) -> None:
+    def restore(
+        self,
+        largest: float,
+        places: Array,
+        powers: Array,
+    ) -> None:
         """Set ``priority ** alpha`` of places, and the largest priority."""
         self.largest = largest
         self._set(places, powers)
@@ -89,6 +98,7 @@ class Priorities:
             return
         self._levels[0][places] = values
         nodes = places
-        for below, level in zip(self._levels, self._levels[1:], strict=False):
+        for below, level in pairwise(self._levels):
             nodes = np.unique(nodes // WIDTH)
-            level[nodes] = below.reshape(-1, WIDTH)[nodes].sum(1)
+            children = below.reshape(-1, WIDTH)[nodes]
+            level[nodes] = children.sum(1)

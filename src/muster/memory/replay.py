@@ -248,8 +248,8 @@ class ReplayMemory:
     def load(self, directory: str | os.PathLike[str]) -> None:
         """Load what ``save`` has saved; see ``load_state_dict``.
 
-        A collector that writes to the memory then continues its episodes if their newest observations
-        are those of its environments; otherwise, its rows begin new episodes.
+        A collector that writes to the memory then continues its trajectories if its environments are
+        where they were: by their ``traj_ids``, number of steps and observations.
 
         Raises:
             BadCheckpoint: a file is missing or damaged, or the memory was for other environments or
@@ -368,7 +368,8 @@ class ReplayMemory:
                 ``[n, sequence]``. For burn-in, make them longer, and use the first steps for the
                 state only; a recurrent state named in ``keep`` is that of when they were collected.
             across_episodes: a sequence may contain the beginning of another episode; ``is_init``
-                marks it. False: it is from one episode.
+                marks it. False: it is from one episode. ``is_init`` is True at the first step of an
+                episode of the environment only, whatever was dropped from the memory.
             beta: exponent of the weights that correct for priorities; see ``alpha``.
             relabel: called with the sample and a later transition of each one's episode
                 (hindsight: Andrychowicz et al., 2017), and returns the sample, changed or not. The

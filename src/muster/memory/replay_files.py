@@ -172,7 +172,9 @@ class MemoryFiles:
         return found
 
     def load(
-        self, directory: Path, make: Callable[[Mapping[str, Any]], Sequence[Ring]]
+        self,
+        directory: Path,
+        make: Callable[[Mapping[str, Any]], Sequence[Ring]],
     ) -> Loaded:
         """Read a directory.
 
@@ -249,7 +251,11 @@ def _block_rows(ring: Ring) -> int:
 
 
 def _put(
-    ring: Ring, first: int, rows: Tensors, saved: Mapping[str, Any], path: Path
+    ring: Ring,
+    first: int,
+    rows: Tensors,
+    saved: Mapping[str, Any],
+    path: Path,
 ) -> None:
     """Put rows of a file into the ring."""
     try:

@@ -7,7 +7,8 @@ another episode.
 1. ``write`` fills the rows after the newest with those of a rollout, where nothing can be read, makes
    them readable, and drops the oldest ones beyond the capacity. ``add_row`` does the same for one row
    that was copied to its place.
-2. ``break_off``: the rows that follow do not continue the episodes of some environments.
+2. ``break_off``: the rows that follow do not continue the episodes of some environments. ``follow``:
+   the same, from what is known of the trajectories, and which of them begin.
 
 A *cell* is a row of one environment: cell ``r * B + b`` of all cells ever written. Its place is
 ``cell % (places * B)``.
@@ -45,7 +46,11 @@ class Ring:
         lo, hi: readable are the rows from ``lo`` to ``hi``.
         num_masked: number of readable cells that are no transitions.
         episode: number of the episode of the next row in each environment, ``[B]``.
-        fresh: in which environments the next row is the first one of its episode, ``[B]``.
+        fresh: in which environments the next row has another episode than the newest one, ``[B]``.
+        ids: trajectories of the newest row, ``[B]``; -1: unknown.
+        began: the row with which each of them began, or would have, ``[B]``.
+        next_begins: in which environments an episode begins with the next row, ``[B]``; None: where
+            it is ``fresh``.
     """
 
     def __init__(
@@ -73,6 +78,11 @@ class Ring:
         self.num_masked = 0
         self.episode = np.zeros(num_envs, np.int64)
         self.fresh = np.ones(num_envs, bool)
+        self.ids = np.full(num_envs, -1, np.int64)
+        self.began = np.zeros(num_envs, np.int64)
+        # where the next row neither begins an episode nor follows the newest row; None: nowhere
+        self.next_begins: Array | None = None
+        self._breaks: Array | None = None
 
     @property
     def takes_rows(self) -> bool:
@@ -97,14 +107,18 @@ class Ring:
     @property
     def next_place(self) -> int:
         """Where that is which follows the newest row."""
-        return (self.hi - 1) % self.places + 1 if self.hi else 0
+        if not self.hi:
+            return 0
+        newest = (self.hi - 1) % self.places
+        return newest + 1
 
     # --- writing ----------------------------------------------------------------------------------
 
     @property
     def room(self) -> int:
         """Maximum number of rows that can be written now."""
-        return min(self.margin, self.places - self.hi % self.places)
+        next_place = self.hi % self.places
+        return min(self.margin, self.places - next_place)
 
     def write(
         self,
@@ -130,7 +144,7 @@ class Ring:
         episodes = stored.episodes[first : first + n]
         episodes[...] = self.episode
         begins = stored.begins[first : first + n]
-        begins[0] = self.fresh
+        self._mark_begins(first, n)
         if done is None:
             begins[1:] = False
             self.fresh[...] = False
@@ -140,21 +154,28 @@ class Ring:
             ended = np.cumsum(done, axis=0)
             episodes[1:] += ended[:-1]
             self.episode += ended[-1]
-            t, env = np.nonzero(done if valid is None else done & valid)
+            ends = done
+            if valid is not None:
+                ends = done & valid
+            t, env = np.nonzero(ends)
             stored.asides.keep((first + t) * self.B + env, finals or {})
         if stored.masked is not None:
             stored.masked[first : first + n] = False
         if valid is not None and not valid.all():
             # what follows a gap does not continue what was before it
-            gaps = np.cumsum(~valid, axis=0)
+            invalid = ~valid
+            gaps = np.cumsum(invalid, axis=0)
             episodes += gaps
             self.episode += gaps[-1]
-            stored.make_maskable()[first : first + n] = ~valid
-            self.num_masked += int((~valid).sum())
+            masked = stored.make_maskable()
+            masked[first : first + n] = invalid
+            self.num_masked += int(invalid.sum())
         self._advance(n)
 
     def add_row(
-        self, done: Array | None = None, finals: Mapping[Key, Any] | None = None
+        self,
+        done: Array | None = None,
+        finals: Mapping[Key, Any] | None = None,
     ) -> None:
         """Make the row after the newest readable, which was copied to its place; see ``write``.
 
@@ -164,7 +185,10 @@ class Ring:
         stored = self.stored
         place = self.hi % self.places
         stored.episodes[place] = self.episode
-        stored.begins[place] = self.fresh
+        if self.next_begins is None and stored.breaks is None:
+            stored.begins[place] = self.fresh
+        else:
+            self._mark_begins(place, 1)
         if done is None:
             self.fresh.fill(False)
         else:
@@ -180,9 +204,14 @@ class Ring:
         """Return the memory of all columns without ``carry``, and of those with, by place; for
         ``add_row``: row ``hi`` is at ``hi % places``, and what follows it at the next place.
         """
-        data = self.stored.data
-        simple = [(c.key, data[c.key]) for c in self.stored.columns if not c.carry]
-        carried = [(c.key, data[c.key]) for c in self.stored.columns if c.carry]
+        simple = []
+        carried = []
+        for column in self.stored.columns:
+            entry = (column.key, self.stored.data[column.key])
+            if column.carry:
+                carried.append(entry)
+            else:
+                simple.append(entry)
         return simple, carried
 
     def break_off(self, envs: Sequence[int] | Array) -> None:
@@ -194,42 +223,110 @@ class Ring:
         if not len(index) or not self.hi:
             return
         following = self.next_place * self.B + index
-        self.stored.asides.keep(following - self.B, self.stored.observations(following))
+        observations = self.stored.observations(following)
+        self.stored.asides.keep(following - self.B, observations)
         self.episode[index] += 1
         self.fresh[index] = True
+
+    @property
+    def steps_so_far(self) -> Array:
+        """Number of steps in each trajectory up to the newest row, ``[B]``."""
+        found: Array = self.hi - self.began
+        return found
+
+    @property
+    def newest_ended(self) -> Array:
+        """Whether the newest row has ended an episode in each environment, ``[B]``."""
+        return self.fresh if self.next_begins is None else self.next_begins
+
+    def follow(self, ids: Array, steps: Array | None, follows: Array) -> None:
+        """Say what the next row is: the next step of the newest row's trajectories, or not.
+
+        Args:
+            ids: its trajectories, ``[B]``.
+            steps: number of steps in each trajectory before it, ``[B]``; None: where it does not
+                follow, a trajectory begins.
+            follows: where it is the next step, ``[B]``.
+        """
+        begins = ~follows if steps is None else steps == 0
+        # an episode within a trajectory: a life was lost
+        self.next_begins = begins | (follows & self.newest_ended)
+        breaks = ~(begins | follows)
+        if self._breaks is not None:
+            breaks |= self._breaks & follows
+        self._breaks = breaks if breaks.any() else None
+        others = np.flatnonzero(~follows)
+        self.break_off(others)
+        self.ids[...] = ids
+        self.began[others] = self.hi if steps is None else self.hi - steps[others]
+
+    def note_ids(self, ids: Array) -> None:
+        """Note the trajectories of rows that will be written next, ``[n, B]``; for the first of
+        them, ``follow`` was called, or they are those of the newest row.
+        """
+        changes = ids[1:] != ids[:-1]
+        if not changes.any():
+            return
+        (envs,) = changes.any(axis=0).nonzero()
+        last = len(changes) - changes[::-1, envs].argmax(axis=0)
+        self.ids[...] = ids[-1]
+        self.began[envs] = self.hi + last
 
     def going_on(self, obs: Mapping[Key, Any]) -> Array:
         """Return in which environments ``obs`` (``[B, *shape]`` each) are the observations after
         the newest row, ``[B]``.
         """
         same = ~self.fresh
-        newest = self.stored.observations(self.next_place * self.B + np.arange(self.B))
+        following = self.next_place * self.B + np.arange(self.B)
+        newest = self.stored.observations(following)
         for key, rows in newest.items():
             here = self.stored.to_tensor(rows)
-            given = torch.as_tensor(obs[key], device=here.device).reshape(here.shape)
-            equal = (here == given) | (
-                (here != here) & (given != given)
-            )  # NaN is equal to NaN
-            same &= equal.reshape(self.B, -1).all(1).cpu().numpy()
+            given = torch.as_tensor(obs[key], device=here.device)
+            given = given.reshape(here.shape)
+            both_nan = (here != here) & (given != given)
+            equal = (here == given) | both_nan
+            in_env = equal.reshape(self.B, -1).all(1)
+            same &= in_env.cpu().numpy()
         found: Array = same
         return found
 
     def clear(self) -> None:
-        """Drop all rows; later ones begin new episodes."""
+        """Drop all rows; later ones do not continue them."""
         self._drop(self.hi)
+        self.next_begins = self.newest_ended.copy()
         self.episode[~self.fresh] += 1
         self.fresh[...] = True
 
-    def continue_from(self, lo: int, hi: int, episode: Array, fresh: Array) -> None:
+    def continue_from(
+        self,
+        lo: int,
+        hi: int,
+        episode: Array,
+        fresh: Array,
+    ) -> None:
         """Make the rows from ``lo`` to ``hi`` readable, which were put in their places."""
         self.lo = lo
         self.hi = hi
         self.episode[...] = episode
         self.fresh[...] = fresh
+        self.next_begins = None
+        self._breaks = None
         self.num_masked = 0
         if self.stored.masked is not None:
             cells = self.places_of(np.arange(lo * self.B, hi * self.B))
-            self.num_masked = int(self.stored.masked.reshape(-1)[cells].sum())
+            masked = self.stored.masked.reshape(-1)
+            self.num_masked = int(masked[cells].sum())
+
+    def _mark_begins(self, first: int, n: int) -> None:
+        """Mark the row at place ``first`` as ``follow`` has said, the first one of ``n``."""
+        stored = self.stored
+        stored.begins[first] = self.newest_ended
+        if stored.breaks is not None:
+            stored.breaks[first : first + n] = False
+        if self._breaks is not None:
+            stored.make_breakable()[first] = self._breaks
+        self.next_begins = None
+        self._breaks = None
 
     def _advance(self, n: int) -> None:
         """Make the rows that were written readable, and drop those beyond the capacity."""
@@ -262,7 +359,8 @@ class Ring:
         places = self.places_of(later)
         episodes = self.stored.episodes.reshape(-1)
         same = episodes[self.places_of(cells)] == episodes[places]
-        found: Array = inside & same & self.stored.is_transition(places)
+        is_transition = self.stored.is_transition(places)
+        found: Array = inside & same & is_transition
         return found
 
     def last_of_episode(self, cells: Array) -> Array:
@@ -273,9 +371,8 @@ class Ring:
         most = int(rows_left.max(initial=0))
         while step <= most:
             step *= 2
-        while (
-            step
-        ):  # episodes are contiguous: the later cells of an episode are a prefix
+        # episodes are contiguous: the later cells of an episode are a prefix
+        while step:
             later = found + step * self.B
             goes_on = self.continues(cells, later)
             found[goes_on] = later[goes_on]

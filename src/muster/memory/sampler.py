@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 Make = Callable[[Gathering, Array], "TensorDict"]
-DRAWS = (
-    8  # draws of cells that have to fulfil a condition, before all cells are looked at
-)
+# draws of cells that have to fulfil a condition, before all cells are looked at
+DRAWS = 8
 
 
 class InSequence:
@@ -37,8 +36,10 @@ class InSequence:
         for k in range(1, self.length):
             later = cells + k * ring.B
             if self._across:
+                places = ring.places_of(later)
                 fine &= later < ring.hi * ring.B
-                fine &= ring.stored.is_transition(ring.places_of(later))
+                fine &= ring.stored.is_transition(places)
+                fine &= ~ring.stored.is_break(places)
             else:
                 fine &= ring.continues(cells, later)
         return fine
@@ -82,14 +83,16 @@ class Sampler:
         self.rings = list(rings)
         self.priorities: list[Priorities] = []
         if alpha is not None:
-            self.priorities = [
-                Priorities(ring.places * ring.B, alpha) for ring in rings
-            ]
+            for ring in rings:
+                cells = ring.places * ring.B
+                self.priorities.append(Priorities(cells, alpha))
         self._rng = rng
-        self._gatherings = [
-            Gathering(ring, keep, i, len(rings)) for i, ring in enumerate(rings)
-        ]
-        self._only = self.rings[0] if len(rings) == 1 else None
+        self._gatherings = []
+        for number, ring in enumerate(rings):
+            self._gatherings.append(Gathering(ring, keep, number, len(rings)))
+        self._only: Ring | None = None
+        if len(rings) == 1:
+            (self._only,) = rings
 
     def __len__(self) -> int:
         return sum([ring.transitions for ring in self.rings])
@@ -107,7 +110,11 @@ class Sampler:
             self._prioritize(number, lo, ring.hi - 1)
 
     def write(
-        self, number: int, rows: Mapping[Key, Any], last: Mapping[Key, Any], **ends: Any
+        self,
+        number: int,
+        rows: Mapping[Key, Any],
+        last: Mapping[Key, Any],
+        **ends: Any,
     ) -> None:
         """See ``Ring.write``."""
         ring = self.rings[number]
@@ -127,7 +134,8 @@ class Sampler:
     def places(self, number: int) -> Array:
         """Return the places of the readable cells of a ring."""
         ring = self.rings[number]
-        return ring.places_of(np.arange(ring.lo * ring.B, ring.hi * ring.B))
+        cells = np.arange(ring.lo * ring.B, ring.hi * ring.B)
+        return ring.places_of(cells)
 
     def update_priority(self, index: Array, priorities: Array) -> None:
         """Set priorities of transitions by their ``index``; those that were dropped are ignored."""
@@ -135,9 +143,11 @@ class Sampler:
         for number, ring in enumerate(self.rings):
             mine = index % count == number
             cells = index[mine] // count
-            there = (cells >= ring.lo * ring.B) & (cells < ring.hi * ring.B)
+            there = cells >= ring.lo * ring.B
+            there &= cells < ring.hi * ring.B
             places = ring.places_of(cells[there])
-            self.priorities[number].update(places, priorities[mine][there])
+            given = priorities[mine]
+            self.priorities[number].update(places, given[there])
 
     def _prioritize(self, number: int, lo: int, hi: int) -> None:
         """Set the priorities of rows that were dropped since the rows from ``lo`` to ``hi`` were
@@ -145,9 +155,13 @@ class Sampler:
         """
         ring = self.rings[number]
         priorities = self.priorities[number]
-        priorities.forget(ring.places_of(np.arange(lo * ring.B, ring.lo * ring.B)))
-        added = ring.places_of(np.arange(max(hi, ring.lo) * ring.B, ring.hi * ring.B))
-        priorities.add(added[ring.stored.is_transition(added)])
+        B = ring.B
+        dropped = np.arange(lo * B, ring.lo * B)
+        priorities.forget(ring.places_of(dropped))
+        first = max(hi, ring.lo)
+        added = ring.places_of(np.arange(first * B, ring.hi * B))
+        is_transition = ring.stored.is_transition(added)
+        priorities.add(added[is_transition])
 
     # --- drawing ----------------------------------------------------------------------------------
 
@@ -162,33 +176,38 @@ class Sampler:
         if only is not None and condition is None and not only.num_masked:
             if only.lo == only.hi:
                 raise nothing_yet()
-            return Drawn(None, self._proposed_of(0, n), (only.lo,))
+            cells = self._proposed_of(0, n)
+            return Drawn(None, cells, (only.lo,))
         if not len(self):
             raise nothing_yet()
+        lo = [ring.lo for ring in self.rings]
         numbers, cells = self._draw(n, condition)
-        return Drawn(None if only else numbers, cells, [ring.lo for ring in self.rings])
+        if only is not None:
+            return Drawn(None, cells, lo)
+        return Drawn(numbers, cells, lo)
 
     def is_there(self, drawn: Drawn) -> bool:
         """Return whether all drawn cells are still readable: then nothing was overwritten while they
         were read, since only places of earlier rows are.
         """
         for number, ring in enumerate(self.rings):
-            if ring.lo > drawn.lo[number]:
-                cells = drawn.cells
-                if drawn.numbers is not None:
-                    cells = cells[drawn.numbers == number]
-                if len(cells) and cells.min() < ring.lo * ring.B:
-                    return False
+            if ring.lo <= drawn.lo[number]:
+                continue
+            cells = drawn.cells
+            if drawn.numbers is not None:
+                cells = cells[drawn.numbers == number]
+            if len(cells) and cells.min() < ring.lo * ring.B:
+                return False
         return True
 
     def weights(self, drawn: Drawn, beta: float) -> torch.Tensor:
         """Return importance weights, at most 1 (Schaul et al., 2016)."""
         share = np.empty(len(drawn.cells))
         for number, mine, cells in self._by_ring(drawn):
-            share[mine] = self.priorities[number].of(
-                self.rings[number].places_of(cells)
-            )
-        share /= sum(priorities.total for priorities in self.priorities)
+            places = self.rings[number].places_of(cells)
+            share[mine] = self.priorities[number].of(places)
+        total = sum(priorities.total for priorities in self.priorities)
+        share /= total
         weights = (len(self) * share) ** -beta
         weights /= weights.max()
         return torch.from_numpy(weights.astype(np.float32))
@@ -198,8 +217,10 @@ class Sampler:
         steps = np.empty(len(drawn.cells), np.int64)
         for number, mine, cells in self._by_ring(drawn):
             ring = self.rings[number]
-            left = (ring.last_of_episode(cells) - cells) // ring.B
-            steps[mine] = (self._rng.random(len(cells)) * (left + 1)).astype(np.int64)
+            last = ring.last_of_episode(cells)
+            left = (last - cells) // ring.B
+            drawn_steps = self._rng.random(len(cells)) * (left + 1)
+            steps[mine] = drawn_steps.astype(np.int64)
         return steps
 
     def _draw(self, n: int, condition: InSequence | None) -> tuple[Array, Array]:
@@ -218,18 +239,23 @@ class Sampler:
             cells = np.concatenate([cells, proposed[fine]])
             if len(cells) >= n:
                 return numbers[:n], cells[:n]
-        rest, others = self._chosen_of_all(n - len(cells), condition)
-        return np.concatenate([numbers, rest]), np.concatenate([cells, others])
+        missing = n - len(cells)
+        more_numbers, more_cells = self._chosen_of_all(missing, condition)
+        numbers = np.concatenate([numbers, more_numbers])
+        cells = np.concatenate([cells, more_cells])
+        return numbers, cells
 
     def _proposed(self, n: int) -> tuple[Array, Array]:
         """Draw readable cells; return numbers of rings, and cells."""
         if self._only is not None:
-            return np.zeros(n, np.int64), self._proposed_of(0, n)
+            cells = self._proposed_of(0, n)
+            return np.zeros(n, np.int64), cells
         sizes = [float(ring.cells) for ring in self.rings]
         if self.priorities:
             sizes = [priorities.total for priorities in self.priorities]
         ends = np.cumsum(sizes)
-        numbers = np.searchsorted(ends, self._rng.random(n) * ends[-1], side="right")
+        point = self._rng.random(n) * ends[-1]
+        numbers = np.searchsorted(ends, point, side="right")
         cells = np.empty(n, np.int64)
         for number in range(len(self.rings)):
             (mine,) = (numbers == number).nonzero()
@@ -241,16 +267,20 @@ class Sampler:
         """Draw readable cells of a ring."""
         ring = self.rings[number]
         if not self.priorities:
-            drawn: Array = (self._rng.random(n) * ring.cells).astype(np.int64)
+            scaled = self._rng.random(n) * ring.cells
+            drawn: Array = scaled.astype(np.int64)
             drawn += ring.lo * ring.B
             return drawn
         places = self.priorities[number].draw(n, self._rng)
         first = ring.lo * ring.B
-        cells: Array = first + (places - first) % (ring.places * ring.B)
+        after_first = (places - first) % (ring.places * ring.B)
+        cells: Array = first + after_first
         return cells
 
     def _chosen_of_all(
-        self, n: int, condition: InSequence | None
+        self,
+        n: int,
+        condition: InSequence | None,
     ) -> tuple[Array, Array]:
         """Draw from a list of all cells that fulfil a condition, which few do."""
         every = [all_cells(ring, condition) for ring in self.rings]
@@ -261,12 +291,10 @@ class Sampler:
         cells = np.concatenate(every)
         share = None
         if self.priorities:
-            powers = [
-                priorities.of(ring.places_of(mine))
-                for priorities, ring, mine in zip(
-                    self.priorities, self.rings, every, strict=True
-                )
-            ]
+            powers = []
+            for number, mine in enumerate(every):
+                places = self.rings[number].places_of(mine)
+                powers.append(self.priorities[number].of(places))
             share = np.concatenate(powers)
             share /= share.sum()
         chosen = self._rng.choice(len(cells), n, p=share)
@@ -304,7 +332,9 @@ class Sampler:
         places = []
         for number, mine, cells in self._by_ring(drawn):
             parts.append(self._gatherings[number].later(cells, steps[mine]))
-            places.append(np.arange(len(cells)) if drawn.numbers is None else mine)
+            if drawn.numbers is None:
+                mine = np.arange(len(cells))
+            places.append(mine)
         return _in_places(parts, places)
 
     def in_order(self, chosen: Array) -> Drawn:
@@ -325,25 +355,26 @@ class Sampler:
     def newest(self, n: int) -> Array:
         """Return the numbers of the newest transitions: those of the newest rows of each ring."""
         if self._only is not None:
-            return np.arange(max(0, len(self) - n), len(self))
-        every = []
-        first = 0
+            count = len(self)
+            return np.arange(max(0, count - n), count)
+        ages = []
         for ring in self.rings:
-            rows = (all_cells(ring, None) // ring.B) - ring.hi
-            every.append(np.stack([rows, np.arange(first, first + len(rows))]))
-            first += len(rows)
-        ages = np.concatenate(every, axis=1)
-        order = np.lexsort((ages[1], ages[0]))[-n:]
-        found: Array = ages[1][order]
-        return found
+            rows = all_cells(ring, None) // ring.B
+            ages.append(rows - ring.hi)
+        age = np.concatenate(ages)
+        numbers = np.arange(len(age))
+        order = np.lexsort((numbers, age))
+        return order[-n:]
 
     def transitions_between(self, number: int, first: int, end: int) -> TensorDict:
         """Return the transitions of a ring in the rows from ``first`` to ``end`` that are still
         readable.
         """
         ring = self.rings[number]
-        cells = np.arange(max(first, ring.lo) * ring.B, end * ring.B)
-        return self._gatherings[number].transitions(cells[fulfils(ring, cells, None)])
+        first = max(first, ring.lo)
+        cells = np.arange(first * ring.B, end * ring.B)
+        is_transition = fulfils(ring, cells, None)
+        return self._gatherings[number].transitions(cells[is_transition])
 
 
 def fulfils(ring: Ring, cells: Array, condition: InSequence | None) -> Array:

@@ -33,7 +33,8 @@ class SavedRows:
     @property
     def kept(self) -> int:
         """The first row that is there: readable, or necessary for a readable one."""
-        return max(0, self._ring.lo - self._ring.reach)
+        first = self._ring.lo - self._ring.reach
+        return max(0, first)
 
     def rows(self, first: int, end: int) -> Tensors:
         """Return copies of the rows from ``first`` to ``end``: of all columns, and of what is kept
@@ -42,14 +43,16 @@ class SavedRows:
         stored = self._stored
         found: Tensors = {}
         for i, column in enumerate(stored.columns):
-            found[f"column.{i}"] = self._copied(stored.data[column.key], first, end)
+            there = stored.data[column.key]
+            found[f"column.{i}"] = self._copied(there, first, end)
         found["episodes"] = self._copied(stored.episodes, first, end)
         found["begins"] = self._copied(stored.begins, first, end)
         if stored.masked is not None:
             found["masked"] = self._copied(stored.masked, first, end)
-        places = self._ring.places_of(
-            np.arange(first * self._ring.B, end * self._ring.B)
-        )
+        if stored.breaks is not None:
+            found["breaks"] = self._copied(stored.breaks, first, end)
+        B = self._ring.B
+        places = self._ring.places_of(np.arange(first * B, end * B))
         found |= _kept(stored.asides, places, "aside", stored.observed)
         if stored.frames is not None:
             found["depth"] = self._copied(stored.frames.depth, first, end)
@@ -65,15 +68,23 @@ class SavedRows:
         found: Tensors = {}
         for i, column in enumerate(stored.columns):
             if column.carry:
-                found[f"last.{i}"] = as_tensor(stored.of(column.key, cells)).cpu()
+                last = as_tensor(stored.of(column.key, cells))
+                found[f"last.{i}"] = last.cpu()
         if stored.frames is not None:
-            found["depth"] = torch.from_numpy(stored.frames.depth[place].copy())
+            depth = stored.frames.depth[place]
+            found["depth"] = torch.from_numpy(depth.copy())
         found["episode"] = torch.from_numpy(ring.episode.copy())
         found["fresh"] = torch.from_numpy(ring.fresh.copy())
+        found["ids"] = torch.from_numpy(ring.ids.copy())
+        found["began"] = torch.from_numpy(ring.began.copy())
         return found
 
     def put(
-        self, first: int, rows: Mapping[str, torch.Tensor], lo: int, hi: int
+        self,
+        first: int,
+        rows: Mapping[str, torch.Tensor],
+        lo: int,
+        hi: int,
     ) -> None:
         """Put rows from ``rows()`` where they belong in a ring in which the rows from ``lo`` to
         ``hi`` will be readable; those that it has no room for are left out.
@@ -85,15 +96,21 @@ class SavedRows:
         stored = self._stored
         n = len(rows["episodes"])
         lo = max(lo, hi - ring.capacity)
-        skipped = min(n, max(0, lo - ring.reach - first))
+        needed = lo - ring.reach - first
+        skipped = min(n, max(0, needed))
         for i, column in enumerate(stored.columns):
-            self._put(stored.data[column.key], first, rows[f"column.{i}"], skipped)
+            there = stored.data[column.key]
+            self._put(there, first, rows[f"column.{i}"], skipped)
         self._put(stored.episodes, first, rows["episodes"], skipped)
         self._put(stored.begins, first, rows["begins"], skipped)
         if "masked" in rows:
-            self._put(stored.make_maskable(), first, rows["masked"], skipped)
+            masked = stored.make_maskable()
+            self._put(masked, first, rows["masked"], skipped)
+        if "breaks" in rows:
+            breaks = stored.make_breakable()
+            self._put(breaks, first, rows["breaks"], skipped)
         index = rows["aside"].numpy()
-        if len(index) and not 0 <= index.min() <= index.max() < n * ring.B:
+        if len(index) and (index.min() < 0 or index.max() >= n * ring.B):
             raise ValueError("what is kept aside is of no row")
         self._keep(stored.asides, first, lo - first, rows, "aside", stored.observed)
         if stored.frames is not None:
@@ -102,14 +119,24 @@ class SavedRows:
                 stored.frames.wholes, first, skipped, rows, "whole", stored.stacked
             )
 
-    def restore(self, lo: int, hi: int, newest: Mapping[str, torch.Tensor]) -> None:
+    def restore(
+        self,
+        lo: int,
+        hi: int,
+        newest: Mapping[str, torch.Tensor],
+    ) -> None:
         """Make the rows from ``lo`` to ``hi`` readable, which were put, and continue from
         ``newest()``.
         """
         ring = self._ring
         stored = self._stored
         lo = max(lo, hi - ring.capacity)
-        ring.continue_from(lo, hi, newest["episode"].numpy(), newest["fresh"].numpy())
+        episode = newest["episode"].numpy()
+        fresh = newest["fresh"].numpy()
+        ring.continue_from(lo, hi, episode, fresh)
+        if "ids" in newest:  # earlier files have none
+            ring.ids[...] = newest["ids"].numpy()
+            ring.began[...] = newest["began"].numpy()
         place = ring.next_place
         seam = hi // ring.places * ring.places  # the newest row at place 0
         # what follows the row before the seam is in the extra place
@@ -131,9 +158,16 @@ class SavedRows:
             if has_seam:
                 stored.frames.copy_to_end()
 
-    def _copied(self, rows: Rows, first: int, end: int) -> torch.Tensor:
-        parts = self._stored.parts(first, end)
-        return torch.cat([as_tensor(rows[part]).cpu() for part in parts])
+    def _copied(
+        self,
+        rows: Rows,
+        first: int,
+        end: int,
+    ) -> torch.Tensor:
+        parts = []
+        for places in self._stored.parts(first, end):
+            parts.append(as_tensor(rows[places]).cpu())
+        return torch.cat(parts)
 
     def _keep(
         self,
@@ -151,12 +185,17 @@ class SavedRows:
         index = rows[name].numpy()
         chosen = np.flatnonzero(index >= least * ring.B)
         places = ring.places_of(first * ring.B + index[chosen])
-        asides.keep(
-            places, {key: rows[f"{name}.{i}"][chosen] for i, key in enumerate(keys)}
-        )
+        leaves = {}
+        for i, key in enumerate(keys):
+            leaves[key] = rows[f"{name}.{i}"][chosen]
+        asides.keep(places, leaves)
 
     def _put(
-        self, there: Rows | Array, first: int, rows: torch.Tensor, skipped: int
+        self,
+        there: Rows | Array,
+        first: int,
+        rows: torch.Tensor,
+        skipped: int,
     ) -> None:
         into = as_tensor(there)
         if rows.shape[1:] != into.shape[1:] or rows.dtype != into.dtype:
@@ -165,13 +204,19 @@ class SavedRows:
                 f" {list(into.shape[1:])} and {into.dtype}"
             )
         begin = skipped
-        for part in self._stored.parts(first + skipped, first + len(rows)):
+        parts = self._stored.parts(first + skipped, first + len(rows))
+        for part in parts:
             end = begin + part.stop - part.start
             into[part] = rows[begin:end].to(into.device)
             begin = end
 
 
-def _kept(asides: Asides, places: Array, name: str, keys: Sequence[Key]) -> Tensors:
+def _kept(
+    asides: Asides,
+    places: Array,
+    name: str,
+    keys: Sequence[Key],
+) -> Tensors:
     """Return copies of what is kept aside for cells at ``places``, and the indices of these cells."""
     index, leaves = asides.of_cells(places)
     found = {name: torch.from_numpy(index)}

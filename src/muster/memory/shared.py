@@ -40,7 +40,13 @@ class Arena:
         fd: descriptor, owned by this object.
     """
 
-    def __init__(self, fd: int, *, name: str = "", creator: bool = False) -> None:
+    def __init__(
+        self,
+        fd: int,
+        *,
+        name: str = "",
+        creator: bool = False,
+    ) -> None:
         self.fd = fd
         self.name = name
         self._creator = Owner() if creator else None
@@ -168,7 +174,12 @@ class _Mapping:
     would need one.
     """
 
-    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
+    def __init__(
+        self,
+        fd: int,
+        offset: int,
+        nbytes: int,
+    ) -> None:
         length = _pages(nbytes)
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         address = _call(

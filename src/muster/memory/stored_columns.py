@@ -24,7 +24,12 @@ class StoredColumns:
         keep: keys of further columns.
     """
 
-    def __init__(self, capacity: int, keep: Sequence[Key], stack: int) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        keep: Sequence[Key],
+        stack: int,
+    ) -> None:
         self.keep = list(keep)
         self.stack = stack
         self._capacity = capacity
@@ -91,7 +96,9 @@ class StoredColumns:
 
 
 def check_same(
-    rings: Sequence[Ring], columns: Sequence[Column], sizes: Sequence[int]
+    rings: Sequence[Ring],
+    columns: Sequence[Column],
+    sizes: Sequence[int],
 ) -> None:
     """Raise ``BadOption`` if rows with these columns do not fit to those that are stored."""
     have = {

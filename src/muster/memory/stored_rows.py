@@ -18,7 +18,9 @@ from muster.memory.specs import Array, Column
 
 def is_stack(shape: Sequence[int], stack: int) -> bool:
     """Return whether an observation of this shape is a stack of so many frames."""
-    return stack > 1 and len(shape) > 1 and shape[0] == stack
+    if stack <= 1 or len(shape) <= 1:
+        return False
+    return shape[0] == stack
 
 
 class StoredRows:
@@ -42,7 +44,9 @@ class StoredRows:
         frames: the stacks; None: there are none.
         asides: observations after the last steps of episodes.
         episodes: number of the episode of each cell in its environment, ``[places, B]``.
-        begins: whether the episode begins with the cell, ``[places, B]``.
+        begins: whether the environment's episode begins with the cell, ``[places, B]``.
+        breaks: cells that continue an episode whose step before them is not in the row before them;
+            None: there never was one.
         masked: cells that are no transition; None: there never was one.
     """
 
@@ -63,28 +67,36 @@ class StoredRows:
         self.to_tensor: Callable[[Rows], torch.Tensor] = as_tensor
         if device is None:
             self.to_tensor = torch.from_numpy
-        shapes = {column.key: column.shape for column in columns}
-        self.stacked = [key for key in self.observed if is_stack(shapes[key], stack)]
+        by_key = {column.key: column for column in columns}
+        observed_columns = [by_key[key] for key in self.observed]
+        self.stacked: list[Key] = []
+        for column in observed_columns:
+            if is_stack(column.shape, stack):
+                self.stacked.append(column.key)
         self.data: dict[Key, Rows] = {}
         self.reads: dict[Key, Read] = {}
         for column in columns:
-            shape = column.shape[1:] if column.key in self.stacked else column.shape
+            shape = column.shape
+            if column.key in self.stacked:
+                shape = shape[1:]
             rows = self._zeros((places + 1, num_envs, *shape), column.dtype)
             self.data[column.key] = rows
-            cells = rows.reshape((-1, *shape, *[1] * column.trailing))
+            ones = [1] * column.trailing
+            cells = rows.reshape((-1, *shape, *ones))
             self.reads[column.key] = reader(cells)
         self.frames: Frames | None = None
         if self.stacked:
-            self.frames = Frames(stack, {key: self.data[key] for key in self.stacked})
-            self.reads |= {
-                key: self._reader_of_stacks(self.frames, key) for key in self.stacked
-            }
-        leaves = {
-            key: self._zeros(shapes[key], self._dtype(key)) for key in self.observed
-        }
+            newest = {key: self.data[key] for key in self.stacked}
+            self.frames = Frames(stack, newest)
+            for key in self.stacked:
+                self.reads[key] = self._reader_of_stacks(self.frames, key)
+        leaves = {}
+        for column in observed_columns:
+            leaves[column.key] = self._zeros(column.shape, column.dtype)
         self.asides = Asides(places * num_envs, leaves)
         self.episodes = np.zeros((places, num_envs), np.int64)
         self.begins = np.zeros((places, num_envs), bool)
+        self.breaks: Array | None = None
         self.masked: Array | None = None
 
     @property
@@ -95,20 +107,28 @@ class StoredRows:
     @property
     def row_bytes(self) -> int:
         """Size of a row."""
-        return sum(int(rows[0].nbytes) for rows in self.data.values()) + 10 * self.B
+        of_columns = sum(int(rows[0].nbytes) for rows in self.data.values())
+        known_of_cells = 10 * self.B
+        return of_columns + known_of_cells
 
     def nbytes(self, rows: int) -> int:
         """Return the size of so many rows, and of what is kept aside."""
         used = min(rows, self.places + 1)
-        size = self.asides.nbytes + sum(
-            int(rows[:used].nbytes) for rows in self.data.values()
-        )
-        return size if self.frames is None else size + self.frames.wholes.nbytes
+        size = self.asides.nbytes
+        for column in self.data.values():
+            size += int(column[:used].nbytes)
+        if self.frames is not None:
+            size += self.frames.wholes.nbytes
+        return size
 
     # --- writing ----------------------------------------------------------------------------------
 
     def put(
-        self, first: int, rows: Mapping[Key, Any], last: Mapping[Key, Any], fresh: Array
+        self,
+        first: int,
+        rows: Mapping[Key, Any],
+        last: Mapping[Key, Any],
+        fresh: Array,
     ) -> int:
         """Write rows from place ``first`` on, and return their number.
 
@@ -121,10 +141,15 @@ class StoredRows:
             self.frames.write(first, rows, last, fresh)
         for key, given in rows.items():
             n = len(given)
-            part = given[:, :, -1] if key in self.stacked else given
-            self.data[key][first : first + n] = part
+            newest = given
+            if key in self.stacked:
+                newest = given[:, :, -1]
+            self.data[key][first : first + n] = newest
         for key, given in last.items():
-            self.data[key][first + n] = given[:, -1] if key in self.stacked else given
+            newest = given
+            if key in self.stacked:
+                newest = given[:, -1]
+            self.data[key][first + n] = newest
         return n
 
     def make_maskable(self) -> Array:
@@ -133,6 +158,12 @@ class StoredRows:
             self.masked = np.zeros((self.places, self.B), bool)
         return self.masked
 
+    def make_breakable(self) -> Array:
+        """Return ``breaks``, from now on an array."""
+        if self.breaks is None:
+            self.breaks = np.zeros((self.places, self.B), bool)
+        return self.breaks
+
     # --- reading ----------------------------------------------------------------------------------
 
     def is_transition(self, places: Array) -> Array:
@@ -140,6 +171,13 @@ class StoredRows:
         if self.masked is None:
             return np.ones(places.shape, bool)
         found: Array = ~self.masked.reshape(-1)[places]
+        return found
+
+    def is_break(self, places: Array) -> Array:
+        """Return which of the readable cells at ``places`` are ``breaks``."""
+        if self.breaks is None:
+            return np.zeros(places.shape, bool)
+        found: Array = self.breaks.reshape(-1)[places]
         return found
 
     def on_device(self, values: Array) -> Any:
@@ -173,18 +211,23 @@ class StoredRows:
         stop = begin + end - first
         if stop <= self.places:
             return [slice(begin, stop)]
-        return [slice(begin, self.places), slice(0, stop - self.places)]
-
-    def _dtype(self, key: Key) -> np.dtype[Any]:
-        return next(column.dtype for column in self.columns if column.key == key)
+        before = slice(begin, self.places)
+        after = slice(0, stop - self.places)
+        return [before, after]
 
     def _zeros(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Rows:
         if self.device is None:
             return np.zeros(shape, dtype)  # pages come when written
-        return torch.zeros(tuple(shape), dtype=torch_dtype(dtype), device=self.device)
+        return torch.zeros(
+            tuple(shape),
+            dtype=torch_dtype(dtype),
+            device=self.device,
+        )
 
     def _reader_of_stacks(self, frames: Frames, key: Key) -> Read:
         def read(index: Any, _: int) -> Rows:
-            return frames.of(key, index if self.device is None else index.cpu().numpy())
+            if self.device is not None:
+                index = index.cpu().numpy()
+            return frames.of(key, index)
 
         return read

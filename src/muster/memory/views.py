@@ -78,11 +78,15 @@ class BatchView:
         self.batch_size = torch.Size(dims)
         self._stacked = stacked
         self._time_first = time_first
-        shown = [column for column in layout.columns if hidden or not column.hidden]
-        self._leaves = [
-            self._leaf(layout, column) for column in shown if column.is_tensor
-        ]
-        self._objects = [column for column in shown if not column.is_tensor]
+        self._leaves = []
+        self._objects = []
+        for column in layout.columns:
+            if column.hidden and not hidden:
+                continue
+            if column.is_tensor:
+                self._leaves.append(self._leaf(layout, column))
+            else:
+                self._objects.append(column)
         inner: dict[Key, tuple[int, ...]] = {}
         for column in layout.tensor_columns:
             if column.inner:
@@ -94,12 +98,15 @@ class BatchView:
             for depth in range(1, len(key)):
                 paths[key[:depth]] = None
         self._nodes = []
-        for path in (*sorted(paths, key=len, reverse=True), ()):  # the deepest first
+        deepest_first = sorted(paths, key=len, reverse=True)
+        for path in (*deepest_first, ()):
             self._nodes.append(self._node(path, inner.get(path, ())))
         self._leaves = self._ordered(())
 
     def tensordict(
-        self, memory: torch.Tensor | Sequence[torch.Tensor], slot: Slot
+        self,
+        memory: torch.Tensor | Sequence[torch.Tensor],
+        slot: Slot,
     ) -> TensorDict:
         """Return the batch over ``memory``.
 
@@ -108,9 +115,8 @@ class BatchView:
                 part of ``arrange``.
             slot: the slot that contains the objects.
         """
-        if (
-            torch.is_inference_mode_enabled()
-        ):  # tensors made in it would remain inference tensors
+        # tensors made in inference mode would remain inference tensors
+        if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.tensordict(memory, slot)
         entries: dict[Key, dict[str, Any]] = {}
@@ -136,7 +142,8 @@ class BatchView:
                 device=self.device,
             )
             if node.path:
-                entries[node.path[:-1]][node.path[-1]] = batch
+                *above, name = node.path
+                entries[tuple(above)][name] = batch
         for column in self._objects:
             if column.ragged:
                 cells = _filled(self._cells(column, slot))
@@ -160,10 +167,11 @@ class BatchView:
             slot.arrange(self, self._arrays(slot.block))
 
     def _arrays(self, block: Array) -> list[Array]:
-        return [
-            np.ndarray(leaf.size, leaf.dtype, block, leaf.offset, leaf.stride)
-            for leaf in self._leaves
-        ]
+        arrays = []
+        for leaf in self._leaves:
+            array = np.ndarray(leaf.size, leaf.dtype, block, leaf.offset, leaf.stride)
+            arrays.append(array)
+        return arrays
 
     def _tensors(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return a tensor for each leaf, over flat bytes.
@@ -173,21 +181,23 @@ class BatchView:
         long.
         """
         if memory.device.type == "cpu":
-            return [torch.from_numpy(array) for array in self._arrays(memory.numpy())]
+            arrays = self._arrays(memory.numpy())
+            return [torch.from_numpy(array) for array in arrays]
         tensors = []
         for leaf in self._leaves:
             item = leaf.dtype.itemsize
             stride = tuple(step // item for step in leaf.stride)
-            tensor = torch.empty(0, dtype=torch_dtype(leaf.dtype), device=memory.device)
+            dtype = torch_dtype(leaf.dtype)
+            tensor = torch.empty(0, dtype=dtype, device=memory.device)
             first = (memory.storage_offset() + leaf.offset) // item
-            tensors.append(
-                tensor.set_(memory.untyped_storage(), first, leaf.size, stride)
-            )
+            storage = memory.untyped_storage()
+            tensors.append(tensor.set_(storage, first, leaf.size, stride))
         return tensors
 
     def _node(self, path: Key, inner: tuple[int, ...]) -> _Node:
         size = torch.Size((*self.batch_size, *inner))
-        return _Node(path, size, self.names + [None] * len(inner))
+        names = self.names + [None] * len(inner)
+        return _Node(path, size, names)
 
     def refresh_objects(self, batch: TensorDict, slot: Slot) -> None:
         """Replace the non-tensor entries of ``batch`` by the current ones of ``slot``."""
@@ -200,7 +210,8 @@ class BatchView:
         size = list(column.shape)
         stride = []
         for dim in range(len(column.shape)):
-            stride.append(item * math.prod(column.shape[dim + 1 :]))
+            cells = math.prod(column.shape[dim + 1 :])
+            stride.append(item * cells)
         if column.trailing:
             size.append(1)
             stride.append(item)
@@ -208,9 +219,13 @@ class BatchView:
         if self._stacked:
             lead.append((layout.lanes, layout.lane_bytes))
         for dim, n in enumerate(layout.lead):
-            lead.append((n, row * math.prod(layout.lead[dim + 1 :])))
+            rows = math.prod(layout.lead[dim + 1 :])
+            lead.append((n, row * rows))
         time = (layout.T, layout.B * row)
-        lead.insert(0 if self._time_first else len(lead), time)
+        if self._time_first:
+            lead.insert(0, time)
+        else:
+            lead.append(time)
         sizes = [n for n, _ in lead]
         steps = [step for _, step in lead]
         return _Leaf(
@@ -252,7 +267,12 @@ class BatchView:
         return copied_cells(stack)
 
 
-def _add_ragged(batch: Any, key: Key, cells: Array, time: int) -> Any:
+def _add_ragged(
+    batch: Any,
+    key: Key,
+    cells: Array,
+    time: int,
+) -> Any:
     """Add a column whose cells differ in shape to the batch, as a lazy stack like TorchRL's.
 
     Cells that are TensorDicts (see ``cells``) become a nested lazy stack. With tensors, the whole
@@ -261,14 +281,16 @@ def _add_ragged(batch: Any, key: Key, cells: Array, time: int) -> Any:
     from tensordict import LazyStackedTensorDict, TensorDictBase
 
     if not cells.ndim:
-        return batch.clone(False).set(key, cells.item())
+        copy = batch.clone(False)
+        return copy.set(key, cells.item())
     if isinstance(cells.flat[0], TensorDictBase):
         from muster.memory.cells import add_stack, joined
 
         add_stack(batch, key, joined(cells))
         return batch
     parts = []
-    for part, cell in zip(batch.unbind(time), _parts(cells, time), strict=True):
+    of_times = _parts(cells, time)
+    for part, cell in zip(batch.unbind(time), of_times, strict=True):
         parts.append(_add_ragged(part, key, cell, 0))
     return LazyStackedTensorDict.lazy_stack(parts, time)
 
@@ -288,4 +310,7 @@ def _parts(cells: Array, dim: int) -> list[Array]:
     """Unbind an array of objects along ``dim``, without NumPy's conversion of the objects."""
     moved = np.moveaxis(cells, dim, 0)
     shape = moved.shape[1:]
-    return [moved[i : i + 1].reshape(shape) for i in range(len(moved))]
+    parts = []
+    for i in range(len(moved)):
+        parts.append(moved[i : i + 1].reshape(shape))
+    return parts

@@ -39,22 +39,24 @@ class HeadPolicy:
     raises = MASKED_RAISES
 
     def __init__(self, head: Head, setting: PolicySetting) -> None:
-        self._action_key, self._spec, self._width = head.fit(
-            setting.action_specs, setting.masks
-        )
+        fitted = head.fit(setting.action_specs, setting.masks)
+        self._action_key, self._spec, self._width = fitted
         self.head = head
         self.name = head.name
         self.path = "module"
         self._mask = head.mask
-        mask_key = None if self._mask is None else self._mask.key
-        self._obs_keys = tuple(key for key in setting.obs_specs if key != mask_key)
+        obs_keys = list(setting.obs_specs)
+        if self._mask is not None and self._mask.key in obs_keys:
+            obs_keys.remove(self._mask.key)
+        self._obs_keys = tuple(obs_keys)
         self._batch_dims = len(setting.batch_shape)
         self._batched = bool(setting.batch_shape)
         self._deterministic = setting.deterministic
         self._device = setting.device
         self._on_device = setting.rows_device is not None
         is_module = isinstance(head.net, torch.nn.Module)
-        self._executor = setting.executor and is_module and len(self._obs_keys) == 1
+        fits_executor = is_module and len(self._obs_keys) == 1
+        self._executor = setting.executor and fits_executor
         self._program: Program | None = None
 
     @torch.no_grad()
@@ -65,7 +67,8 @@ class HeadPolicy:
         lead = tuple(leaves[0].shape[: self._batch_dims])
 
         def call() -> Any:
-            return self.head.net(self._input(list(given.values())))
+            x = self._input(list(given.values()))
+            return self.head.net(x)
 
         out = called_first(call, given, lead, self.head.name)
         check_unchanged()
@@ -75,7 +78,8 @@ class HeadPolicy:
         self._plan(x)
         if self._on_device:
             return self._drawn(out, leaves[0], obs)
-        action = np.zeros((1, B, *self._spec.shape), self._spec.dtype)
+        shape = (1, B, *self._spec.shape)
+        action = np.zeros(shape, self._spec.dtype)
         masked = None
         if self._mask is not None:
             legal = obs[self._mask.key].numpy()
@@ -108,7 +112,8 @@ class HeadPolicy:
         inputs: InputRows
         inputs, tensors, arrays, rows = lane.cache[self]
         if self._program is not None and not self._program.current():
-            self._plan(self._input([leaf[lane.acts_from] for leaf in tensors]))
+            row = [leaf[lane.acts_from] for leaf in tensors]
+            self._plan(self._input(row))
         emit = self._emitter_of(lane, rows, rng)
         program = self._program
         B = lane.B
@@ -130,8 +135,9 @@ class HeadPolicy:
 
     def _start_on_device(self, lane: Lane) -> Act:
         if self._program is not None and not self._program.current():
-            rows = [lane.rows(key) for key in self._obs_keys]
-            self._plan(self._input([leaf[lane.acts_from] for leaf in rows]))
+            leaves = [lane.rows(key) for key in self._obs_keys]
+            row = [leaf[lane.acts_from] for leaf in leaves]
+            self._plan(self._input(row))
         program, act = lane.cache.get(self, (None, None))
         # the same function while nothing has changed, as recorded rollouts require
         if act is None or program is not self._program:
@@ -148,7 +154,9 @@ class HeadPolicy:
         head = self.head
         deterministic = self._deterministic
         B = lane.B
-        masks = None if self._mask is None else lane.tensors[self._mask.key]
+        masks = None
+        if self._mask is not None:
+            masks = lane.tensors[self._mask.key]
 
         def act(t: int) -> None:
             x = self._input([leaf[t] for leaf in tensors])
@@ -156,7 +164,8 @@ class HeadPolicy:
             if masks is not None:
                 out = head.restrict(out, masks[t])
             action, log_prob = head.draw(out, deterministic=deterministic)
-            actions[t].copy_(action.reshape(actions[t].shape))
+            row = actions[t]
+            row.copy_(action.reshape(row.shape))
             if log_probs is not None and log_prob is not None:
                 log_probs[t].copy_(log_prob)
 
@@ -174,7 +183,8 @@ class HeadPolicy:
         flat = out.reshape(math.prod(lead), -1).float()
         if self._mask is not None:
             flat = self.head.restrict(flat, obs[self._mask.key])
-        action, log_prob = self.head.draw(flat, deterministic=self._deterministic)
+        drawn = self.head.draw(flat, deterministic=self._deterministic)
+        action, log_prob = drawn
         action = action.reshape((*lead, *self._spec.shape))
         action = action.to(torch_dtype(self._spec.dtype))
         extras = {}
@@ -195,7 +205,8 @@ class HeadPolicy:
             return self._emitter(rows, first, rng)
         if first >= until:
             return _emit_nothing
-        emit = self._emitter(rows.part(first, until), 0, rng)
+        part = rows.part(first, until)
+        emit = self._emitter(part, 0, rng)
         return lambda t, out: emit(t - first, out)
 
     def _emitter(
@@ -223,7 +234,9 @@ class HeadPolicy:
         inputs = InputRows(lane, self._obs_keys, self.head.name)
         tensors = [inputs.rows(key) for key in self._obs_keys]
         first = lane.arrays[self._obs_keys[0]]
-        arrays = list(first if self._batched else first[:, 0])
+        if not self._batched:
+            first = first[:, 0]
+        arrays = list(first)
         masked = None
         if self._mask is not None:
             masked = (self._mask, lane.arrays[self._mask.key])
@@ -237,7 +250,8 @@ class HeadPolicy:
             leaves = [leaf.to(self._device, non_blocking=True) for leaf in leaves]
         if len(leaves) == 1:
             return leaves[0]
-        return nested(dict(zip(self._obs_keys, leaves, strict=True)))
+        by_key = zip(self._obs_keys, leaves, strict=True)
+        return nested(dict(by_key))
 
     def _check(self, out: Any, lead: tuple[int, ...]) -> None:
         if not isinstance(out, torch.Tensor) or not out.is_floating_point():
@@ -248,8 +262,11 @@ class HeadPolicy:
                 f"{self.head.name}: the network returned a {got}, expected one tensor of floats."
             )
         for_rows = tuple(out.shape[: len(lead)]) == lead
-        if not for_rows or out.numel() != math.prod(lead) * self._width:
-            returned = math.prod(out.shape[len(lead) :]) if for_rows else None
+        size = math.prod(lead) * self._width
+        if not for_rows or out.numel() != size:
+            returned = None
+            if for_rows:
+                returned = math.prod(out.shape[len(lead) :])
             raise BadPolicyOutput(
                 f"{self.head.name}: the network returned shape {tuple(out.shape)}, expected"
                 f" {(*lead, self._width)}: {self.head.needs(self._spec)}."

@@ -71,12 +71,14 @@ class ActionMask:
         """
         if not self.joint:
             return self.nvec
-        return (math.prod(self.own_nvec),) * self.agents
+        combinations = math.prod(self.own_nvec)
+        return (combinations,) * self.agents
 
     @property
     def own_nvec(self) -> tuple[int, ...]:
         """Numbers of choices of one agent's variables."""
-        return self.nvec[: len(self.nvec) // self.agents]
+        variables = len(self.nvec) // self.agents
+        return self.nvec[:variables]
 
     def draw(self, rows: Array, uniform: Array) -> Array:
         """Return uniformly random allowed actions, ``[B, n]``, from uniform numbers ``[B,
@@ -88,8 +90,9 @@ class ActionMask:
         widest = max(self.drawn)
         flat = rows.reshape(len(rows), -1) != 0
         legal = flat
-        if len(self.drawn) * widest != sum(self.drawn):
-            legal = np.zeros((len(rows), len(self.drawn) * widest), bool)
+        cells = len(self.drawn) * widest
+        if cells != sum(self.drawn):
+            legal = np.zeros((len(rows), cells), bool)
             legal[:, _places(self.drawn)] = flat
         legal = legal.reshape(*uniform.shape, -1)
         count = legal.sum(-1)
@@ -98,10 +101,12 @@ class ActionMask:
             if refused is not None:
                 raise refused
         nth = (uniform * count).astype(np.int64)
-        index = (legal.cumsum(-1) > nth[..., None]).argmax(-1)
+        is_beyond = legal.cumsum(-1) > nth[..., None]
+        index = is_beyond.argmax(-1)
         if self.joint:
             choices = np.unravel_index(index, self.own_nvec)
-            index = np.stack(choices, -1).reshape(len(rows), -1)
+            index = np.stack(choices, -1)
+            index = index.reshape(len(rows), -1)
         if not self.one_hot:
             drawn: Array = index + np.array(self.low)
             return drawn
@@ -114,20 +119,27 @@ class ActionMask:
         """Draw like ``draw``, without waiting for the device: a variable without allowed choices
         gets its first one.
         """
-        legal = torch.split(rows.reshape(len(rows), -1) != 0, list(self.drawn), 1)
+        flat = rows.reshape(len(rows), -1) != 0
+        legal = torch.split(flat, list(self.drawn), 1)
         chosen = []
         for part, numbers in zip(legal, uniform.unbind(1), strict=True):
             total = part.cumsum(1)
             nth = (numbers * total[:, -1]).long()
-            index = (total > nth[:, None]).byte().argmax(1)
-            chosen += split_index(index, self.own_nvec) if self.joint else [index]
+            is_beyond = total > nth[:, None]
+            index = is_beyond.byte().argmax(1)
+            if self.joint:
+                chosen += split_index(index, self.own_nvec)
+            else:
+                chosen.append(index)
         if self.one_hot:
             one_hot = torch.nn.functional.one_hot
-            vectors = [
-                one_hot(each, n) for each, n in zip(chosen, self.nvec, strict=True)
-            ]
+            vectors = []
+            for choice, n in zip(chosen, self.nvec, strict=True):
+                vectors.append(one_hot(choice, n))
             return torch.cat(vectors, 1)
-        actions = [each + low for each, low in zip(chosen, self.low, strict=True)]
+        actions = []
+        for choice, low in zip(chosen, self.low, strict=True):
+            actions.append(choice + low)
         return torch.stack(actions, 1)
 
     def refused(self, rows: Array) -> BadEnvOutput | None:
@@ -150,15 +162,19 @@ class ActionMask:
 
 def masks_of(spec: EnvSpec) -> list[ActionMask]:
     """Return the masks for random actions: none if the env batch's own are allowed."""
-    return [] if spec.samples_allowed else all_masks_of(spec)
+    if spec.samples_allowed:
+        return []
+    return all_masks_of(spec)
 
 
 def all_masks_of(spec: EnvSpec) -> list[ActionMask]:
     """Return the action masks, except those that ``check_masks`` refuses."""
-    masks = [
-        _mask_or_problem(spec, action, key) for action, key in spec.action_masks.items()
-    ]
-    return [mask for mask in masks if isinstance(mask, ActionMask)]
+    masks = []
+    for action, key in spec.action_masks.items():
+        mask = _mask_or_problem(spec, action, key)
+        if isinstance(mask, ActionMask):
+            masks.append(mask)
+    return masks
 
 
 def check_masks(spec: EnvSpec) -> None:
@@ -178,12 +194,11 @@ def _mask_or_problem(env: EnvSpec, action: Key, key: Key) -> ActionMask | str:
     mask = env.carried_specs[key]
     place = key[1:] if key[0] == INFO else key
     if place[:1] == ACTION_MASK and place[1:] != action[1:]:
-        parts = [
-            each for each in env.action_specs if env.action_specs[each].is_discrete
-        ]
+        parts = [name for name, each in env.action_specs.items() if each.is_discrete]
         if len(place) > 1 or parts != [action]:
             names = [dotted(each) for each in env.action_specs]
-            root = (*key[: len(key) - len(place)], *ACTION_MASK)
+            above = key[: len(key) - len(place)]
+            root = (*above, *ACTION_MASK)
             wanted = [dotted((*root, *each[1:])) for each in parts]
             return (
                 f"{dotted(key)} is a mask of no action: the actions are {names}. Expected the masks"
@@ -204,11 +219,19 @@ def _mask_or_problem(env: EnvSpec, action: Key, key: Key) -> ActionMask | str:
         agents = spec.shape[0]
         shape = mask.shape[1:]
     try:
-        joint = is_joint_mask(nvec[: len(nvec) // agents], shape)
+        variables = len(nvec) // agents
+        joint = is_joint_mask(nvec[:variables], shape)
     except ValueError as error:
         return f"the action mask {dotted(key)} with {error}"
     return ActionMask(
-        env.name, action, key, nvec, low, joint, agents, bool(spec.one_hot)
+        env.name,
+        action,
+        key,
+        nvec,
+        low,
+        joint,
+        agents,
+        bool(spec.one_hot),
     )
 
 
@@ -225,7 +248,9 @@ def split_index(index: torch.Tensor, nvec: tuple[int, ...]) -> list[torch.Tensor
 
 def _places(nvec: tuple[int, ...]) -> Array:
     """Return the places of all choices where every variable has as many places as the largest one."""
-    return np.flatnonzero(np.arange(max(nvec)) < np.array(nvec)[:, None])
+    choice = np.arange(max(nvec))
+    is_choice = choice < np.array(nvec)[:, None]
+    return np.flatnonzero(is_choice)
 
 
 class ActionRows:

@@ -35,6 +35,7 @@ from muster.keys import (
 )
 from muster.memory.arrivals import Arrival, arrival_from
 from muster.memory.slots import Lane
+from muster.memory.specs import Array
 from muster.rollout.abilities import Abilities
 from muster.rollout.options import RolloutOptions
 from muster.rollout.request import RolloutRequest, Watch
@@ -151,11 +152,16 @@ class OnDevice:
         """A rollout begins: what was computed for an earlier one is not used any more."""
         self._computed = None
 
-    def prepare(self, rows: DeviceRows) -> None:
-        """Let the clock continue on the device, with memory whose records are fetched."""
-        self.clock.on_device()
+    def prepare(self, rows: DeviceRows) -> Array | None:
+        """Let the clock continue on the device, with memory whose records are fetched.
+
+        Returns:
+            see ``TensorClock.on_device``.
+        """
+        steps = self.clock.on_device()
         while any(sent.ended is rows.ended for sent in self._sent):
             self._fetch()
+        return steps
 
     def compute(self, rows: DeviceRows) -> None:
         """Complete the columns of a lane. These are operations of the device only, always the same;

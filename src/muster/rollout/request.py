@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from muster.episodes.record import Episodes
 from muster.episodes.rules import Rule
 from muster.memory.slots import Lane
+from muster.memory.specs import Array
 from muster.rollout.marks import Final
 
 Bootstrap = Literal["last", "truncations"]
@@ -84,6 +85,8 @@ class RolloutOutcome(NamedTuple):
         episodes: the episodes that ended.
         finals: with ``compact_obs``, the observations that are missing from the rows.
         left_out: some environments made no steps in some rows.
+        steps_before: number of steps in each environment's episode before the first row, ``[B]``;
+            None: the rollout goes on where the one before it ended, or agents take turns.
     """
 
     frames: int
@@ -91,3 +94,4 @@ class RolloutOutcome(NamedTuple):
     episodes: Episodes
     finals: Sequence[Final] = ()
     left_out: bool = False
+    steps_before: Array | None = None

@@ -425,12 +425,14 @@ class Rollout:
         self.next_obs.copy(t + 1)
         if group.options.compact_obs:
             self.next_obs.keep(lane, t, cut, self.waiting.since)
-        if self.ends.waits:
-            if self.waiting.add(lane, t, cut):
+        if self.ends.repeats_flags:
+            all_wait = self.waiting.add(lane, t, cut)
+            if all_wait:
                 lane.stop()
-            if self._limit is not None:
-                self._limit.let_go(cut)
-            return
+            if all_wait or self.ends.waits:
+                if self._limit is not None:
+                    self._limit.let_go(cut)
+                return  # they are reset before the next batch
         for part, seeds in group.due.parts(group.pending):
             self._reset_rows(t + 1, part, seeds)
         group.due.done(group.due.leave_out(self.absent))
@@ -525,19 +527,28 @@ class Rollout:
             self._check_values(None, t)
         clock = self.group.clock
         episodes = NO_EPISODES
+        steps: Array | None = None
         options = self.group.options
         if not (ends or options.max_frames_per_traj) and isinstance(
             clock, TrajectoryClock
         ):
+            if t == 0:
+                steps = clock.steps.copy()
             clock.advance_row(ids[t], reward[t])
         else:
             flags = [rows[t:n] for rows in self.views.flags]
             over = done[t:n]
             if options.traj_done_key is not None:
                 over = lane.arrays[TRAJ_DONE][t:n]
-            episodes = self._advance_clock(clock, t, flags, over)
+            episodes, steps = self._advance_clock(clock, t, flags, over)
         self._settled = n
-        return RolloutOutcome(lane.B, 1, episodes, self.next_obs.take_finals())
+        return RolloutOutcome(
+            lane.B,
+            1,
+            episodes,
+            self.next_obs.take_finals(),
+            steps_before=None if t else steps,
+        )
 
     def _advance_clock(
         self,
@@ -545,18 +556,21 @@ class Rollout:
         begin: int,
         flags: Sequence[Array],
         over: Array,
-    ) -> Episodes:
-        """Write the ids and step counts of the complete rows from ``begin`` on, and return the
-        episodes that ended in them.
+    ) -> tuple[Episodes, Array | None]:
+        """Write the ids and step counts of the complete rows from ``begin`` on.
 
         Args:
             flags: the columns of ``LaneViews.flags`` in these rows.
             over: where episodes end, ``[n, B]``.
+
+        Returns:
+            the episodes that ended in them, and the number of steps in each trajectory before them;
+            None: agents take turns.
         """
         lane = self.lane
         group = self.group
         reward, _, terminated, truncated, ids = flags
-        clock.fill_ids(ids, over)
+        steps = clock.fill_ids(ids, over)
         if group.options.max_frames_per_traj:
             rows = slice(begin, lane.done_steps)
             counts = lane.arrays[STEP_COUNT][rows]
@@ -565,7 +579,7 @@ class Rollout:
         episodes = clock.advance(reward, terminated, truncated, over)
         if group.env.spec.info_specs and len(episodes):
             episodes = replace(episodes, info=self.next_obs.infos(lane, over, begin))
-        return episodes
+        return episodes, steps
 
     @property
     def stays_open(self) -> bool:
@@ -621,7 +635,7 @@ class Rollout:
         clock = group.clock
         if isinstance(clock, AgentClock):
             clock.sort(lane.arrays[AGENT][:n])
-        episodes = self._advance_clock(clock, 0, flags, over)
+        episodes, steps = self._advance_clock(clock, 0, flags, over)
         if group.agent_returns is not None:
             returns = group.agent_returns.advance(lane.arrays, over)
             if returns:
@@ -656,7 +670,12 @@ class Rollout:
         if options.reset_at_each_iter and closes:
             group.reset()
         return RolloutOutcome(
-            frames, n, episodes, self.next_obs.finals, left_out=not self.waiting.is_idle
+            frames,
+            n,
+            episodes,
+            self.next_obs.finals,
+            left_out=not self.waiting.is_idle,
+            steps_before=steps,
         )
 
     def _finish_there(self, rows: DeviceRows) -> RolloutOutcome:
@@ -666,7 +685,12 @@ class Rollout:
         on_device = group.on_device
         assert on_device is not None
         on_device.look()
+<<<<<<< HEAD
         on_device.complete(rows)
+=======
+        steps = on_device.prepare(rows)
+        on_device.compute(rows)
+>>>>>>> main
         for key, _, _, last in self.views.carried:
             group.carry.take(key, last, ())
         closes = self.request.closes
@@ -677,7 +701,12 @@ class Rollout:
         group.closed()
         if group.options.reset_at_each_iter and closes:
             group.reset()
-        return RolloutOutcome(lane.T * lane.B, lane.T, on_device.send(rows))
+        return RolloutOutcome(
+            lane.T * lane.B,
+            lane.T,
+            on_device.send(rows),
+            steps_before=steps,
+        )
 
     def _carry_on_lives(self) -> None:
         """Let environments that only lost a life continue from their last observation."""

@@ -214,6 +214,7 @@ def result_of(saved: Mapping[str, Any], number: int) -> RolloutResult:
         episodes=None if episodes is None else Episodes.from_state(episodes),
         values=None if values is None else _values_of(values),
         finals=[_final_of(final) for final in saved["finals"]],
+        steps_before=saved.get("steps_before"),  # earlier states have none
     )
 
 
@@ -278,6 +279,7 @@ def _result(result: RolloutResult) -> dict[str, Any]:
         "episodes": None if episodes is None else episodes.state_dict(),
         "finals": [_plain_final(final) for final in result.finals],
         "values": None if values is None else _plain_values(values),
+        "steps_before": result.steps_before,
     }
 
 

@@ -28,7 +28,7 @@ class RolloutResult:
             rollout is complete.
         executed: number of environment steps.
         discarded: number of environment steps that are in no batch, by reason.
-        finals: see ``RolloutOutcome``.
+        finals, steps_before: see ``RolloutOutcome``.
         clock: episode numbers, and steps since the starts of these episodes, ``[2, B]``.
         objects: columns of Python objects, from a worker in a process or thread of its own.
         values: values of next observations, if the request has ``bootstrap``.
@@ -71,6 +71,7 @@ class RolloutResult:
     warnings: Sequence[str] = ()
     unfinished: bool = False
     capture: CaptureStats | None = None
+    steps_before: Array | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without field names, in about half of the time."""

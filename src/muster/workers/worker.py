@@ -356,6 +356,7 @@ class Worker:
             left_out=outcome.left_out,
             warnings=warnings,
             capture=None if recorder is None else recorder.stats(),
+            steps_before=outcome.steps_before,
         )
 
     def _run_specially(
