@@ -147,21 +147,20 @@ class OnDevice:
         self._number = 0  # of rollouts
         self._bad: tuple[int, BadReward] | None = None
         self._computed: DeviceRows | None = None
+        self._steps_before: Array | None = None  # the rollout
 
     def begin(self) -> None:
         """A rollout begins: what was computed for an earlier one is not used any more."""
         self._computed = None
+        self._steps_before = None
 
-    def prepare(self, rows: DeviceRows) -> Array | None:
-        """Let the clock continue on the device, with memory whose records are fetched.
-
-        Returns:
-            see ``TensorClock.on_device``.
-        """
+    def prepare(self, rows: DeviceRows) -> None:
+        """Let the clock continue on the device, with memory whose records are fetched."""
         steps = self.clock.on_device()
+        if steps is not None:
+            self._steps_before = steps
         while any(sent.ended is rows.ended for sent in self._sent):
             self._fetch()
-        return steps
 
     def compute(self, rows: DeviceRows) -> None:
         """Complete the columns of a lane. These are operations of the device only, always the same;
@@ -173,12 +172,17 @@ class OnDevice:
         """A recorded rollout has done what ``prepare`` and ``compute`` do."""
         self._computed = rows
 
-    def complete(self, rows: DeviceRows) -> None:
-        """Complete the columns of a lane, unless a recorded rollout has done it."""
+    def complete(self, rows: DeviceRows) -> Array | None:
+        """Complete the columns of a lane, unless a recorded rollout has done it.
+
+        Returns:
+            see ``TensorClock.on_device``.
+        """
         if self._computed is not rows:
             self.prepare(rows)
             self.compute(rows)
         self._computed = None
+        return self._steps_before
 
     def send(self, rows: DeviceRows) -> PendingEpisodes:
         """Return the records of the lane that was completed, which are on their way."""

@@ -685,12 +685,7 @@ class Rollout:
         on_device = group.on_device
         assert on_device is not None
         on_device.look()
-<<<<<<< HEAD
-        on_device.complete(rows)
-=======
-        steps = on_device.prepare(rows)
-        on_device.compute(rows)
->>>>>>> main
+        steps = on_device.complete(rows)
         for key, _, _, last in self.views.carried:
             group.carry.take(key, last, ())
         closes = self.request.closes
