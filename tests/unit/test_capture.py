@@ -10,6 +10,7 @@ import copy
 import gc
 import logging
 import signal
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,7 +23,8 @@ from torch import nn
 
 from muster import Collector, Execution, ReplayMemory, policies
 from muster.capture import graph, recording
-from muster.errors import BadOption, CaptureRefused, EnvError
+from muster.episodes.tensor_clock import TensorClock
+from muster.errors import BadEnvOutput, BadOption, CaptureRefused, EnvError
 from muster.observing.snapshots import EpisodeTotals, snapshot
 from muster.testing import TorchCartPole
 from tests.fakes import torch_envs
@@ -77,6 +79,79 @@ def test_recorded_rollouts_are_bit_equal(pools, policy, mode):
         assert twins.replays >= 3
         assert len(pools[0].made) == 1
         assert twins.plain.stats().episodes
+
+
+def advances(collector: Collector, batches: int) -> int:
+    """How often Python completes rows on the device in so many batches."""
+    count = 0
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        nonlocal count
+        if event == "call" and frame.f_code is TensorClock.advance.__code__:
+            count += 1
+
+    sys.setprofile(profile)
+    try:
+        for _ in range(batches):
+            collector.next()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_rows_are_completed_in_the_graph(pools):
+    with Collector(
+        on_device(CartPole), frames_per_batch=8 * B, seed=0, capture=True
+    ) as collector:
+        assert advances(collector, 2) >= 2
+        assert advances(collector, 4) == 0
+        assert collector.stats().capture.replays == 4
+        assert collector.stats().episodes
+        assert_accounted(collector)
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be shared equally")
+def test_rollouts_that_the_host_completes_between_others(pools):
+    """A graph that completes rows is not replayed for them."""
+    with Twins(CartPole, POLICIES["head"]) as twins:
+        for number in range(10):
+            frames = 8 * B - 3 if number % 5 == 4 else 8 * B
+            (a, _), (b, _) = twins.do(
+                lambda collector, frames=frames: collector.collect_batch(n_step=frames)
+            )
+            assert_same(a, b)
+            del a, b
+            twins.same_around(f"batch {number}")
+        assert twins.replays >= 3
+
+
+class Spoiled(TorchCartPole):
+    """The reward of environment 2 is bad in some step, which a tensor counts."""
+
+    def __init__(self, B: int) -> None:
+        super().__init__(B, max_steps=23)
+        self.made = torch.zeros((), dtype=torch.int64)
+
+    def step(self, action: torch.Tensor) -> Any:
+        obs, reward, *rest = super().step(action)
+        bad = (torch.arange(B) == 2) & (self.made == 8 * 5 + 3)
+        self.made = self.made + 1
+        return obs, torch.where(bad, torch.nan, reward), *rest
+
+
+def test_a_bad_reward_in_a_replay_is_noticed_in_the_next_batch(pools):
+    with Collector(
+        on_device(partial(Spoiled, B)), frames_per_batch=8 * B, seed=0, capture=True
+    ) as collector:
+        for _ in range(6):
+            collector.next()
+        with pytest.raises(
+            BadEnvOutput, match=r"\[2\].step \(row 3 of the last rollout"
+        ):
+            collector.next()
+        assert collector.stats().capture.replays == 4
+        collector.next()
+        assert_accounted(collector)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

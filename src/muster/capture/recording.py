@@ -6,8 +6,9 @@ The life of a lane's graph, for one policy:
 2. The second one, too, and is a *trial* around it. Before it, the state is saved: tensors of
    environments and policy, generators, the lane. It must not change anything that only Python can
    (``compare``). A further rollout runs row by row after it; it is the warming up as well.
-3. The state is set back, and the same steps are recorded (``Graph``), with the copies into the held
-   tensors (``HeldState``) as the last operations. The graph is replayed twice in a row and must give
+3. The state is set back, and the same steps are recorded (``Graph``), with the completion of the
+   rows, if that is done on the device (``Completion``), and with the copies into the held tensors
+   (``HeldState``) as the last operations. The graph is replayed twice in a row and must give
    the same bits as the two rollouts: all columns of the lane, all tensors, all generators.
 4. Then everything is set to what it was after the first of the two rollouts, which is the one that
    counts: nothing of the trial is visible, whether it has succeeded or not.
@@ -43,6 +44,7 @@ from muster.observing.stats import CaptureStats
 from muster.protocols import Act, EnvBatch, Policy, Step
 from muster.rng import global_streams
 from muster.rollout.context import runs_beside_user
+from muster.rollout.on_device import Completion
 from muster.rollout.running import Prepared, Rollout
 
 Capture = Literal["auto"] | bool
@@ -73,6 +75,7 @@ class RecordedRollout:
     held: HeldState
     act: Act
     step: Step
+    completes: bool  # the rows, too
     used: int  # number of the group's replays when it was replayed last
 
 
@@ -137,6 +140,9 @@ class GraphRecorder:
             lane.cache.setdefault(key, FILLED)
             return
         if isinstance(found, RecordedRollout):
+            if found.completes != (running.completion is not None):
+                by_rows()  # options of this request need the host
+                return
             stale = self._staleness(found, prepared)
             if not stale:
                 self._replay(found, running)
@@ -189,7 +195,12 @@ class GraphRecorder:
 
     def _replay(self, found: RecordedRollout, running: Rollout) -> None:
         lane = running.lane
+        completion = running.completion
+        if completion is not None:
+            completion.begin()
         found.graph.replay()
+        if completion is not None:
+            completion.end()
         self._replays += 1
         found.used = self._replays
         lane.complete(lane.T)
@@ -240,7 +251,8 @@ class GraphRecorder:
     ) -> None:
         """Run a rollout row by row, and record it if it can be repeated by a graph."""
         lane = running.lane
-        trial = Trial(self._roots(prepared.policy), self._device, lane)
+        completion = running.completion
+        trial = Trial(self._roots(prepared.policy), self._device, lane, completion)
         by_rows()
         if lane.done_steps < lane.T or lane.stopped:
             return
@@ -296,6 +308,9 @@ class Trial:
 
     ``look`` comes after the rollout, then ``record``.
 
+    Args:
+        completion: completes the rows on the device; None: the host does.
+
     Attributes:
         settles: what ``look`` has found may pass after the first rollouts.
         may_have_moved: Python's code of the environments was executed again, and they have state
@@ -304,8 +319,15 @@ class Trial:
     """
 
     def __init__(
-        self, roots: Mapping[str, Any], device: torch.device, lane: Lane
+        self,
+        roots: Mapping[str, Any],
+        device: torch.device,
+        lane: Lane,
+        completion: Completion | None,
     ) -> None:
+        self._completion = completion
+        if completion is not None:
+            completion.begin()
         self._roots = roots
         self._device = device
         self._lane = lane
@@ -314,7 +336,7 @@ class Trial:
             default_generator(device),
             *self._before.generators.values(),
         ]
-        self._start = Contents(self._before.tensors, self._generators)
+        self._start = self._contents(self._before.tensors)
         assert isinstance(lane.block, torch.Tensor)
         self._block: torch.Tensor = lane.block
         self._block_before = lane.block.clone()
@@ -350,13 +372,15 @@ class Trial:
         """
         after = self._after
         assert after is not None
-        counted = Contents(after.tensors, self._generators)
+        counted = self._contents(after.tensors)
         block = self._block.clone()
         tensors = after.tensors
         try:
             if held is None or held.take_in(self._roots):
                 held = HeldState(self._roots, self._device, self._replaced, self._block)
-            first = counted, block
+            if self._completion is not None:
+                self._completion()
+            first = self._contents(after.tensors), self._block.clone()
             found = self._record(graph, prepared, held, first)
             tensors = held.tensors
         except BaseException:
@@ -365,7 +389,7 @@ class Trial:
                 graph.release()
             raise
         finally:
-            counted.load(tensors, besides=self._block)
+            counted.load(self._with_clock(tensors), besides=self._block)
             self._block.copy_(block)
         return found
 
@@ -377,6 +401,7 @@ class Trial:
         first: tuple[Contents, torch.Tensor],
     ) -> RecordedRollout:
         lane = self._lane
+        completion = self._completion
         act = prepared.act
         step = prepared.step
 
@@ -384,6 +409,8 @@ class Trial:
             for t in range(lane.T):
                 act(t)
                 step(t)
+            if completion is not None:
+                completion()
 
         # a second rollout, after the first one
         self._next_rollout()
@@ -393,10 +420,10 @@ class Trial:
         graph.warm_up(by_rows)
         now = held.look()
         self._check_values(held, now)
-        second = Contents(_of(held, now), self._generators), self._block.clone()
+        second = self._contents(_of(held, now)), self._block.clone()
         # both, recorded
         held.set_back()
-        self._start.load(held.tensors)
+        self._start.load(self._with_clock(held.tensors))
         self._block.copy_(self._block_before)
 
         def recorded() -> None:
@@ -409,14 +436,26 @@ class Trial:
             graph.record(recorded, self._generators[1:])
         finally:
             held.set_back()
-            self._start.load(held.tensors)
+            self._start.load(self._with_clock(held.tensors))
             self._block.copy_(self._block_before)
         for number, (contents, block) in enumerate((first, second), 1):
             if number == 2:
                 self._next_rollout()
             graph.replay()
             self._compare(held, contents, block, number)
-        return RecordedRollout(graph, held, act, step, 0)
+        return RecordedRollout(graph, held, act, step, completion is not None, 0)
+
+    def _contents(self, tensors: Mapping[str, torch.Tensor]) -> Contents:
+        """Return the contents of tensors, of generators, and of the clock."""
+        return Contents(self._with_clock(tensors), self._generators)
+
+    def _with_clock(
+        self, tensors: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """Return tensors, and those of the clock that completes rows."""
+        if self._completion is None:
+            return tensors
+        return {**tensors, **self._completion.tensors}
 
     def _next_rollout(self) -> None:
         """Write the rows for the next step into row 0, as at the beginning of a rollout."""
@@ -443,7 +482,7 @@ class Trial:
                 _part(lane, column.key, self._block), _part(lane, column.key, block)
             )
         ]
-        differing += contents.differences(held.tensors)
+        differing += contents.differences(self._with_clock(held.tensors))
         if differing:
             raise _Unequal(
                 f"replay {number} of the recorded rollout differs from a rollout row by row in"

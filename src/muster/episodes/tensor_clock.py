@@ -90,6 +90,11 @@ class EndedRows:
         self.header = torch.zeros(3, dtype=torch.int64, device=device)
         self.known = host_zeros(3, device)
 
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The memory on the device, by name."""
+        return {"sums": self.sums, "records": self.records, "header": self.header}
+
     def clear(self) -> None:
         """Forget all records."""
         self.header.zero_()
@@ -153,6 +158,11 @@ class TensorClock:
             # steps of current episodes, negative
             self._left = torch.zeros_like(self._ids)
             self._returns = torch.zeros(B, dtype=torch.float64, device=device)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The state on the device, by name."""
+        return {"ids": self._ids, "left": self._left, "returns": self._returns}
 
     def on_host(self) -> TrajectoryClock:
         """Return the clock of the host, with the present state; it is the owner from now on."""

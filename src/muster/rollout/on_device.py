@@ -146,23 +146,43 @@ class OnDevice:
         self._sent: deque[_Unfetched] = deque()
         self._number = 0  # of rollouts
         self._bad: tuple[int, BadReward] | None = None
+        self._computed: DeviceRows | None = None
+        self._steps_before: Array | None = None  # the rollout
 
-    def prepare(self, rows: DeviceRows) -> Array | None:
-        """Let the clock continue on the device, with memory whose records are fetched.
+    def begin(self) -> None:
+        """A rollout begins: what was computed for an earlier one is not used any more."""
+        self._computed = None
+        self._steps_before = None
 
-        Returns:
-            see ``TensorClock.on_device``.
-        """
+    def prepare(self, rows: DeviceRows) -> None:
+        """Let the clock continue on the device, with memory whose records are fetched."""
         steps = self.clock.on_device()
+        if steps is not None:
+            self._steps_before = steps
         while any(sent.ended is rows.ended for sent in self._sent):
             self._fetch()
-        return steps
 
     def compute(self, rows: DeviceRows) -> None:
         """Complete the columns of a lane. These are operations of the device only, always the same;
         ``prepare`` comes before them, ``send`` after.
         """
         self.clock.advance(rows.clock, rows.ended, checked=self._checked)
+
+    def note_computed(self, rows: DeviceRows) -> None:
+        """A recorded rollout has done what ``prepare`` and ``compute`` do."""
+        self._computed = rows
+
+    def complete(self, rows: DeviceRows) -> Array | None:
+        """Complete the columns of a lane, unless a recorded rollout has done it.
+
+        Returns:
+            see ``TensorClock.on_device``.
+        """
+        if self._computed is not rows:
+            self.prepare(rows)
+            self.compute(rows)
+        self._computed = None
+        return self._steps_before
 
     def send(self, rows: DeviceRows) -> PendingEpisodes:
         """Return the records of the lane that was completed, which are on their way."""
@@ -201,3 +221,32 @@ class OnDevice:
         bad = sent.packet.fetch()
         if bad is not None and self._bad is None:
             self._bad = (sent.number, bad)
+
+
+class Completion:
+    """The completion of a lane's rows as a part of a recorded rollout.
+
+    ``begin``, then a call, which makes operations of the device only, then ``end``.
+    """
+
+    def __init__(self, on_device: OnDevice, rows: DeviceRows) -> None:
+        self._on_device = on_device
+        self._rows = rows
+
+    def begin(self) -> None:
+        """Let the clock continue on the device, with memory whose records are fetched."""
+        self._on_device.look()
+        self._on_device.prepare(self._rows)
+
+    def __call__(self) -> None:
+        self._on_device.compute(self._rows)
+
+    def end(self) -> None:
+        """The rollout that finishes next is complete."""
+        self._on_device.note_computed(self._rows)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What it changes besides the lane, by name."""
+        found = {**self._on_device.clock.tensors, **self._rows.ended.tensors}
+        return {f"clock.{name}": tensor for name, tensor in found.items()}

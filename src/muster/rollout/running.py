@@ -31,7 +31,13 @@ from muster.rollout.group import Group, Reports
 from muster.rollout.hooks import NO_HOOKS, RowHooks, rendering, watching
 from muster.rollout.lane_views import TERMINATED, TRUNCATED, LaneViews, views_of
 from muster.rollout.marks import NextObservations, end_agents, mark_end, mark_valid
-from muster.rollout.on_device import DeviceRows, OnDevice, device_rows, needs_of_request
+from muster.rollout.on_device import (
+    Completion,
+    DeviceRows,
+    OnDevice,
+    device_rows,
+    needs_of_request,
+)
 from muster.rollout.progress import BEFORE, KNOWN, Phase, Progress
 from muster.rollout.request import RolloutOutcome, RolloutRequest, Watch
 from muster.rollout.resets import ResetListener
@@ -224,10 +230,19 @@ class Rollout:
             self.views.version[self._settled] = request.version
         self.lane.act_between(self.lane.done_steps, self._settled + 1)
 
+    @property
+    def completion(self) -> Completion | None:
+        """What completes its rows on the device; None: they are completed on the host."""
+        on_device = self.group.on_device
+        if on_device is None or self._there is None:
+            return None
+        return Completion(on_device, self._there)
+
     def _rows_there(self, on_device: OnDevice) -> DeviceRows | None:
         """Return the rows of the lane if it is completed on the device; None if the host needs
         them.
         """
+        on_device.begin()
         if on_device.needs or needs_of_request(self.request, self._hooks.own):
             return None
         if not self.lane.mirrored:  # in shared memory
@@ -664,8 +679,7 @@ class Rollout:
         on_device = group.on_device
         assert on_device is not None
         on_device.look()
-        steps = on_device.prepare(rows)
-        on_device.compute(rows)
+        steps = on_device.complete(rows)
         for key, _, _, last in self.views.carried:
             group.carry.take(key, last, ())
         closes = self.request.closes
