@@ -110,6 +110,10 @@ class WorkerNotStarted(WorkerDied, OSError):
     """
 
 
+class VersionMismatch(MusterError, RuntimeError):
+    """A node has another version of Muster than the main process. No restart is tried."""
+
+
 class WorkerHung(MusterError, TimeoutError):
     """A worker made no progress within its deadline; the message has its stack."""
 

@@ -3,8 +3,8 @@
 Modules and environments that draw from torch's, NumPy's or Python's *global* generators get the
 group's own streams during a rollout. The user's streams are restored unchanged afterwards. This is
 done in every rollout, because it is not known beforehand whether any code will draw. So it must be
-cheap: NumPy's generator is replaced by another, torch's state is read and set, and Python's is
-copied in place (``_PythonStream``).
+cheap: NumPy's generator is replaced by another, torch's state is set, and read if it has changed
+(``_TorchStream``), and Python's is copied in place (``_PythonStream``).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import os
 import random
 import struct
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from muster.utils.private_names import VARIABLE
+from muster.utils.private_names import VARIABLE, usable
 
 if TYPE_CHECKING:
     import torch
@@ -32,21 +32,16 @@ _RESTARTS = 1 << 31  # a spawn key that no stream uses
 MT_BYTES = 625 * 4  # size of a Mersenne Twister: 624 words and a position
 # the position, and 8 words beside it: any draw changes the position, and 624 draws the words
 MT_PROBE = 9 * 4
+TORCH_HEAD = 24  # of a state of torch's: seed, position and flags
+TORCH_BYTES = 2620  # of a generator's memory, in which its words are searched
+TORCH_BEFORE = 20  # seed and position, before the words
+TORCH_BEHIND = 24  # the cached normal numbers, behind them
 
 
-class UserStreams(NamedTuple):
-    """The user's generators, saved while a group's streams replace them.
-
-    Attributes:
-        numpy: the bit generator.
-        python: see ``_PythonStream.state``.
-        torch, cuda: states; None if torch is not loaded, or the group uses no GPU.
-    """
-
-    numpy: _NumpyStream
-    python: Any
-    torch: Any
-    cuda: Any
+# The user's generators, saved while a group's streams replace them: NumPy's stream, the states of
+# Python's and torch's generators, and of CUDA's; None: torch is not loaded, or the group uses no GPU.
+# No class, since one is made in every rollout.
+UserStreams: TypeAlias = "tuple[_NumpyStream, Any, Any, Any]"
 
 
 class GroupRng:
@@ -192,22 +187,21 @@ class GroupRng:
 
     def install(self) -> UserStreams:
         """Replace the global streams by the group's, until ``remove`` is called with the result."""
-        numpy_user = _user_stream()
+        numpy_user = _user_numpy
+        if numpy_user.bit_generator is not np.random.mtrand.get_bit_generator():
+            numpy_user = _user_stream()
         numpy_user.give_way_to(self._legacy)
         python_user = _user_python.exchange(self._python, self._users_python)
         self._users_python = python_user
         torch_user = None
         cuda_user = None
         if "torch" in sys.modules:
-            generator = torch.default_generator
-            torch_user = generator.get_state()
-            generator.set_state(
-                self._torch_state() if self._torch is None else self._torch
-            )
+            own = self._torch_state() if self._torch is None else self._torch
+            torch_user = _user_torch().exchange(own)
         if self._cuda is not None and self._cuda_state is not None:
             cuda_user = torch.cuda.get_rng_state(self._cuda)
             torch.cuda.set_rng_state(self._cuda_state, self._cuda)
-        return UserStreams(numpy_user, python_user, torch_user, cuda_user)
+        return numpy_user, python_user, torch_user, cuda_user
 
     def remove(self, user: UserStreams) -> None:
         """Restore the user's streams."""
@@ -218,9 +212,7 @@ class GroupRng:
         self._python = _user_python.exchange(python_user, self._python)
         self._legacy.give_way_to(numpy_user)
         if torch_user is not None:
-            generator = torch.default_generator
-            self._torch = generator.get_state()
-            generator.set_state(torch_user)
+            self._torch = _user_torch().exchange(torch_user)
         if self._cuda is not None and cuda_user is not None:
             self._cuda_state = torch.cuda.get_rng_state(self._cuda)
             torch.cuda.set_rng_state(cuda_user, self._cuda)
@@ -351,11 +343,87 @@ def _python_offset() -> int | None:
 _user_python = _PythonStream(random.random.__self__)  # type: ignore[attr-defined]
 
 
+class _TorchStream:
+    """Torch's generator on the CPU. Its state is read only if its memory has changed since it was
+    read or set: a state is a tensor of 5 kB, and reading it takes most of the time of an exchange.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self._memory = _torch_memory(generator)
+        self._seen = b""
+        self._state: Any = None
+
+    def exchange(self, state: torch.Tensor) -> torch.Tensor:
+        """Set a state, and return the one before; neither is ever written to."""
+        memory = self._memory
+        before: torch.Tensor
+        if memory is None:
+            before = self._generator.get_state()
+            self._generator.set_state(state)
+            return before
+        if memory.raw != self._seen:
+            self._state = self._generator.get_state()
+        before = self._state
+        self._generator.set_state(state)
+        self._state = state
+        self._seen = memory.raw
+        return before
+
+
+def _torch_memory(generator: Any) -> Any:
+    """Return the memory of a generator of torch's from its seed to its cached normal numbers, to
+    read; None: unknown.
+    """
+    found = _torch_span()
+    if found is None:
+        return None
+    begin, size = found
+    return (ctypes.c_char * size).from_address(generator._cdata + begin)
+
+
+@cache
+def _torch_span() -> tuple[int, int] | None:
+    """The first byte of that memory, from the address of the generator, and its size; None:
+    unknown.
+
+    As in ``_python_offset``, a known state is searched. What is before and behind its words is
+    found by drawing: each draw has to change a byte.
+    """
+    sample: Any = torch.Generator()
+    if not usable("torch", (sample, ("_cdata",))):
+        return None
+    sample.manual_seed(0)
+    words = sample.get_state().numpy().tobytes()[TORCH_HEAD : TORCH_HEAD + 8 * 624]
+    expected = struct.pack("624I", *struct.unpack("624Q", words))
+    found = ctypes.string_at(sample._cdata, TORCH_BYTES).find(expected)
+    if found < TORCH_BEFORE:
+        return None
+    begin = found - TORCH_BEFORE
+    size = TORCH_BEFORE + len(expected) + TORCH_BEHIND
+    memory = (ctypes.c_char * size).from_address(sample._cdata + begin)
+    draws: list[Callable[[], Any]] = [lambda: torch.rand(1, generator=sample)]
+    for dtype in (torch.float32, torch.float64):
+        for _ in range(2):  # the second one is cached by the first
+            draws.append(partial(torch.randn, 1, generator=sample, dtype=dtype))
+    draws.append(lambda: sample.manual_seed(1))
+    for draw in draws:
+        before = memory.raw
+        draw()
+        if memory.raw == before:
+            return None
+    return begin, size
+
+
+@cache
+def _user_torch() -> _TorchStream:
+    return _TorchStream(torch.default_generator)
+
+
 def _user_stream() -> _NumpyStream:
+    """Return the stream that is installed now, from here on ``_user_numpy``."""
     global _user_numpy
-    installed = np.random.mtrand.get_bit_generator()
-    if _user_numpy.bit_generator is not installed:
-        _user_numpy = _NumpyStream(installed)
+    _user_numpy = _NumpyStream(np.random.mtrand.get_bit_generator())
     return _user_numpy
 
 

@@ -276,6 +276,35 @@ class TestOptions:
         assert ray.is_initialized()
 
 
+class TestEngine:
+    @pytest.mark.parametrize("transport", ["ray", "direct"])
+    def test_is_named_where_actors_are_on_two_machines(self, transport, capsys):
+        from muster import RayCollector
+        from muster.cli import main
+        from muster.episodes.curve import EpisodeTotals
+        from muster.observing.snapshots import snapshot
+        from muster.testing import CountingEnv
+
+        with RayCollector(
+            [CountingEnv] * 2,
+            frames_per_batch=8,
+            transport=transport,
+            sync=True,
+            remote_configs={"num_cpus": 1, "memory": 2**28},
+        ) as collector:
+            collector.next()
+            carrier = collector._nodes.carrier
+            states = [carrier._started.get(node).state.split() for node in range(2)]
+            assert states[0][4] != states[1][4]  # Ray nodes
+            stats = collector.stats()
+        assert stats.engine == transport
+        assert stats.nodes == 2
+        assert f"<td>{transport}</td>" in stats._repr_html_()
+        assert snapshot(stats, EpisodeTotals())["engine"] == transport
+        assert main(["cluster"]) == 0
+        assert "engine: ray, or direct" in capsys.readouterr().out
+
+
 def listens(host, port):
     with contextlib.suppress(OSError), socket.create_connection((host, port), 1.0):
         return True

@@ -124,6 +124,7 @@ class QueueCarrier:
 
     Args:
         end: what the nodes' ends are.
+        gives_memory: see ``Carrier``.
 
     Attributes:
         links: the ends of the main process, by node and epoch.
@@ -134,8 +135,11 @@ class QueueCarrier:
     engine = name = "queues"
     address = "the memory of this process"
 
-    def __init__(self, end: type[QueueLink] = QueueLink) -> None:
+    def __init__(
+        self, end: type[QueueLink] = QueueLink, *, gives_memory: bool = False
+    ) -> None:
         self._end = end
+        self.gives_memory = gives_memory
         self.links: defaultdict[int, list[QueueLink]] = defaultdict(list)
         self.threads: list[threading.Thread] = []
         self.ended: list[Any] = []

@@ -525,3 +525,77 @@ def test_a_batch_on_a_device_is_a_copy_where_there_is_no_room_for_another_slot()
     assert counts(on_device) == (1, 0, 0)
     slot.block.fill_(7)
     assert not memory.any(), "the next rollout does not change it"
+
+
+# --- memory of another owner ----------------------------------------------------------------------
+
+
+class TestAdoptedMemory:
+    def filled(self, slot: Slot, value: int) -> np.ndarray:
+        """Memory of another owner, in which all columns of a slot have this value."""
+        other = Slot(slot.layout)
+        for lane in other.lanes:
+            for array in lane.arrays.values():
+                array[...] = value
+        memory: np.ndarray = other.block.copy()
+        return memory
+
+    def test_is_that_of_the_batch_until_the_last_tensor_of_it(self):
+        slots = ring(lanes=2)
+        slot = slots.take()
+        own = slot.block
+        memory = self.filled(slot, 1)
+        alive = weakref.ref(memory)
+        slot.adopt(memory)
+        assert np.shares_memory(slot.lanes[1].arrays[OBS.key], memory)
+        assert slot.lanes[1].tensors[OBS.key].eq(1).all()
+        slot.complete()
+        batch = BatchView(slot.layout, stacked=True).tensordict(slots.lend(slot), slot)
+        del memory
+        assert batch["observation"].shape == (2, 2, 4, 3)
+        assert batch["observation"].eq(1).all()
+        assert batch["pixels"].eq(1).all()
+        assert not own.any()
+        part = batch["observation"][1, 1, 2:]
+        del batch
+        assert counts(slots) == (0, 0, 1)
+        assert alive() is not None
+        part += 1
+        assert part.eq(2).all()
+        del part
+        assert counts(slots) == (1, 0, 0)
+        assert alive() is None
+        assert slot.block is own
+        assert all(np.shares_memory(lane.arrays[OBS.key], own) for lane in slot.lanes)
+
+    def test_is_let_go_by_a_slot_without_a_batch(self):
+        slots = ring()
+        slot = slots.take()
+        memory = self.filled(slot, 1)
+        alive = weakref.ref(memory)
+        slot.adopt(memory)
+        del memory
+        slots.give_back(slot)
+        assert alive() is None
+        assert slots.take() is slot
+        slot.lanes[0].arrays[PIXELS.key][...] = 3
+        assert slot.lanes[0].tensors[PIXELS.key].eq(3).all()
+
+    def test_views_of_the_lane_are_made_again(self):
+        slots = ring()
+        slot = slots.take()
+        (lane,) = slot.lanes
+        lane.cache["policy"] = lane.rows(OBS.key)
+        assert lane.tensors[OBS.key].eq(0).all()
+        slot.adopt(self.filled(slot, 5))
+        assert not lane.cache
+        assert lane.tensors[OBS.key].eq(5).all()
+        assert lane.data[OBS.key] is lane.arrays[OBS.key]
+
+    def test_of_another_size_is_refused(self):
+        slot = ring().take()
+        before = slot.block
+        with pytest.raises(ValueError, match="cannot adopt 3 bytes"):
+            slot.adopt(np.zeros(3, np.uint8))
+        assert slot.block is before
+        assert not slot.adopts

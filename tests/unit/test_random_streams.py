@@ -39,6 +39,8 @@ GLOBALS: dict[str, Callable[[], float]] = {
     "python": random.random,
     "python_normal": lambda: random.gauss(0, 1),
     "torch": lambda: float(torch.rand(())),
+    "torch_normal": lambda: float(torch.randn(())),
+    "torch_normal_double": lambda: float(torch.randn((), dtype=torch.float64)),
 }
 
 
@@ -340,6 +342,8 @@ NAMES = {
     "numpy_normal": "numpy.random",
     "python": "random",
     "python_normal": "random",
+    "torch_normal": "torch",
+    "torch_normal_double": "torch",
 }
 
 
@@ -396,3 +400,45 @@ def test_what_the_user_draws_between_batches_and_beside_a_collector_is_not_warne
         drawn.set()
         collector.async_shutdown()
         assert collector.stats().frames == 40
+
+
+# --- between two steps ----------------------------------------------------------------------------
+
+BETWEEN: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: None,
+    "rand": lambda: torch.rand(3).tolist(),
+    "randn": lambda: torch.randn(1).tolist(),
+    "randn_double": lambda: torch.randn(1, dtype=torch.float64).tolist(),
+    "permutation": lambda: torch.randperm(700).tolist(),
+    "seed": lambda: torch.manual_seed(5).initial_seed(),
+    "state": lambda: torch.set_rng_state(torch.Generator().manual_seed(9).get_state()),
+    "numpy": lambda: np.random.randn(),
+    "python": lambda: random.gauss(0, 1),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("drawn", ["torch", "torch_normal", "torch_normal_double"])
+def test_neither_sees_what_the_other_draws_between_two_steps(between, drawn):
+    """The states of generators are read only if they have changed; see ``muster.rng``."""
+    use = BETWEEN[between]
+
+    def steps(draws: Callable[[], Any]) -> tuple[list[Any], list[Any]]:
+        user_seeds()
+        users = []
+        observed = []
+        with Collector(
+            lambda: GlobalEnv(GLOBALS[drawn]), sampled, frames_per_batch=1, seed=0
+        ) as collector:
+            user_seeds()
+            for _, batch in zip(range(6), collector, strict=False):
+                observed.append(batch["next", "observation"].tolist())
+                users.append(draws())
+            users.append(user_draws())
+        return observed, users
+
+    mine, users = steps(use)
+    undisturbed, _ = steps(lambda: None)
+    assert mine == undisturbed
+    user_seeds()
+    assert users == [*(use() for _ in range(6)), user_draws()]

@@ -30,6 +30,7 @@ from muster.cluster.rendezvous import Rendezvous, hear, say
 from muster.cluster.socket_link import SocketLink
 from muster.cluster.token import read_token, write_token
 from muster.cluster.torchrun import TorchrunLauncher, find_rendezvous
+from muster.cluster.versions import installed
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
 from tests.fakes.netns import listening
@@ -261,7 +262,7 @@ class TestAdmission:
             with contextlib.closing(
                 SocketLink(connection, rendezvous.token, main=False, deadline_s=10.0)
             ) as channel:
-                say(channel, node=None)
+                say(channel, node=None, muster=installed())
                 assert hear(channel)["node"] == 0
                 assert answers  # and it is gone without having accepted
         assert join(Member(rendezvous.address, rendezvous.token)).node == 0
@@ -273,7 +274,7 @@ class TestAdmission:
         with contextlib.closing(
             SocketLink(connection, rendezvous.token, main=False, deadline_s=10.0)
         ) as channel:
-            say(channel, node=0)
+            say(channel, node=0, muster=installed())
             assert hear(channel)["epoch"] == 0
             rendezvous.withdraw(0)
             rendezvous.admit(0, 1)

@@ -15,7 +15,7 @@ from torch import nn
 import muster
 from muster import Collector, ReplayMemory, policies
 from muster.collectors.row_by_row import RowByRow
-from muster.errors import BadEnvOutput, EnvError
+from muster.errors import BadEnvOutput, BadPolicyOutput, EnvError
 from muster.testing import CountingEnv, FaultyEnv
 from tests.tools import assert_balanced
 
@@ -283,6 +283,27 @@ def test_a_bad_reward_is_refused_and_its_row_is_not_there():
         assert len(memory) == 3
         assert memory[:]["observation"][:, -1].tolist() == [0, 1, 0]
         assert memory[:]["next", "observation"][:, -1].tolist() == [1, 2, 1]
+
+
+@pytest.mark.parametrize("action", [-1, 2])
+def test_an_action_beyond_its_space_is_refused_in_each_row(action):
+    calls = 0
+
+    def policy(obs: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return torch.tensor(action if calls > 5 else 1).expand(obs.shape[:-1])
+
+    memory = ReplayMemory(100)
+    with Collector(
+        lambda: CountingEnv(9), policy, frames_per_batch=1, replay_buffer=memory
+    ) as c:
+        made = 0
+        with pytest.raises(BadPolicyOutput, match=f": {action} is"):
+            while made < 20:
+                c.next()
+                made += 1
+        assert len(memory) == made < 6
 
 
 def test_ctrl_c_after_a_row_loses_nothing():

@@ -5,6 +5,7 @@ One admission of a node passes through these states:
 1. admitted (``admit``): any connection that asks for this node may be offered it.
 2. offered (``claim``): to one connection, until that accepts it or ends (``release``). Then it can
    be offered again.
+   Or it is refused (``refuse``): the node that asked for it has another Muster.
 3. joined (``accept``): its link waits for the carrier, which takes it (``joined``).
 
 ``withdraw`` ends an admission in any state, and closes its link. A node has one admission at a time:
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from muster.cluster.link import OtherMuster
 from muster.cluster.socket_link import SocketLink
 
 ANSWER_S = 5.0  # for an answer of the other end
@@ -58,6 +60,8 @@ class Admissions:
             set()
         )  # identities of those that a connection was offered
         self._joined: dict[tuple[int, int], SocketLink] = {}  # by node and epoch
+        # why a node with another Muster was refused, by number
+        self._refused: dict[int, str] = {}
         self._changed = threading.Condition()
         self._closed = False
 
@@ -65,6 +69,7 @@ class Admissions:
         """Let a node join with this epoch, and with no other one."""
         with self._changed:
             self._admitted[admission.node] = admission
+            self._refused.pop(admission.node, None)
             self._changed.notify_all()
 
     def withdraw(self, node: int) -> None:
@@ -99,6 +104,14 @@ class Admissions:
                 self._offered.add(id(found))
             return found
 
+    def refuse(self, admission: Admission, why: str) -> None:
+        """End an admission: the node that asked for it has another Muster."""
+        with self._changed:
+            if self._admitted.get(admission.node) is admission:
+                del self._admitted[admission.node]
+                self._refused[admission.node] = why
+            self._changed.notify_all()
+
     def release(self, admission: Admission) -> None:
         """End an offer."""
         with self._changed:
@@ -123,11 +136,18 @@ class Admissions:
 
         Returns:
             None: the node has not joined in this time.
+
+        Raises:
+            OtherMuster: it has another Muster.
         """
+
+        def is_settled() -> bool:
+            return (node, epoch) in self._joined or node in self._refused
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: (node, epoch) in self._joined or self._closed, within_s
-            )
+            self._changed.wait_for(lambda: is_settled() or self._closed, within_s)
+            if node in self._refused:
+                raise OtherMuster(self._refused[node])
             return self._joined.pop((node, epoch), None)
 
     def close(self) -> None:

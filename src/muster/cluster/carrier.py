@@ -21,10 +21,13 @@ class Carrier(ABC):
         engine: what carries messages and blocks, for ``stats()`` and messages to the user; see
             ``link.py``.
         name: the family of collectors whose ``weight_sync_schemes`` fit.
+        gives_memory: batches of one node are to lie in the memory in which the engine has received
+            them. Blocks that were not expected are in such memory.
     """
 
     engine: ClassVar[str]
     name: ClassVar[str]
+    gives_memory: bool = False
 
     @property
     @abstractmethod

@@ -17,7 +17,8 @@ from muster.cluster.rendezvous import POLL_S, hear, say
 from muster.cluster.socket_link import SocketLink
 from muster.cluster.token import read_token
 from muster.cluster.torchrun import find_rendezvous
-from muster.errors import BadOption
+from muster.cluster.versions import difference, installed
+from muster.errors import BadOption, VersionMismatch
 from muster.utils.addresses import host_and_port
 from muster.utils.attributes import named
 from muster.workers.channel import Channel
@@ -56,6 +57,7 @@ def run_node(
     Raises:
         WrongToken: this node has another token than the main process.
         LinkLost: the main process was unreachable for too long.
+        VersionMismatch: this node has another Muster than the main process.
         BadOption: the token or the address is missing, or the engine of the main process is refused
             here.
     """
@@ -166,6 +168,7 @@ class Member:
         Raises:
             WrongToken: the process that listens there does not know the token.
             BadOption: the main process has no node of this number.
+            VersionMismatch: the main process has another Muster.
             LinkLost: it was unreachable for too long.
         """
         reached = time.monotonic()
@@ -202,8 +205,10 @@ class Member:
             pause.wait(POLL_S)
 
     def _ask(self, channel: SocketLink) -> Membership | None:
-        say(channel, node=self._node)
+        say(channel, node=self._node, muster=installed())
         told = hear(channel)
+        if refused := told.get("refused"):
+            raise VersionMismatch(refused)
         if self._node is not None and self._node >= told["count"]:
             raise BadOption(
                 f"node={self._node}: the main process expects {told['count']} nodes, numbered"
@@ -211,6 +216,8 @@ class Member:
             )
         if told["node"] is None:
             return None
+        if why := difference(told.get("muster"), installed()):
+            raise VersionMismatch(f"This node cannot be used: {why}.")
         say(channel, accepted=True)
         channel.begin_session(told["deadline_s"])
         return Membership(

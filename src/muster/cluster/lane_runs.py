@@ -4,6 +4,9 @@ Requests whose lanes lie side by side in a slot are one ``LaneRun``: the node fi
 a slot of its own, and sends them back as one block, which is received in the slot. A run has all
 lanes of the node, also those without a request, so that the node's slots are alike. Where a batch
 must not wait for other rollouts of the node, each request is a run with a single lane.
+
+Where an engine can give away the memory in which a block has arrived, a slot that a run fills whole
+adopts that memory instead.
 """
 
 from __future__ import annotations
@@ -27,15 +30,25 @@ class LaneRuns:
         groups: of the node.
         apart: each request is a run.
         comes_back: lanes are sent back. False: the node writes them into a replay buffer.
+        adopts: slots adopt the memory of their blocks where they can.
 
     Attributes:
         tags: of blocks in sessions with the node, but not of weights.
     """
 
-    def __init__(self, groups: Sequence[int], *, apart: bool, comes_back: bool) -> None:
+    def __init__(
+        self,
+        groups: Sequence[int],
+        *,
+        apart: bool,
+        comes_back: bool,
+        adopts: bool = False,
+    ) -> None:
         self._groups = groups
         self._apart = apart
         self._comes_back = comes_back
+        self._adopts = adopts
+        self._adopting: dict[int, Slot] = {}  # by tag of the block
         self.tags = itertools.count(1)
 
     def of(self, requests: Sequence[Request]) -> tuple[list[LaneRun], dict[int, Array]]:
@@ -55,9 +68,26 @@ class LaneRuns:
                 size = slot.layout.lane_bytes
                 begin = one.lane * size
                 end = (side_by_side[-1].lane + 1) * size
-                expected[tag] = slot.block[begin:end]
+                if self._adopts and end - begin == slot.block.size:
+                    self._adopting[tag] = slot
+                else:
+                    expected[tag] = slot.block[begin:end]
             runs.append(run)
         return runs, expected
+
+    def has_arrived(self, tag: int, block: Array) -> None:
+        """Let the slot of a run adopt its block, unless it was received in the slot.
+
+        Raises:
+            ValueError: the block has another size than the slot.
+        """
+        slot = self._adopting.pop(tag, None)
+        if slot is not None:
+            slot.adopt(block)
+
+    def forget(self) -> None:
+        """Forget the runs of a session that was lost: their blocks will not arrive."""
+        self._adopting.clear()
 
     def _grouped(self, requests: Sequence[Request]) -> list[Group]:
         """Group requests whose lanes lie side by side in a slot."""

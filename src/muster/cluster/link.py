@@ -53,6 +53,10 @@ class NotJoined(LinkLost):
     """The node has not joined in time."""
 
 
+class OtherMuster(LinkLost):
+    """The node has another version of Muster, so that no session with it is possible."""
+
+
 class WrongToken(LinkLost):
     """The other end does not know the token of this end."""
 
@@ -74,7 +78,7 @@ class Block:
 class Received:
     """A message and its block, if it has one.
 
-    The block is in the memory given to ``expect``, else in new memory.
+    The block is in the memory given to ``expect``, else in memory that nothing else uses.
     """
 
     message: bytes

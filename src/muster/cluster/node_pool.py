@@ -48,6 +48,7 @@ class NodePool(SupervisedPool):
     ) -> None:
         super().__init__(config)
         self.elastic = nodes.enough is not None
+        self.changes_memory = nodes.carrier.gives_memory
         self.nodes = nodes
         self.wake_up = nodes.wake_up
         crash_directory = CrashDirectory(config.supervision.crash_dir)
@@ -227,8 +228,11 @@ class NodePool(SupervisedPool):
     def _may_restart(self, proxy: NodeProxy) -> bool:
         """See ``SupervisedPool``.
 
-        If no node is left, one that did not join in time is an error: it was waited for.
+        A node with another Muster is not restarted: it would have the same one again. If no node is
+        left, one that did not join in time is an error: it was waited for.
         """
+        if proxy.session.mismatch:
+            return False
         if proxy.late and self.counters and all(other.absent for other in self.proxies):
             return False
         return super()._may_restart(proxy)

@@ -25,6 +25,7 @@ from muster.cluster.messages import NodeSetup, Told
 from muster.cluster.node_main import NodeMain
 from muster.cluster.nodes import Nodes
 from muster.cluster.session import BEAT_S, Session
+from muster.errors import VersionMismatch
 from muster.memory.slots import Slot
 from muster.observing.stats import WorkerStats
 from muster.restore.crash_report import CrashDirectory
@@ -78,7 +79,12 @@ class NodeProxy(Proxy):
         self._nodes = nodes
         self._crash_directory = crash_directory
         comes_back = setup.buffer is None
-        self._lane_runs = LaneRuns(self.groups, apart=apart, comes_back=comes_back)
+        self._lane_runs = LaneRuns(
+            self.groups,
+            apart=apart,
+            comes_back=comes_back,
+            adopts=nodes.carrier.gives_memory,
+        )
         self.error: Exception | None = None
         self.told = Told()
         self._host = ""  # where it has joined last
@@ -186,11 +192,17 @@ class NodeProxy(Proxy):
     def pump(self) -> None:
         """Take all messages from the inbox."""
         while self.alive and self.session.inbox:
-            message, _, _ = self.session.inbox.popleft()
+            message, block, tag = self.session.inbox.popleft()
             if isinstance(message, Exception):
                 what = f"{type(message).__name__}: {message}"
                 self.session.lose(f"its message cannot be unpickled ({what})")
                 return
+            if block is not None:
+                try:
+                    self._lane_runs.has_arrived(tag, block)
+                except ValueError as error:
+                    self.session.lose(f"its rollout does not fit: {error}")
+                    return
             self._take_note(message)
 
     def lose(self, why: str) -> Exception:
@@ -199,11 +211,8 @@ class NodeProxy(Proxy):
         Returns the error.
         """
         self.session.lose(why)
-        error = self.error or node_lost(
-            self.where(),
-            phase=self.phase,
-            why=f"node {self.index}: {self.session.lost}",
-        )
+        self._lane_runs.forget()
+        error = self.error or self._lost()
         self.life.is_lost(error)
         is_closing = self.life.state is WorkerState.CLOSING
         self.life.become(WorkerState.CLOSED if is_closing else WorkerState.DEAD)
@@ -217,6 +226,13 @@ class NodeProxy(Proxy):
             self._prepare_successor()
         self._is_there = False
         return error
+
+    def _lost(self) -> Exception:
+        """The error for the lost session."""
+        if self.session.mismatch:
+            return VersionMismatch(self.session.lost)
+        why = f"node {self.index}: {self.session.lost}"
+        return node_lost(self.where(), phase=self.phase, why=why)
 
     @property
     def phase(self) -> str:

@@ -11,7 +11,8 @@ A call carries a message to the node, and returns with the node's next messages.
 its result cost one call, and a node without anything to send costs none: at least one call is open
 all the time. Large blocks to nodes are put into the store once for all nodes, and fetched by the
 machines of the nodes. Large blocks from nodes are results of calls, and are copied once, from the
-store of this machine into the memory given to ``expect``.
+store of this machine into the memory given to ``expect``; those without such memory are given away
+where they lie.
 
 What it guarantees: ``Link``. Ray may execute calls in another order than they were made in, so
 messages and calls are numbered. Both ends count what the other end has received, and wait where it
@@ -28,6 +29,7 @@ it. Ray's token and TLS settings say which can (docs/engines.md). Muster listens
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
 import threading
 import time
@@ -42,7 +44,7 @@ import ray
 
 from muster.cluster.end import WAITING, End, Frame, has_room
 from muster.cluster.link import Block, LinkLost, Received
-from muster.cluster.ray_runtime import RayConnection, first_line
+from muster.cluster.ray_runtime import RayConnection, first_line, keep_connected_for
 from muster.memory.specs import Array
 from muster.utils.attributes import named
 
@@ -108,7 +110,9 @@ class OutgoingFrame(RayFrame):
         return block
 
 
-def unpacked(packed: bytes, start: int, large: Array | None) -> list[RayFrame]:
+def unpacked(
+    packed: bytes, start: int, large: Array | None, cls: type[RayFrame] = RayFrame
+) -> list[RayFrame]:
     """The frames from ``start`` on.
 
     ``large`` is the block of the one frame whose block does not follow.
@@ -125,8 +129,59 @@ def unpacked(packed: bytes, start: int, large: Array | None) -> list[RayFrame]:
             start += size
         elif tag:
             block = large
-        frames.append(RayFrame(message, tag, block))
+        frames.append(cls(message, tag, block))
     return frames
+
+
+class ResultFrame(RayFrame):
+    """A message in a call's result. The memory of a large block is given away where it can be."""
+
+    def whole(self) -> Array:
+        """The block in memory that nothing else uses: in Ray's store, if it can be written."""
+        if not self.is_large:
+            return super().whole()
+        return writable(self.block)
+
+
+class StoreMemory:
+    """Memory of an object in Ray's store, which lives as long as the last array over this.
+
+    NumPy makes arrays over it (``np.asarray``).
+
+    Args:
+        block: ``uint8 [n]``, as Ray returns it.
+    """
+
+    def __init__(self, block: Array) -> None:
+        self.block = block
+        self.__array_interface__ = {
+            "shape": block.shape,
+            "typestr": "|u1",
+            "data": (block.ctypes.data, False),
+            "version": 3,
+        }
+
+
+def writable(block: Array) -> Array:
+    """The block of a call's result as an array that may be written, without a copy if possible.
+
+    Arrays from Ray are read-only, since others may have a reference to the same object. Nothing
+    else refers to the result of a call of ours, and the store moves or frees no object in use. The
+    kernel says whether its memory can be written; if not, this is a copy.
+    """
+    memory = StoreMemory(block)
+    array = np.asarray(memory)
+    read, write = os.pipe()
+    try:
+        os.write(write, block[:1].data)
+        os.readv(read, [array[:1].data])  # the same byte; an error instead of a crash
+    except OSError:
+        return np.array(block)
+    finally:
+        os.close(read)
+        os.close(write)
+    keep_connected_for(memory)
+    return array
 
 
 class StoredBlocks:
@@ -287,7 +342,7 @@ class MainEnd(End):
             read, is_closed = _UP.unpack_from(packed)
             for _ in range(read - self._sent + len(self._unread)):
                 self._unread.popleft()
-            self._inbox.extend(unpacked(packed, _UP.size, large))
+            self._inbox.extend(unpacked(packed, _UP.size, large, ResultFrame))
             if is_closed:
                 self._over = self._over or "The other end has closed the link."
             elif not self._open:

@@ -38,6 +38,7 @@ from muster.cluster.ray_runtime import (
 )
 from muster.cluster.rendezvous import Rendezvous
 from muster.cluster.token import TOKEN_BYTES
+from muster.cluster.versions import check_node
 from muster.errors import BadOption
 from muster.utils.attributes import named
 
@@ -75,11 +76,21 @@ class Actors:
         return ActorPlaces(configs, self.ray_init_config, cls, threads)
 
 
-def ray_carrier(transport: str, actors: Actors, deadline_s: float = 15.0) -> Carrier:
-    """Return the carrier for ``RayCollector(transport=...)``: "ray" or "direct"."""
+def ray_carrier(
+    transport: str,
+    actors: Actors,
+    deadline_s: float = 15.0,
+    *,
+    zero_copy: bool = False,
+) -> Carrier:
+    """Return the carrier for ``RayCollector(transport=...)``: "ray" or "direct".
+
+    Args:
+        zero_copy: see ``RayCollector``; for "ray".
+    """
     if transport == "direct":
         return RayDirectCarrier(actors, deadline_s)
-    return RayCarrier(actors, deadline_s)
+    return RayCarrier(actors, deadline_s, zero_copy=zero_copy)
 
 
 class RayCarrier(Carrier):
@@ -93,12 +104,16 @@ class RayCarrier(Carrier):
     Args:
         actors: the nodes.
         deadline_s: seconds without a message after which a link is lost.
+        zero_copy: see ``gives_memory``.
     """
 
     engine = "ray"
     name = "ray"
 
-    def __init__(self, actors: Actors, deadline_s: float) -> None:
+    def __init__(
+        self, actors: Actors, deadline_s: float, *, zero_copy: bool = False
+    ) -> None:
+        self.gives_memory = zero_copy
         self._places = actors.places("ray_link:ActorMain", THREADS)
         self._target = actors.target
         self._deadline_s = deadline_s
@@ -334,7 +349,8 @@ class NodeActor:
         try:
             self._connection.check()
             if not self._where and arrived(self._hello, within_s):
-                host, ray_node, pid = ray.get(self._hello)
+                host, ray_node, pid, there = ray.get(self._hello)
+                check_node(self._node, there)
                 self._places.used.add(ray_node)
                 self._where = f"{host}, Ray node {ray_node[:8]}, process {pid}"
             if not self._where:

@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ import ray
 from ray import exceptions
 from ray.util import client
 
+from muster.cluster.versions import installed
 from muster.errors import BadOption
 from muster.utils.private_names import VARIABLE, usable
 
@@ -44,11 +46,34 @@ class _RunningRay:
 
     Args:
         ours: a lease has started or joined it.
+        joined: it is a cluster that remains when this process leaves it.
     """
 
-    def __init__(self, *, ours: bool) -> None:
+    def __init__(self, *, ours: bool, joined: bool) -> None:
         self.ours = ours
+        self._joined = joined
+        self._connection = RayConnection()
         self._holders = 0
+        self._lent: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def is_current(self) -> bool:
+        """Whether this process is still connected to it: the user may have shut it down."""
+        try:
+            self._connection.check()
+        except RuntimeError:
+            return False
+        return True
+
+    def lend(self, memory: Any) -> None:
+        """Note that an object of the store is used as long as ``memory`` lives."""
+        self._lent.add(memory)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether memory of the store is used that the cluster would use again if this process left
+        it.
+        """
+        return self._joined and len(self._lent) > 0
 
     def add_holder(self) -> None:
         self._holders += 1
@@ -72,6 +97,10 @@ class Lease:
     closed. A Ray that is started here listens on loopback only and has no dashboard, unless
     ``config`` sets them.
 
+    A cluster that was joined is not left as long as batches lie in its store
+    (``keep_connected_for``), but by the next lease that is closed without such batches, or when
+    this process ends.
+
     Args:
         config: keyword arguments of ``ray.init``. None: join the Ray that runs on this machine, or
             else start one.
@@ -88,10 +117,10 @@ class Lease:
         self._held = True
         with _lock:
             if not ray.is_initialized():
-                _init(config)
-                _run = _RunningRay(ours=True)
-            elif _run is None:
-                _run = _RunningRay(ours=False)
+                joined = _init(config)
+                _run = _RunningRay(ours=True, joined=joined)
+            elif _run is None or not _run.is_current():
+                _run = _RunningRay(ours=False, joined=True)
             self._mine = _run
             self._mine.add_holder()
 
@@ -104,9 +133,18 @@ class Lease:
             self._held = False
             if not self._mine.remove_holder() or _run is not self._mine:
                 return  # others hold it, or the user has shut it down since
+            if self._mine.ours and self._mine.is_needed:
+                return
             _run = None
-            if self._mine.ours:
+            if self._mine.ours and self._mine.is_current():
                 ray.shutdown()
+
+
+def keep_connected_for(memory: Any) -> None:
+    """Stay in the cluster as long as this memory in its store lives, if a lease has joined it."""
+    with _lock:
+        if _run is not None:
+            _run.lend(memory)
 
 
 def _refuse_clients(address: Any, *, running: bool) -> None:
@@ -128,8 +166,8 @@ def _refuse_clients(address: Any, *, running: bool) -> None:
         )
 
 
-def _init(config: dict[str, Any]) -> None:
-    """Call ``ray.init``.
+def _init(config: dict[str, Any]) -> bool:
+    """Call ``ray.init``. Return whether a cluster was joined, which was there before.
 
     A new cluster listens on loopback only, unless ``config`` has ``_node_ip_address``.
     """
@@ -138,7 +176,7 @@ def _init(config: dict[str, Any]) -> None:
     try:
         if not _can_stay_on_loopback():
             _join(config)
-            return
+            return True
         existing = services.canonicalize_bootstrap_address(
             address,  # type: ignore[arg-type]
             config.get("_temp_dir"),
@@ -170,6 +208,7 @@ def _init(config: dict[str, Any]) -> None:
         raise BadOption(
             f"{what} failed: {first_line(error)} {_advice(error, existing)}".rstrip()
         ) from error
+    return existing is not None
 
 
 def _can_stay_on_loopback() -> bool:
@@ -322,6 +361,7 @@ def actor_class(target: str) -> Any:
         target: class to wrap. ``remote`` takes ``search_path()``, and then the arguments of this
             class.
     """
+    ours = installed()
 
     class MusterActor:  # a local class: it is pickled with its code
         def __init__(self, path: list[str], *args: Any, **kwargs: Any) -> None:
@@ -329,13 +369,35 @@ def actor_class(target: str) -> Any:
             import sys
 
             sys.path.extend(entry for entry in path if entry not in sys.path)
-            module, _, name = target.partition(":")
-            self._object = getattr(importlib.import_module(module), name)(
-                *args, **kwargs
-            )
+            self._muster: dict[str, str] = self._installed()
+            self._object: Any = None
+            if all(self._muster[key] == ours[key] for key in ("version", "protocol")):
+                module, _, name = target.partition(":")
+                cls = getattr(importlib.import_module(module), name)
+                self._object = cls(*args, **kwargs)
 
-        def where(self) -> tuple[str, str, int]:
-            """Host, id of the Ray node, and process."""
+        def _installed(self) -> dict[str, str]:
+            import importlib
+            import os
+            import platform
+
+            try:
+                from muster.cluster.versions import installed as here
+            except ImportError:  # a version without it
+                there = importlib.import_module("muster")
+                return {
+                    "version": str(getattr(there, "__version__", None)),
+                    "path": os.path.dirname(str(there.__file__)),
+                    "protocol": "",
+                    "host": platform.node(),
+                }
+            return here()
+
+        def where(self) -> tuple[str, str, int, dict[str, str]]:
+            """Host, id of the Ray node, process, and its Muster.
+
+            The object does not exist if that is another Muster than the main process has.
+            """
             import os
             import socket
 
@@ -343,9 +405,15 @@ def actor_class(target: str) -> Any:
                 socket.gethostname(),
                 ray.get_runtime_context().get_node_id(),
                 os.getpid(),
+                self._muster,
             )
 
         def call(self, name: str, *args: Any) -> Any:
+            if self._object is None:
+                raise RuntimeError(
+                    f"the actor has the Muster {self._muster}, and the process that made it has"
+                    f" {ours}: install the same version on all machines"
+                )
             return getattr(self._object, name)(*args)
 
         # each argument that Ray sends takes 15 us

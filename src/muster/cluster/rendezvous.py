@@ -9,10 +9,11 @@ connections than ``STRANGERS`` in every ``KEEPS_S``, and nothing else.
 
 ::
 
-    node -> main   {"node": number or null}                  the number that it wants
+    node -> main   {"node": number or null, "muster"}        the number that it wants
     main -> node   {"count", "node": null}                   there is no offer yet: the node asks again
     main -> node   {"count", "node", "epoch", "engine",
-                    "deadline_s", "groups"}                  an offer, with the terms of the session
+                    "deadline_s", "groups", "muster"}        an offer, with the terms of the session
+    main -> node   {"refused": why}                          the node has another Muster: it ends
     node -> main   {"accepted": true}                        afterwards the connection is the session's
 """
 
@@ -32,9 +33,10 @@ from ipaddress import ip_address
 from typing import Any
 
 from muster.cluster.admissions import ANSWER_S, Admission, Admissions, Terms
-from muster.cluster.link import LinkLost, WrongToken
+from muster.cluster.link import LinkLost, OtherMuster, WrongToken
 from muster.cluster.socket_link import SocketLink
 from muster.cluster.token import TOKEN_BYTES, TOKEN_FILE, read_token
+from muster.cluster.versions import Installed, check_node, installed
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
 from muster.utils.integers import integer
@@ -242,18 +244,22 @@ class Rendezvous:
     def _offer(self, channel: SocketLink) -> bool:
         """Offer nodes until one is accepted; False: the offer was withdrawn meanwhile."""
         while True:
-            admission = self._admissions.claim(hear(channel)["node"])
+            asked = hear(channel)
+            admission = self._admissions.claim(asked["node"])
             if admission is None:
                 say(channel, count=self.count, node=None)
                 continue
             node = admission.node
             terms = admission.terms
             try:
+                if not self._fits(admission, asked.get("muster"), channel):
+                    return False
                 say(
                     channel,
                     count=self.count,
                     node=node,
                     epoch=admission.epoch,
+                    muster=installed(),
                     **asdict(terms),
                 )
                 hear(channel)["accepted"]
@@ -261,6 +267,20 @@ class Rendezvous:
                 return self._admissions.accept(admission, channel)
             finally:
                 self._admissions.release(admission)
+
+    def _fits(
+        self, admission: Admission, node: Installed | None, channel: SocketLink
+    ) -> bool:
+        """Whether the node has the Muster of this process; it is refused otherwise."""
+        try:
+            check_node(admission.node, node)
+        except OtherMuster as other:
+            try:
+                say(channel, refused=str(other))
+            finally:  # afterwards: the main process ends, and with it this connection
+                self._admissions.refuse(admission, str(other))
+            return False
+        return True
 
 
 def say(channel: SocketLink, **record: Any) -> None:

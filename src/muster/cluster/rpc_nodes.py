@@ -30,11 +30,12 @@ from torch.distributed.rpc import WorkerInfo  # type: ignore[attr-defined]
 from muster.cluster.carrier import JOIN_POLL_S, Carrier
 from muster.cluster.direct import DirectCarrier
 from muster.cluster.launchers import Launcher
-from muster.cluster.link import AGENT, Link, LinkLost, NotJoined
+from muster.cluster.link import AGENT, Link, LinkLost, NotJoined, OtherMuster
 from muster.cluster.rendezvous import Rendezvous, hear, say
 from muster.cluster.rpc_agent import AgentLease, Settings, users_agent
 from muster.cluster.rpc_link import RpcEnd
 from muster.cluster.socket_link import SocketLink
+from muster.cluster.versions import Installed, check_node, difference, installed
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
 from muster.utils.attributes import named
@@ -199,6 +200,8 @@ class UsersCarrier(Carrier):
             worker = self._others[(node + place) % len(self._others)]
             try:
                 return self._start(worker, node, deadline - time.monotonic(), given_up)
+            except OtherMuster:
+                raise
             except LinkLost as lost:
                 failures.append(f"{worker.name}: {lost}")
                 if given_up.is_set() or self._closed or time.monotonic() > deadline:
@@ -221,14 +224,19 @@ class UsersCarrier(Carrier):
         link = RpcEnd(worker, session, main=True, deadline_s=self._deadline_s)
         try:
             own = self._agent.get_worker_info().name
-            args = (own, session, node, self._deadline_s, self._target)
+            args = (
+                *(own, session, node, self._deadline_s, self._target),
+                installed(),
+            )
             started = rpc.rpc_async(
                 worker, start, args, timeout=min(max(within_s, 0.01), LONGEST_S)
             )
             while not started.done():
                 if given_up.wait(JOIN_POLL_S) or self._closed:
                     raise LinkLost("it was given up before it had joined")
-            if refused := started.wait():
+            refused, there = started.wait()
+            check_node(node, there)
+            if refused:
                 raise LinkLost(refused)
             return link
         except BaseException as error:
@@ -238,14 +246,26 @@ class UsersCarrier(Carrier):
             raise
 
 
-def start(main: str, session: str, node: int, deadline_s: float, target: str) -> str:
+def start(
+    main: str,
+    session: str,
+    node: int,
+    deadline_s: float,
+    target: str,
+    muster: Installed,
+) -> tuple[str, Installed]:
     """Start a node in a thread of this process.
 
     Called by the main process, through the user's agent.
 
+    Args:
+        muster: that of the main process.
+
     Returns:
-        Why it was not started, or "".
+        Why it was not started, or ""; and the Muster of this process.
     """
+    if why := difference(muster, installed()):
+        return why, installed()
     try:
         link = RpcEnd(
             rpc.get_worker_info(main), session, main=False, deadline_s=deadline_s
@@ -257,8 +277,8 @@ def start(main: str, session: str, node: int, deadline_s: float, target: str) ->
             daemon=True,
         ).start()
     except Exception as error:  # noqa: BLE001 (RPC would print it)
-        return f"{type(error).__name__}: {error}"
-    return ""
+        return f"{type(error).__name__}: {error}", installed()
+    return "", installed()
 
 
 def _serve(function: Callable[[Link, int], bool], link: RpcEnd, node: int) -> None:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from muster.cluster.link import Block, Link, LinkLost, NotJoined
+from muster.cluster.link import Block, Link, LinkLost, NotJoined, OtherMuster
 from muster.memory.specs import Array
 
 BEAT_S = 1.0  # seconds after which an idle end sends a heartbeat
@@ -57,6 +57,7 @@ class Session:
         inbox: received messages (or the errors of unpickling them), each with its block and tag.
         lost: why the link is lost; empty before.
         late: the node did not join in time.
+        mismatch: the node has another version of Muster.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Session:
         self.inbox: deque[tuple[Any, Array | None, int]] = deque()
         self.lost = ""
         self.late = False
+        self.mismatch = False
         self._link: Link | None = None
         self._given_up = threading.Event()
         self._outbox: queue.SimpleQueue[Callable[[], Outgoing | None] | None] = (
@@ -153,6 +155,7 @@ class Session:
             link = self._connect(self._given_up)
         except BaseException as error:  # noqa: BLE001 (``lost`` has it; libraries raise SystemExit in threads)
             self.late = isinstance(error, NotJoined)
+            self.mismatch = isinstance(error, OtherMuster)
             self.lose(_text(error))
             return
         with self._losing:

@@ -120,6 +120,19 @@ def submitit_delayed_launcher(
     Calling it submits a job that runs it and ``num_jobs`` jobs for its nodes, waits for its result,
     and ends the nodes.
 
+    ::
+
+        @submitit_delayed_launcher(num_jobs=4, submitit_main_conf={"timeout_min": 240, "slurm_partition": "cpu"})
+        def main():
+            with DistributedCollector(
+                [make_env] * 4, policy, frames_per_batch=512, total_frames=10_240_000, launcher="submitit_delayed",
+                bind=socket.gethostname(),  # if this is how others reach it
+            ) as collector:
+                for batch in collector:
+                    train(batch)
+
+        main()  # on the login node
+
     Args:
         num_jobs: nodes; as many as the collector has.
         framework: "distributed" or "rpc"; TorchRL's argument, without effect.

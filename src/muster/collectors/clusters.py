@@ -357,6 +357,11 @@ class RayOptions(ClusterOptions):
             Ray's object store; no port besides Ray's is used. "direct": one TCP connection of each
             actor to this process, with a random token, unencrypted; small batches take less of this
             process' time.
+        zero_copy: batches lie in Ray's object store, where a rollout is one batch, instead of being
+            copied out of it. They can be written and kept like others, within
+            ``slot_memory_limit``, but take room in the store of this machine while you hold them,
+            and are valid only until you leave the cluster (``ray.shutdown()``). Needs batches of
+            one node: ``sync=False``, or one actor.
         ray_init_config: arguments of ``ray.init``, if Ray is not initialized. ``{"address":
             "auto"}`` joins a cluster.
         remote_configs: options of the Ray actors: a dict for all, or a list with one dict per
@@ -370,6 +375,7 @@ class RayOptions(ClusterOptions):
 
     num_collectors: PositiveNumber | None = None
     transport: Annotated[Literal["ray", "direct"], one_of("ray", "direct")] = "ray"
+    zero_copy: bool = False
     ray_init_config: Mapping[str, Any] | None = None
     remote_configs: Any = None
 
@@ -378,6 +384,8 @@ class RayOptions(ClusterOptions):
         return self.num_collectors
 
     def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
+        if self.zero_copy:
+            self._check_zero_copy(nodes)
         with optional("RayCollector", "ray", "ray"):
             from muster.cluster.ray_nodes import Actors, ray_carrier
 
@@ -386,7 +394,25 @@ class RayOptions(ClusterOptions):
             ray_init_config=self.ray_init_config,
             remote_configs=self.remote_configs,
         )
-        return ray_carrier(self.transport, actors, deadline_s)
+        return ray_carrier(self.transport, actors, deadline_s, zero_copy=self.zero_copy)
+
+    def _check_zero_copy(self, nodes: int) -> None:
+        if self.transport != "ray":
+            raise BadOption(
+                f"zero_copy=True with transport={self.transport!r}: only Ray's object store has"
+                " memory in which batches can stay. Leave one of them out"
+            )
+        if self.return_same_td:
+            raise BadOption(
+                "zero_copy=True with return_same_td=True: each batch is in other memory of Ray's"
+                " object store. Leave one of them out"
+            )
+        if self.sync and nodes > 1:
+            raise BadOption(
+                f"zero_copy=True with sync=True: a batch has rollouts of {nodes} actors, which are"
+                " copied into one memory. Pass sync=False for batches of one actor, or leave"
+                " zero_copy out"
+            )
 
 
 class RayCollector(ClusterCollector):

@@ -229,7 +229,8 @@ class Engine:
             self._row_by_row = RowByRow(
                 local, self.memory, pool.counters[0], source.layout
             )
-        if local is None and self.pipeline.needs_batches:
+        is_shown = self.pipeline.needs_batches and not pool.changes_memory
+        if local is None and is_shown:
             source.prepare_ahead(self.views)
         self.next_batch = NextBatch(source, weights, self.views)
         self.stepped = SteppedBatch()
@@ -442,25 +443,32 @@ class Engine:
 
     def _goes_on_row_by_row(self, limit: int) -> bool:
         """Return whether the next batch is one row, and nothing else is under way or watched."""
-        assert self._row_by_row is not None
+        rows = self._row_by_row
+        assert rows is not None
+        if (
+            limit != self.options.frames
+            or self.options.post_collect_hook is not None
+            or self.time.timeline.running
+        ):
+            return False
+        if rows.is_open:  # any other request would have ended the rollout
+            return True
         return (
-            limit == self.options.frames
-            and self.options.post_collect_hook is None
-            and not self.next_batch.is_partial
+            not self.next_batch.is_partial
             and not self.source.has_begun
             and not self.next_batch.frames
-            and not self.time.timeline.running
-            and self._row_by_row.is_possible
+            and rows.is_possible
         )
 
     def _put_row(self, rows: RowByRow) -> None:
         """Collect a row into the memory, and put its records into the pipeline."""
         with postponed():
             checkpoint()
-            assert self.memory is not None
             policy = self._who_acts(0)
-            if not self.memory.is_open:
-                self._open(self.memory, policy)
+            if not rows.is_open:
+                assert self.memory is not None
+                if not self.memory.is_open:
+                    self._open(self.memory, policy)
             version = self.weights.hold()
             try:
                 results = rows.collect(next(self.source.pool.numbers), policy, version)

@@ -229,29 +229,29 @@ class MemoryWriter:
             begin = end
         known.wrote(ring)
 
+    def row_copier(self, lane: Lane, group: int) -> RowCopier | None:
+        """Return what writes further rows of a lane, of which ``write_lane`` has written one; None:
+        ``write_lane`` has to.
+        """
+        copier: RowCopier | None = lane.cache.get(self)
+        if copier is None or not copier.is_current(self._known.get(group)):
+            return None
+        return copier
+
     def _write_row(
         self, ring: Ring, lane: Lane, t: int, result: RolloutResult, known: _Known
     ) -> None:
         """Write row ``t`` of a lane in host memory: the usual case off-policy."""
-        copies: _Copies | None = lane.cache.get(self)
-        if copies is None or copies.ring is not ring:
-            copies = lane.cache[self] = _Copies(ring, lane)
-        place = ring.hi % ring.places
-        # what follows the newest row is there already, except at the beginning of the memory
-        is_there = place > 0 and known.is_followed
-        for there, rows in copies.simple:
-            there[place] = rows[t]
-        for there, rows in copies.carried:
-            if not is_there:
-                there[place] = rows[t]
-            there[place + 1] = rows[t + 1]
-        done = copies.done[t]
+        copier: RowCopier | None = lane.cache.get(self)
+        if copier is None or not copier.is_current(known):
+            copier = RowCopier(self._memory, ring, result.group, known, lane)
+            lane.cache[self] = copier
+        done = lane.arrays[DONE][t]
         if 1 in done.tobytes():
             finals = self._finals(lane, result.finals, done[None], t)
-            self._memory.add_row(result.group, done, finals)
+            copier.write_next(t, done, finals)
         else:
-            self._memory.add_row(result.group)
-        known.wrote(ring)
+            copier.write_next(t, None, None)
 
     def _after_stop(
         self, lane: Lane, source: Mapping[Key, Any], end: int, kept: Sequence[Final]
@@ -349,28 +349,116 @@ class _Known:
         self._hi = UNKNOWN
 
 
-class _Copies:
-    """The columns of a lane, and where their rows go in a ring; made once per lane.
+# Memory in the ring, rows of the lane, bytes of a row, and how many bytes further they go there.
+_Copy = tuple[Any, list[Any], int, int]
 
-    Attributes:
-        simple: columns of the ring, and of the lane, whose row is copied.
-        carried: the same for columns with ``carry``: the row after it is copied, too.
-        done: flags, ``[T, B]``.
+
+class RowCopier:
+    """Copies rows of a lane in host memory into a ring; made once per lane.
+
+    Args:
+        ring: of the memory, with the number ``group``.
+        known: what was written last.
     """
 
-    def __init__(self, ring: Ring, lane: Lane) -> None:
+    def __init__(
+        self, memory: ReplayMemory, ring: Ring, group: int, known: _Known, lane: Lane
+    ) -> None:
+        self._memory = memory
+        self._lock = memory.lock
+        self._rings = memory.rings
+        self._known = known
+        self._ring = ring
+        self._add = memory.row_adder(group)
+        self._done = list(lane.arrays[DONE])
+        self._ids = list(lane.arrays[TRAJ_IDS])
+        # the observations after each row; None: those after ends of episodes are kept elsewhere
+        self._after: dict[Key, Any] | None = None
+        observed = ring.stored.observed
+        if next_of(observed[0]) in lane.data:
+            self._after = {key: lane.data[next_of(key)] for key in observed}
+        self._copies: list[_Copy] = []
+        # of observations: the row itself, which is there already if it follows the newest
+        self._before: list[_Copy] = []
         simple, carried = ring.destinations()
-        self.ring = ring
-        self.simple = [(there, lane.data[key]) for key, there in simple]
-        self.carried = [(there, lane.data[key]) for key, there in carried]
-        # a policy may write its state in the row in which an episode begins
-        states = [
-            (there, lane.data[key])
-            for key, there in carried
-            if key not in ring.stored.observed
-        ]
-        self.simple += states
-        self.done = lane.arrays[DONE]
+        for key, there in simple:
+            self._copies.append(_copy_of(there, lane.data[key]))
+        for key, there in carried:
+            at_place = _copy_of(there, lane.data[key])
+            if key in observed:
+                self._before.append(at_place)
+            else:
+                # a policy may write its state in the row in which an episode begins
+                self._copies.append(at_place)
+            memory_there, rows, size, _ = at_place
+            self._copies.append((memory_there, rows[1:], size, size))
+
+    def is_current(self, known: _Known | None) -> bool:
+        """Whether it copies after what was written last."""
+        return known is self._known and self._memory.rings is self._rings
+
+    def write(self, t: int) -> bool:
+        """Write row ``t``, which follows the row that was made before it, and return True; False if
+        something else was written since, or if the observations after the ends of episodes are not
+        in the lane.
+        """
+        known = self._known
+        ring = self._ring
+        done: Array | None = None
+        finals: dict[Key, Any] | None = None
+        with self._lock:
+            if not known.is_newest(ring) or self._memory.rings is not self._rings:
+                return False
+            if 1 in self._done[t].tobytes():
+                if self._after is None:
+                    return False
+                done = self._done[t]
+                finals = {key: rows[t][done] for key, rows in self._after.items()}
+            ids = self._ids[t]
+            if ring.ids.tobytes() != ids.tobytes():
+                known.break_off()
+                ring.follow(ids, None, ring.ids == ids)
+                known.note(ring)
+            self.write_next(t, done, finals)
+        return True
+
+    def write_next(
+        self, t: int, done: Array | None, finals: Mapping[Key, Any] | None
+    ) -> None:
+        """Write row ``t``; what it follows is known already (``Ring.follow``).
+
+        Args:
+            done, finals: see ``Ring.write``.
+        """
+        ring = self._ring
+        known = self._known
+        place = ring.hi % ring.places
+        # what follows the last place is not at the first one
+        if not (place and known.is_followed):
+            self._copy(self._before, place, t)
+        self._copy(self._copies, place, t)
+        self._add(done, finals)
+        known.wrote(ring)
+
+    @staticmethod
+    def _copy(copies: list[_Copy], place: int, t: int) -> None:
+        for there, rows, size, ahead in copies:
+            at = place * size + ahead
+            there[at : at + size] = rows[t]
+
+
+def _copy_of(there: Array, rows: Array) -> _Copy:
+    """Return a column of a ring and the rows of a lane as bytes, and the size of a row: slices of
+    memoryviews are copied in half of the time of arrays.
+    """
+    size = rows[0].nbytes
+    flat = _bytes(rows)
+    parts = [flat[at : at + size] for at in range(0, len(flat), size)] if size else []
+    return _bytes(there), parts or [flat] * len(rows), size, 0
+
+
+def _bytes(array: Array) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
 def _valid(lane: Lane, first: int, result: RolloutResult) -> Array | None:

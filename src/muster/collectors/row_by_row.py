@@ -12,19 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from muster.collectors.into_memory import MemoryWriter
+from muster.collectors.into_memory import MemoryWriter, RowCopier
 from muster.collectors.pipeline import PipelineItem
 from muster.episodes.record import NO_EPISODES
 from muster.memory.slots import Lane, Layout, Slot
+from muster.rollout.loop import NextRow, next_row_of
 from muster.rollout.request import RolloutRequest
 from muster.rollout.tally import Tally
 from muster.workers.counters import FrameCounters
 from muster.workers.messages import RolloutResult
 from muster.workers.worker import Worker
 
-ROWS = (
-    64  # rows of the lane; when it is full, the rollout ends, and the next one begins
-)
+# rows of the lane; when it is full, the rollout ends, and the next one begins
+MOST_ROWS = 512
+LANE_BYTES = 1 << 18  # of a lane with more than FEWEST_ROWS
+FEWEST_ROWS = 64
 
 
 class RowByRow:
@@ -63,6 +65,8 @@ class RowByRow:
         self._lane: Lane | None = None
         self._can_stay_open = worker.groups[0].can_stay_open
         self._request: RolloutRequest | None = None
+        self._next_row: NextRow | None = None  # of the open rollout
+        self._copier: RowCopier | None = None  # of its lane
         self.quiet: list[RolloutResult] = []
         self.item = PipelineItem(None, (), worker.groups[0].B, NO_EPISODES)
 
@@ -75,11 +79,17 @@ class RowByRow:
             and not self._worker.is_watched
         )
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a rollout is open, which the next row belongs to."""
+        return self._next_row is not None and self._next_row.is_open
+
     def forget(self) -> None:
         """Prepare the lane again before the next row, since layouts and views are not valid any
         more.
         """
         self._lane = None
+        self._next_row = None
 
     def collect(
         self, number: int, policy: str, version: int | str
@@ -91,27 +101,42 @@ class RowByRow:
             result with the error, and, if the row is complete nevertheless (a reset after it has
             failed, or Ctrl-C came), the result with the row.
         """
+        next_row = self._next_row
+        if next_row is not None and next_row.is_for(self._worker.policies[policy]):
+            return self._go_on(next_row, number, policy, version)
         lane = self._lane
         if lane is None or not self._worker.prepared(policy):
             lane = self._prepared(policy, version)
-        request = self._request
-        if request is None or request.version != version or request.policy != policy:
-            request = self._begin(number, policy, version)
-        if self._group.open is None:
-            result: RolloutResult | None = self._worker.run(request, lane)
-        else:
-            tally = Tally()
-            result = self._worker.run_next_row(request, lane, tally)
-            if result is None:
-                t = lane.done_steps
-                if t == lane.T:
-                    self._group.leave()
-                if self.quiet[0].path != self._worker.policies[policy].path:
-                    self._begin(number, policy, version)
-                self._writer.write_lane(lane, t - 1, self.quiet[0], goes_on=True)
-                self._counters.add_row(tally)
-                return self.quiet
-        assert result is not None
+        request = self._request_for(number, policy, version)
+        self._copier = None
+        results = self._noted(self._worker.run(request, lane), request, lane)
+        self._next_row = next_row_of(self._group, self._worker.policies[policy])
+        return results
+
+    def _go_on(
+        self, next_row: NextRow, number: int, policy: str, version: int | str
+    ) -> list[RolloutResult]:
+        """Make a row of the open rollout."""
+        lane = self._lane
+        assert lane is not None
+        request = self._request_for(number, policy, version)
+        tally = Tally()
+        t = lane.done_steps
+        result = self._worker.run_next_row(next_row, request, lane, tally)
+        if result is not None:
+            return self._noted(result, request, lane)
+        if lane.done_steps == lane.T:
+            self._group.leave()
+        if self.quiet[0].path != next_row.policy.path:
+            self._begin(number, policy, version)
+        self._write(lane, t, self.quiet[0])
+        self._counters.add_row(tally)
+        return self.quiet
+
+    def _noted(
+        self, result: RolloutResult, request: RolloutRequest, lane: Lane
+    ) -> list[RolloutResult]:
+        """Write the row of a result, and return what ``collect`` does."""
         results = [result]
         if result.error is not None:
             if self._group.has_unsettled:
@@ -121,8 +146,25 @@ class RowByRow:
             self._group.leave()
         for made in results:
             if made.rows:
-                self._writer.write_lane(lane, lane.done_steps - 1, made, goes_on=True)
+                self._write(lane, lane.done_steps - 1, made)
         return results
+
+    def _write(self, lane: Lane, t: int, result: RolloutResult) -> None:
+        """Write row ``t``."""
+        copier = self._copier
+        follows = result.steps_before is None
+        if copier is None or not follows or not copier.write(t):
+            self._writer.write_lane(lane, t, result, goes_on=True)
+            self._copier = self._writer.row_copier(lane, self._group.number)
+
+    def _request_for(
+        self, number: int, policy: str, version: int | str
+    ) -> RolloutRequest:
+        """Return the request for rows of a policy and its version."""
+        request = self._request
+        if request is None or request.version != version or request.policy != policy:
+            return self._begin(number, policy, version)
+        return request
 
     def _begin(self, number: int, policy: str, version: int | str) -> RolloutRequest:
         """Return the request for rows of a policy and its version, which is made once."""
@@ -146,5 +188,7 @@ class RowByRow:
         layout = self._lay_out(policy, version)
         self._request = None  # the policy may have another path
         if self._lane is None or self._lane.layout.columns != layout.columns:
-            (self._lane,) = Slot(replace(layout, T=ROWS)).lanes
+            per_row = max(replace(layout, T=FEWEST_ROWS).nbytes // FEWEST_ROWS, 1)
+            rows = min(MOST_ROWS, max(FEWEST_ROWS, LANE_BYTES // per_row))
+            (self._lane,) = Slot(replace(layout, T=rows)).lanes
         return self._lane

@@ -71,8 +71,14 @@ class TrajectoryClock:
         written to.
         """
         if self._rewards:
-            for row, dtype in self._rewards:
-                self._returns += np.frombuffer(row, dtype)
+            dtype = self._rewards[0][1]
+            rows = np.frombuffer(b"".join([row for row, _ in self._rewards]), dtype)
+            sums = np.concatenate(
+                (self._returns[None], rows.reshape(-1, len(self._returns))),
+                dtype=np.float64,
+            )
+            # one after another, other than ``sum``
+            self._returns[...] = np.add.accumulate(sums, 0)[-1]
             self._rewards.clear()
         return self._returns
 
@@ -170,17 +176,19 @@ class TrajectoryClock:
         last_began = np.maximum.accumulate(began, axis=0)
         np.subtract(rows, last_began, out=counts)
 
-    def advance_row(self, ids: Array, reward: Array) -> None:
-        """Write the trajectory ids of a row in which no episode ends, and advance to its end (``[B]``
-        each).
+    def advance_row(self, ids: Array, reward: bytes, dtype: Any) -> None:
+        """Write the trajectory ids of a row in which no episode ends (``[B]``), and advance to its
+        end.
+
+        Args:
+            reward: the bytes of its rewards.
+            dtype: of the rewards.
         """
         ids[...] = self._ids
         self._since += 1
-        if len(self._rewards) < MOST_REWARDS:
-            self._rewards.append((reward.tobytes(), reward.dtype))
-        else:
-            returns = self.returns
-            returns += reward
+        self._rewards.append((reward, dtype))
+        if len(self._rewards) > MOST_REWARDS:
+            self.returns  # noqa: B018 (adds them)
 
     def advance(
         self,
@@ -204,7 +212,11 @@ class TrajectoryClock:
                 np.add.accumulate(sums, 0, out=sums)
                 self._returns[...] = sums[-1]
             return NO_EPISODES
-        if T == 1 or B >= MANY:
+        if T == 1:
+            return self._advance_to_ends(
+                reward[0], terminated[0], truncated[0], done[0]
+            )
+        if B >= MANY:
             return self._advance_by_rows(reward, terminated, truncated, done)
         # from here on rows are numbered by environment, then time
         end = np.flatnonzero(done.T)
@@ -245,6 +257,29 @@ class TrajectoryClock:
         self.returns[...] = np.where(goes_on, total[last], 0.0)
         return episodes
 
+    def _advance_to_ends(
+        self, reward: Array, terminated: Array, truncated: Array, done: Array
+    ) -> Episodes:
+        """Advance to the end of a row in which episodes end (``[B]`` each)."""
+        returns = self.returns
+        returns += reward
+        steps = self.steps
+        steps += 1
+        (env,) = done.nonzero()
+        episodes = Episodes(
+            self._ids[env],
+            self.env_ids[env],
+            returns[env],
+            steps[env],
+            terminated[env],
+            truncated[env],
+        )
+        self.episode[env] += 1
+        steps[env] = 0
+        returns[env] = 0.0
+        self._number()
+        return episodes
+
     def _advance_by_rows(
         self,
         reward: Array,
@@ -276,8 +311,6 @@ class TrajectoryClock:
             returns[env] = 0.0
         self.steps[...] = len(done) - begin
         self._number()
-        if len(parts) == 1:
-            return Episodes(*parts[0])
         columns = zip(*parts, strict=True)
         return Episodes(*map(np.concatenate, columns))
 

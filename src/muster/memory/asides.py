@@ -53,6 +53,8 @@ class Asides:
 
     def drop(self, first: int, end: int) -> None:
         """Forget those of the cells from ``first`` to ``end``."""
+        if not len(self):
+            return
         part = self._places[first:end]
         if not part.any():
             return

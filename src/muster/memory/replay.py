@@ -17,7 +17,7 @@ from muster.errors import BadCheckpoint, BadOption, NothingToSample
 from muster.keys import Key, dotted
 from muster.memory.gathering import Gathering
 from muster.memory.replay_files import UNREADABLE, Loaded, MemoryFiles, Snapshot
-from muster.memory.ring import Ring
+from muster.memory.ring import AddRow, Ring
 from muster.memory.sampler import Drawn, InSequence, Make, Sampler, nothing_yet
 from muster.memory.saved_rows import SavedRows
 from muster.memory.specs import Array, Column
@@ -150,16 +150,12 @@ class ReplayMemory:
             self._stored.rings(stored, observed, sizes, margin, device)
         )
 
-    def add_row(
-        self,
-        number: int,
-        done: Array | None = None,
-        finals: Mapping[Key, Any] | None = None,
-    ) -> None:
-        """Make the next row of a ring readable; see ``Ring.add_row``. A collector calls it."""
+    def row_adder(self, number: int) -> AddRow:
+        """Return what makes the next row of a ring readable; see ``Ring.add_row``. A collector calls
+        it with the lock, as long as ``rings`` are the same.
+        """
         assert self._sampler is not None
-        with self.lock:
-            self._sampler.add_row(number, done, finals)
+        return self._sampler.row_adder(number)
 
     def write(
         self, number: int, rows: Mapping[Key, Any], last: Mapping[Key, Any], **ends: Any

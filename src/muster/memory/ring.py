@@ -16,7 +16,7 @@ A *cell* is a row of one environment: cell ``r * B + b`` of all cells ever writt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ import torch
 from muster.keys import Key
 from muster.memory.specs import Array, Column
 from muster.memory.stored_rows import StoredRows, is_stack
+
+AddRow = Callable[..., None]  # ``Ring.add_row``
 
 
 class Ring:

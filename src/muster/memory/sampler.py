@@ -12,7 +12,7 @@ from muster.errors import NothingToSample
 from muster.keys import Key
 from muster.memory.gathering import INDEX, Gathering
 from muster.memory.priorities import Priorities
-from muster.memory.ring import Ring
+from muster.memory.ring import AddRow, Ring
 from muster.memory.specs import Array
 
 if TYPE_CHECKING:
@@ -99,15 +99,20 @@ class Sampler:
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def add_row(
-        self, number: int, done: Array | None, finals: Mapping[Key, Any] | None
-    ) -> None:
-        """See ``Ring.add_row``."""
+    def row_adder(self, number: int) -> AddRow:
+        """Return ``Ring.add_row``, and what new rows have to get besides."""
         ring = self.rings[number]
-        lo = ring.lo
-        ring.add_row(done, finals)
-        if self.priorities:
+        if not self.priorities:
+            return ring.add_row
+
+        def add_row(
+            done: Array | None = None, finals: Mapping[Key, Any] | None = None
+        ) -> None:
+            lo = ring.lo
+            ring.add_row(done, finals)
             self._prioritize(number, lo, ring.hi - 1)
+
+        return add_row
 
     def write(
         self,

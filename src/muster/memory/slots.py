@@ -156,8 +156,7 @@ class Lane:
         self.stopped = False
         for column in layout.tensor_columns:
             shape = (layout.rows(column), self.B, *column.shape)
-            start = layout.offsets[column.key]
-            part = block[start : start + math.prod(shape) * column.dtype.itemsize]
+            part = self._part(column)
             if isinstance(part, np.ndarray):
                 self.arrays[column.key] = part.view(column.dtype).reshape(shape)
                 continue
@@ -185,6 +184,23 @@ class Lane:
                 for column in self.layout.tensor_columns
             }
 
+    def _part(self, column: Column) -> Any:
+        """Return the bytes of a column."""
+        rows = self.layout.rows(column) * self.B
+        nbytes = rows * math.prod(column.shape) * column.dtype.itemsize
+        start = self.layout.offsets[column.key]
+        return self.block[start : start + nbytes]
+
+    def move_to(self, block: Array) -> None:
+        """Use other host memory, of the same size, for the columns that are tensors."""
+        self.block = block
+        for column in self.layout.tensor_columns:
+            shape = self.arrays[column.key].shape
+            part = self._part(column)
+            self.arrays[column.key] = part.view(column.dtype).reshape(shape)
+        self.cache.clear()
+        self.__dict__.pop("tensors", None)
+
     def restart(self) -> None:
         """Begin a rollout at row 0: no row is complete."""
         self.done_steps = 0
@@ -204,6 +220,11 @@ class Lane:
     def act_until(self, row: int) -> None:
         """Let the present request end before ``row``."""
         self.acts_until = row
+
+    def act_between(self, row: int, end: int) -> None:
+        """Let the policy act from ``row`` on, and the present request end before row ``end``."""
+        self.acts_from = row
+        self.acts_until = end
 
     def complete(self, rows: int) -> None:
         """Set the number of complete rows."""
@@ -274,10 +295,12 @@ class Slot:
         offset: offset in the ``Arena``.
         parts: arrays over the memory, of which ``SlotRing.lend_parts`` makes tensors.
         arranged_by: the object that has made ``parts``.
+        adopts: ``block`` is memory of another owner, see ``adopt``.
     """
 
     def __init__(self, layout: Layout, memory: Memory = "heap") -> None:
         self.block: Any  # bytes: a NumPy array, or a tensor on a device
+        self.adopts = False
         self.offset = 0
         if isinstance(memory, Arena):
             self.offset = memory.allocate(layout.nbytes)
@@ -299,11 +322,38 @@ class Slot:
         self.arranged_by: object = None
         self.parts: list[Array] = []
         self._unused = 0  # sum of the reference counts of ``parts`` that no tensor uses
+        self._own = self.block
         step = layout.lane_bytes
         self.lanes = [
             Lane(layout, self.block[i * step : (i + 1) * step])
             for i in range(layout.lanes)
         ]
+
+    def adopt(self, block: Array) -> None:
+        """Use memory of another owner that contains a rollout of each lane, until the slot is free.
+
+        The memory is referred to as long as the slot or a tensor of its batch uses it. The slot's
+        own memory is not used meanwhile.
+
+        Args:
+            block: writable bytes of host memory, which nothing else uses.
+
+        Raises:
+            ValueError: it has another size than the slot.
+        """
+        if block.shape != self._own.shape:
+            raise ValueError(
+                f"a slot of {self._own.size:,} bytes cannot adopt {block.size:,} bytes"
+            )
+        self.adopts = block is not self._own
+        self.block = block
+        step = self.layout.lane_bytes
+        for number, lane in enumerate(self.lanes):
+            lane.move_to(block[number * step : (number + 1) * step])
+
+    def use_own(self) -> None:
+        """Use the slot's own memory again, and refer to no other."""
+        self.adopt(self._own)
 
     def arrange(self, by: object, parts: list[Array]) -> None:
         """Set ``parts``, to which nothing else may refer."""
@@ -500,6 +550,8 @@ class SlotRing:
 
     def give_back(self, slot: Slot) -> None:
         """Make a slot free again, or drop it if enough slots are free."""
+        if slot.adopts:
+            slot.use_own()
         slot.state = SlotState.FREE
         if len(self._free) < KEPT_FREE:
             self._free.append(slot)

@@ -78,12 +78,10 @@ class ActingMode:
             and self._known is not None
             and self._known.are_current()
         ):
-            known = self._known
-            if not INDIFFERENT.issuperset(map(type, known.modules)):
-                self._trained = known.training()
-                for (
-                    attributes
-                ) in self._trained:  # ``Module.__setattr__`` takes ten times as long
+            if self._known.differ:
+                self._trained = self._known.training()
+                for attributes in self._trained:
+                    # ``Module.__setattr__`` takes ten times as long
                     attributes["training"] = False
             return
         self._look_and_enter(self._given)
@@ -114,12 +112,18 @@ class ActingMode:
 class _KnownModules:
     """The modules of a policy, as they were found. Whether they are still the same, and which are in
     training mode, takes no loop: it is asked before each rollout.
+
+    Attributes:
+        differ: some of them may do something else in training mode.
     """
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
-        self.modules = modules
+        self.differ = not INDIFFERENT.issuperset(map(type, modules))
         self._attributes = [module.__dict__ for module in modules]
-        self._children = [[*module._modules.values()] for module in modules]
+        # most are layers, and have none
+        self._none = [module._modules for module in modules if not module._modules]
+        self._parents = [module._modules for module in modules if module._modules]
+        self._children = [[*children.values()] for children in self._parents]
 
     @staticmethod
     def can_be(modules: list[torch.nn.Module]) -> bool:
@@ -132,8 +136,9 @@ class _KnownModules:
 
     def are_current(self) -> bool:
         """Return whether no module has got or lost another one."""
-        children = map(dict.values, map(_CHILDREN, self._attributes))
-        return list(map(list, children)) == self._children
+        if any(self._none):
+            return False
+        return [*map(list, map(dict.values, self._parents))] == self._children
 
     def training(self) -> Sequence[dict[str, Any]]:
         """Return the attributes of the modules in training mode."""
@@ -143,7 +148,6 @@ class _KnownModules:
         return list(compress(self._attributes, modes))
 
 
-_CHILDREN = itemgetter("_modules")
 _TRAINING = itemgetter("training")
 
 

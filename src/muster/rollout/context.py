@@ -100,17 +100,19 @@ class RolloutContext:
             if self._own_rng and not shares:
                 self._user = self._rng.install()
             # else no environment uses it, and the policy acts in another process
-            if "torch" in sys.modules:
+            mode = self._mode
+            if mode is not None or "torch" in sys.modules:
                 if not shares and self._num_threads is not None:
                     threads = torch.get_num_threads()
                     if threads != self._num_threads:
                         self._threads_before = threads
                         torch.set_num_threads(self._num_threads)
-                if self._mode is None:
-                    self._mode = (
+                if mode is None:
+                    mode = (
                         torch.inference_mode() if self._inference else torch.no_grad()
                     )
-                self._mode.__enter__()
+                    self._mode = mode
+                mode.__enter__()
                 self._is_in_mode = True
         except BaseException:
             self.__exit__(None, None, None)

@@ -24,7 +24,7 @@ from muster.rollout.abilities import writes_next
 from muster.rollout.carry import Carry
 from muster.rollout.marks import CACHE_BYTES, NEVER, marks_of
 from muster.rollout.options import RolloutOptions
-from muster.rollout.values import quick_check, quick_row_check
+from muster.rollout.values import quick_check
 
 TERMINATED = next_of(("terminated",))
 TRUNCATED = next_of(("truncated",))
@@ -52,7 +52,6 @@ class LaneViews:
             there.
         host_fills: the same for the arrays of columns on a device.
         is_fine: see ``quick_check``; None: every rollout needs ``first_bad_value``.
-        row_is_fine: see ``quick_row_check``; None: every row needs ``first_bad_value``.
         mirrored: keys of columns to copy to the device after a rollout.
         flags: arrays of reward, done, terminated, truncated and ids.
         version, valid, resumed, seed: arrays of columns; None: the lane does not have them.
@@ -68,7 +67,6 @@ class LaneViews:
     fills: list[tuple[Fill, bool]]
     host_fills: list[tuple[Fill, bool]]
     is_fine: Callable[[], bool] | None
-    row_is_fine: Callable[[int], bool] | None
     mirrored: list[Key]
     flags: list[Array]
     version: Array | None
@@ -130,7 +128,6 @@ def views_of(
         fills=_fills(lane, values),
         host_fills=host_fills,
         is_fine=quick_check(lane, env.spec, options.validate),
-        row_is_fine=quick_row_check(lane, env.spec, options.validate),
         mirrored=mirrored,
         flags=[arrays[key] for key in flags],
         version=arrays.get(POLICY_VERSION),

@@ -14,6 +14,7 @@ from muster.protocols import Act, Policy
 from muster.rollout.acting import env_error, is_own, policy_error
 from muster.rollout.group import Group
 from muster.rollout.progress import ACTING, PHASE, STEPPING, Phase
+from muster.rollout.quiet_rows import quiet_rows
 from muster.rollout.request import RolloutOutcome, RolloutRequest, Watch
 from muster.rollout.resets import ResetListener
 from muster.rollout.running import STOP, Prepared, Rollout
@@ -120,6 +121,92 @@ def rollout(
         tally.spans.add("rollout", began, ended, group.track)
         tally.spans.add("copy", completing, ended, group.track)
     return outcome
+
+
+class NextRow:
+    """Makes further rows of a rollout that stays open, one per call.
+
+    A row is made as by ``rollout``. What cannot change while the rollout is open was looked up when
+    it was opened, and a quiet row is settled by ``QuietRows``.
+
+    Attributes:
+        policy: acts in these rows.
+    """
+
+    def __init__(self, running: Rollout, policy: Policy) -> None:
+        group = running.group
+        self.policy = policy
+        self._running = running
+        self._group = group
+        self._lane = running.lane
+        self._cells = group.reports.progress.cells
+        self._context = group.contexts.usual
+        self._rng = group.contexts.rng
+        self._start = group.can.starting.start
+        self._quiet = quiet_rows(group, running.lane, running.views)
+        self._prepared: Prepared | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the rollout is still open."""
+        return self._group.open is self._running
+
+    def is_for(self, policy: Policy) -> bool:
+        """Return whether the rollout is still open, nothing has interrupted it, and this policy acts
+        in it.
+        """
+        running = self._running
+        return (
+            self._group.open is running
+            and running.paused is None
+            and policy is self.policy
+        )
+
+    def __call__(self, request: RolloutRequest, tally: Tally) -> RolloutOutcome | None:
+        """Make the next row; None: it is quiet.
+
+        Raises:
+            BaseException: see ``rollout``.
+        """
+        began = time.perf_counter_ns()
+        running = self._running
+        lane = self._lane
+        cells = self._cells
+        quiet = self._quiet
+        t = lane.done_steps
+        cells[PHASE] = Phase.STEP
+        with self._context:
+            running.next_row(request, tally)
+            act, step = self._start(self.policy, lane, self._rng, cells)
+            prepared = self._prepared
+            if (
+                prepared is None
+                or prepared.act is not act
+                or prepared.step is not step
+                or prepared.version != request.version
+            ):
+                prepared = Prepared(self.policy, request.version, act, step)
+                self._prepared = prepared
+            _run(running, prepared, act, t, t + 1, interrupts.here())
+        completing = time.perf_counter_ns()
+        outcome = None
+        if quiet is not None and quiet.settle(t):
+            running.settled(t + 1)
+        else:
+            is_fine = quiet is not None and quiet.is_fine(t)
+            outcome = running.settle(is_fine=is_fine)
+        cells[PHASE] = Phase.IDLE
+        ended = time.perf_counter_ns()
+        tally.add_rollout(ended - completing, ended - began)
+        return outcome
+
+
+def next_row_of(group: Group, policy: Policy) -> NextRow | None:
+    """Return what makes further rows of the open rollout of a group; None: there is none."""
+    running = group.open
+    if isinstance(running, Rollout) and running.stays_open and running.paused is None:
+        return NextRow(running, policy)
+    return None
 
 
 def make_steps(

@@ -10,7 +10,7 @@ import numpy as np
 
 from muster.episodes.agent_returns import with_returns
 from muster.episodes.clock import MANY, AgentClock, TrajectoryClock
-from muster.episodes.record import NO_EPISODES, Episodes
+from muster.episodes.record import Episodes
 from muster.errors import BadEnvOutput, BadPolicyOutput
 from muster.keys import AGENT, STEP_COUNT, TRAJ_DONE, next_of
 from muster.memory.slots import Lane
@@ -228,7 +228,7 @@ class Rollout:
         self.tally = tally
         if self.views.version is not None:
             self.views.version[self._settled] = request.version
-        self.lane.act_until(self._settled + 1)
+        self.lane.act_between(self.lane.done_steps, self._settled + 1)
 
     @property
     def completion(self) -> Completion | None:
@@ -513,34 +513,24 @@ class Rollout:
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def settle(self) -> RolloutOutcome:
-        """Complete the columns of the row that was made last; the rollout stays open."""
+    def settle(self, *, is_fine: bool = False) -> RolloutOutcome:
+        """Complete the columns of the row that was made last; the rollout stays open.
+
+        Args:
+            is_fine: its values are known to be fine.
+        """
         lane = self.lane
         t = self._settled
         n = lane.done_steps
-        reward, done, terminated, truncated, ids = self.views.flags
-        ends = 1 in terminated[t].tobytes() or 1 in truncated[t].tobytes()
-        if ends:
-            np.logical_or(terminated[t], truncated[t], out=done[t])
-        is_fine = self.views.row_is_fine
-        if is_fine is None or not is_fine(t):
+        flags = [rows[t:n] for rows in self.views.flags]
+        _, done, terminated, truncated, _ = flags
+        np.logical_or(terminated, truncated, out=done)
+        if not is_fine:
             self._check_values(None, t)
-        clock = self.group.clock
-        episodes = NO_EPISODES
-        steps: Array | None = None
-        options = self.group.options
-        if not (ends or options.max_frames_per_traj) and isinstance(
-            clock, TrajectoryClock
-        ):
-            if t == 0:
-                steps = clock.steps.copy()
-            clock.advance_row(ids[t], reward[t])
-        else:
-            flags = [rows[t:n] for rows in self.views.flags]
-            over = done[t:n]
-            if options.traj_done_key is not None:
-                over = lane.arrays[TRAJ_DONE][t:n]
-            episodes, steps = self._advance_clock(clock, t, flags, over)
+        over = done
+        if self.group.options.traj_done_key is not None:
+            over = lane.arrays[TRAJ_DONE][t:n]
+        episodes, steps = self._advance_clock(self.group.clock, t, flags, over)
         self._settled = n
         return RolloutOutcome(
             lane.B,
@@ -549,6 +539,10 @@ class Rollout:
             self.next_obs.take_finals(),
             steps_before=None if t else steps,
         )
+
+    def settled(self, n: int) -> None:
+        """Note that the columns of the first ``n`` rows are complete; see ``QuietRows``."""
+        self._settled = n
 
     def _advance_clock(
         self,

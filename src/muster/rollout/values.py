@@ -19,8 +19,11 @@ from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec
 from muster.rollout.options import Validate
 
+Lists = list[Callable[[], list[Any]]]
+
 WHOLE = slice(None)  # all rows
 FEW = 16  # values to check; for fewer of them, Python is faster than ufuncs
+FEW_OF_ROW = 64  # the same for a row, whose parts are made before
 
 
 def quick_check(
@@ -49,10 +52,10 @@ def quick_row_check(
     if mode != "fast" or lane.mirrored:
         return None
     floats, bounds = _to_check(lane, env_spec)
-    checked = sum(rows[0].size for rows in floats) + sum(
-        rows[0].size for _, rows, _ in bounds
-    )
-    if checked <= FEW:
+    sizes = [rows[0].size for rows in floats]
+    sizes += [rows[0].size for _, rows, _ in bounds]
+    are_alike = all(np.unique(bound).size == 1 for _, _, bound in bounds)
+    if sum(sizes) <= FEW_OF_ROW and are_alike:
         return _few_of_row_are_fine(floats, bounds)
     return _are_fine(floats, bounds)
 
@@ -124,24 +127,32 @@ def _few_are_fine(
 def _few_of_row_are_fine(
     floats: list[Array], bounds: list[tuple[Any, Array, Array]]
 ) -> Callable[[int], bool]:
-    """Return the function of ``quick_row_check`` for few values; see ``_few_are_fine``."""
-    numbers = [rows.reshape(len(rows), -1) for rows in floats]
-    limits = []
+    """Return the function of ``quick_row_check`` for few values, with a bound for all of a column."""
+    numbers = [_lists(rows) for rows in floats]
+    lows: list[tuple[Lists, Any]] = []
+    highs: list[tuple[Lists, Any]] = []
     for leaves, rows, bound in bounds:
-        every = np.broadcast_to(bound, rows[0].shape).reshape(-1).tolist()
-        limits.append((rows.reshape(len(rows), -1), every, leaves is np.less))
+        limits = lows if leaves is np.less else highs
+        limits.append((_lists(rows), np.ravel(bound)[0].item()))
 
     def is_fine(t: int) -> bool:
-        for rows in numbers:
-            if not math.isfinite(sum(rows[t].tolist())):
+        for values in numbers:
+            if not math.isfinite(sum(values[t]())):
                 return False
-        for rows, bound, is_low in limits:
-            for value, limit in zip(rows[t].tolist(), bound):  # noqa: B905 (called after every row)
-                if value < limit if is_low else value > limit:
-                    return False
+        for values, limit in lows:
+            if min(values[t]()) < limit:
+                return False
+        for values, limit in highs:  # noqa: SIM110 (called after every row)
+            if max(values[t]()) > limit:
+                return False
         return True
 
     return is_fine
+
+
+def _lists(rows: Array) -> Lists:
+    """Return what makes a list of each row."""
+    return [row.tolist for row in rows.reshape(len(rows), -1)]
 
 
 def first_bad_value(

@@ -129,11 +129,14 @@ class Pool(ABC):
         waited: nanoseconds spent waiting for results.
         unwarned: texts of warnings that were not given to the user, see ``give_warnings``.
         elastic: workers may be absent (see ``Handle``), at the start and later.
+        changes_memory: slots may get other memory with their rollouts (``Slot.adopt``), so that no
+            batch is made before.
         local: the only worker, if it runs in this thread: it is never waited for, lost or dropped.
         server: the inference server; None: the workers run the policy.
     """
 
     elastic = False
+    changes_memory = False
     local: Worker | None = None
     server: Servers | None = None
 

@@ -25,7 +25,7 @@ from muster.rollout.bootstrap import BootstrapRows, rollout_and_values
 from muster.rollout.columns import lane_columns
 from muster.rollout.first_call import begin_episodes, prime, probe
 from muster.rollout.group import Group
-from muster.rollout.loop import rollout
+from muster.rollout.loop import NextRow, rollout
 from muster.rollout.progress import Phase, Progress
 from muster.rollout.request import RolloutOutcome, RolloutRequest
 from muster.rollout.tally import Tally, Timing
@@ -285,35 +285,29 @@ class Worker:
         return result
 
     def run_next_row(
-        self, request: RolloutRequest, lane: Lane, tally: Tally
+        self, next_row: NextRow, request: RolloutRequest, lane: Lane, tally: Tally
     ) -> RolloutResult | None:
         """Make another row of an open rollout of the first group, which is not ``is_watched``.
 
         Returns:
             the result; None: no episode has ended, and there is nothing to tell but ``tally``.
         """
-        group = self.groups[0]
         outcome = NO_OUTCOME
         error: BaseException | None = None
         phase = ""
         if request.version is not None:
             self._version = request.version
         try:
-            outcome = rollout(
-                group, self.policies[request.policy], request, lane, tally
-            )
+            made = next_row(request, tally)
         except BaseException as raised:  # noqa: BLE001 (raised to the user by the engine)
             error = raised
-            phase = phase_ended_by(raised, group.progress)
+            phase = phase_ended_by(raised, self.progress)
         else:
-            casting = group.can.casting
+            casting = self.groups[0].can.casting
             has_warnings = casting is not None and casting.casts.pending
-            if (
-                outcome.episodes is NO_EPISODES
-                and not has_warnings
-                and not tally.discarded
-            ):
+            if made is None and not has_warnings and not tally.discarded:
                 return None
+            outcome = RolloutOutcome(lane.B, 1, NO_EPISODES) if made is None else made
         result = self._result(request, lane, tally, outcome, None, error, phase)
         error = None  # see ``run``
         return result
