@@ -280,7 +280,7 @@ class TestEngine:
     @pytest.mark.parametrize("transport", ["ray", "direct"])
     def test_is_named_where_actors_are_on_two_machines(self, transport, capsys):
         from muster import RayCollector
-        from muster.cli import main
+        from muster.cli.main import main
         from muster.episodes.curve import EpisodeTotals
         from muster.observing.snapshots import snapshot
         from muster.testing import CountingEnv
@@ -299,7 +299,10 @@ class TestEngine:
             stats = collector.stats()
         assert stats.engine == transport
         assert stats.nodes == 2
-        assert f"<td>{transport}</td>" in stats._repr_html_()
+        assert (
+            f">engine</th><td style='text-align:left'>{transport}</td>"
+            in stats._repr_html_()
+        )
         assert snapshot(stats, EpisodeTotals())["engine"] == transport
         assert main(["cluster"]) == 0
         assert "engine: ray, or direct" in capsys.readouterr().out
