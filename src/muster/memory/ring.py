@@ -82,9 +82,8 @@ class Ring:
         self.fresh = np.ones(num_envs, bool)
         self.ids = np.full(num_envs, -1, np.int64)
         self.began = np.zeros(num_envs, np.int64)
-        # where the next row neither begins an episode nor follows the newest row; None: nowhere
         self.next_begins: Array | None = None
-        self._breaks: Array | None = None
+        self._breaks: Array | None = None  # ``next_breaks``; None: nowhere
 
     @property
     def takes_rows(self) -> bool:
@@ -240,6 +239,22 @@ class Ring:
     def newest_ended(self) -> Array:
         """Whether the newest row has ended an episode in each environment, ``[B]``."""
         return self.fresh if self.next_begins is None else self.next_begins
+
+    @property
+    def next_breaks(self) -> Array:
+        """Where the next row neither begins an episode nor follows the newest row, ``[B]``."""
+        if self._breaks is None:
+            return np.zeros(self.B, bool)
+        return self._breaks
+
+    def expect(self, begins: Array, breaks: Array) -> None:
+        """Restore ``newest_ended`` and ``next_breaks``."""
+        self.next_begins = np.empty(self.B, bool)
+        self.next_begins[...] = begins
+        self._breaks = None
+        if breaks.any():
+            self._breaks = np.empty(self.B, bool)
+            self._breaks[...] = breaks
 
     def follow(self, ids: Array, steps: Array | None, follows: Array) -> None:
         """Say what the next row is: the next step of the newest row's trajectories, or not.

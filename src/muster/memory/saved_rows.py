@@ -77,6 +77,8 @@ class SavedRows:
         found["fresh"] = torch.from_numpy(ring.fresh.copy())
         found["ids"] = torch.from_numpy(ring.ids.copy())
         found["began"] = torch.from_numpy(ring.began.copy())
+        found["next_begins"] = torch.from_numpy(ring.newest_ended.copy())
+        found["next_breaks"] = torch.from_numpy(ring.next_breaks.copy())
         return found
 
     def put(
@@ -137,6 +139,9 @@ class SavedRows:
         if "ids" in newest:  # earlier files have none
             ring.ids[...] = newest["ids"].numpy()
             ring.began[...] = newest["began"].numpy()
+            next_begins = newest["next_begins"].numpy()
+            next_breaks = newest["next_breaks"].numpy()
+            ring.expect(next_begins, next_breaks)
         place = ring.next_place
         seam = hi // ring.places * ring.places  # the newest row at place 0
         # what follows the row before the seam is in the extra place
