@@ -35,7 +35,7 @@ from tests.fakes.netns import listening
 from tests.fakes.ray_cluster import needs_ray, ray_cluster
 from tests.faults.test_worker_resources import descendants
 from tests.tools import assert_accounted
-from tests.waits import free_port
+from tests.waits import free_port, wait_until
 
 pytest.importorskip("torchrl")
 pytest.importorskip("gymnasium.envs.classic_control")
@@ -555,6 +555,34 @@ def test_ray_actors_write_into_a_replay_buffer(ray_cluster: Any) -> None:
         collector.shutdown()
         assert len(replay_buffer) >= 400, "and what had been begun"
         assert replay_buffer.sample(32)["next", "observation"].shape == (32, 3)
+    finally:
+        replay_buffer.close()
+
+
+@needs_ray
+@pytest.mark.slow
+def test_actors_write_nothing_while_the_collector_is_paused(ray_cluster: Any) -> None:
+    small = {"num_cpus": 1, "num_gpus": 0, "memory": 2**28}
+    replay_buffer = RayReplayBuffer(
+        storage=partial(LazyTensorStorage, 1_000), remote_config=small
+    )
+    try:
+        with RayCollector(
+            env_maker,
+            linear(),
+            frames_per_batch=10,
+            num_collectors=2,
+            remote_configs=small,
+            replay_buffer=replay_buffer,
+        ) as collector:
+            collector.start()
+            wait_until(lambda: replay_buffer.write_count > 0)
+            for _ in range(3):
+                with collector.pause():
+                    written = replay_buffer.write_count
+                    assert written == collector.stats().executed, "nothing is begun"
+                wait_until(lambda before=written: replay_buffer.write_count > before)
+            collector.async_shutdown()
     finally:
         replay_buffer.close()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -97,6 +97,16 @@ class ClusterCollector(MultiCollector):
         if self._nodes is not None and self._nodes.buffer is not None:
             engine.pipeline.leave_to_nodes()
         return engine
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """See ``Collector.pause``. Where nodes write into the replay buffer, they write nothing
+        inside the context: entering waits for what they have begun.
+        """
+        with super().pause():
+            if self._nodes is not None and self._nodes.buffer is not None:
+                self._engine.source.settle()
+            yield
 
     def _before_batch(self) -> None:
         super()._before_batch()

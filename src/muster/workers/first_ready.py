@@ -223,6 +223,13 @@ class FirstReady(Schedule):
         return self.bundles[0].groups
 
     @postponed()
+    def settle(self) -> None:
+        """See ``Schedule``."""
+        self._unsure = True
+        while self.pool.outstanding:
+            self._take_note(self.pool.next_result())
+
+    @postponed()
     def state_dict(self, version: int | str | None) -> dict[str, Any]:
         """See ``Schedule``.
 
@@ -230,9 +237,7 @@ class FirstReady(Schedule):
         """
         if self._unsure and not self._has_failed:
             self._resubmit()
-        self._unsure = True
-        while self.pool.outstanding:
-            self._take_note(self.pool.next_result())
+        self.settle()
         made = []
         for requested in self._requested:
             if not requested.complete:

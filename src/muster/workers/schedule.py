@@ -207,6 +207,14 @@ class Schedule(ABC):
     def abandon(self, reason: str) -> None:
         """Discard all rollouts that were not delivered."""
 
+    def settle(self) -> None:  # noqa: B027 (nothing is requested ahead by default)
+        """Wait for the rollouts that were requested ahead. They are kept, and delivered later as
+        usual.
+
+        Raises:
+            MusterError: a rollout failed meanwhile.
+        """
+
     @property
     def ahead_of_user(self) -> bool:
         """Whether there are requested rollouts that were not delivered."""
