@@ -148,6 +148,7 @@ class Rig:
         if seed is not None:
             self.reset(seeds=list(range(seed, seed + B)))
         prime(self.group, self.policy, 0)
+        self.history.may_have_reset()
         layout = Layout(
             T,
             B,
@@ -336,8 +337,12 @@ def test_resets_and_seeds_of_the_user_are_replayed(
             rig.reset([1])
         else:
             rig.reset(None, [50 + n, 70 + n] if call == "seed" else None)
-    for index in (0, 1):
-        assert_exact(rig.run(0, died=died, index=index), rig, index) if index else None
+    crash_report = rig.run(0, died=died, index=1)
+    if died and calls and not {"rollout", "seed"} & set(calls):
+        # it had begun an episode before; the worker has not told that, and was reset again
+        assert "reset by request before its first step" in crash_report.missing
+        return
+    assert_exact(crash_report, rig, 1)
 
 
 def test_the_history_keeps_no_more_than_what_follows_the_last_known_beginning() -> None:

@@ -40,6 +40,10 @@ TOO_LONG = (
     "It cannot be replayed: its beginning is missing, since the actions from there on passed {:,}"
     " bytes."
 )
+UNSURE = (
+    "It cannot be replayed: it was reset by request before its first step, and the worker died"
+    " before it told whether it had begun an episode before that."
+)
 BY_STATE = (
     "It begins with the random state before a reset: what the environment itself carries from"
     " episode to episode, and generators of other libraries, are as in a new one."
@@ -236,6 +240,10 @@ class ActionLog:
         self._due: dict[
             int, Special
         ] = {}  # resets that no rollout result has contained yet
+        # of these, environments that may have been reset already; and those that were to be reset
+        # again after that
+        self._maybe_reset: set[int] = set()
+        self._unsure: set[int] = set()
         self._cut = False  # actions were dropped to save memory
 
     def reset(
@@ -250,6 +258,17 @@ class ActionLog:
             due = self._due.get(i, Special(None, None, None))
             seeded = due if seeds is None else Special(int(seeds[n]), None, None)
             self._due[i] = seeded._replace(options=options)
+            if seeds is not None:
+                self._unsure.discard(i)
+            elif i in self._maybe_reset:
+                self._unsure.add(i)
+            self._maybe_reset.discard(i)
+
+    def may_have_reset(self) -> None:
+        """Note that the resets that are due may have been executed, which the worker tells with its
+        next rollout only.
+        """
+        self._maybe_reset.update(self._due)
 
     def add(
         self,
@@ -271,6 +290,8 @@ class ActionLog:
         in_first_row = log.resets[:, ROW] == 0
         for i in log.resets[in_first_row, ENV].tolist():
             self._due.pop(i, None)
+        self._maybe_reset.clear()
+        self._unsure.clear()
         self._due = log.due | self._due
         self._trim()
 
@@ -297,6 +318,7 @@ class ActionLog:
                 step.
             observation: observation before the failure, ``[B, *shape]``, to check a replay.
         """
+        is_lost = log is None
         if log is None:
             log = self._presumed(ended)
         if index is None and self.alone and len(self.env_ids) == 1:
@@ -321,6 +343,8 @@ class ActionLog:
         caveat = ""
         if self.alone and index is None:
             missing = "It is not known which environment of the group it was."
+        elif is_lost and not self._unsure.isdisjoint(range(len(self.env_ids))[chosen]):
+            missing = UNSURE
         elif not self.alone:
             caveat = "" if anchor is None else TOGETHER
         elif anchor is not None and crash_report.special[0].seed is None:

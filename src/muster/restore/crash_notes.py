@@ -100,6 +100,11 @@ class CrashNotes:
         for number, chosen in which.items():
             self._histories[number].reset(chosen, None, options)
 
+    def may_have_reset(self, groups: Sequence[int]) -> None:
+        """Note that the resets of these groups that are due may have been executed."""
+        for number in groups:
+            self._histories[number].may_have_reset()
+
     def forget(self, groups: Sequence[int]) -> None:
         """Note that the starts of these groups' current episodes are unknown."""
         for number in groups:

@@ -135,6 +135,9 @@ def add_answer(
 def log_request(request: Request, notes: CrashNotes, groups: Sequence[int]) -> None:
     """Note the effect of a request on the episodes of a worker's groups."""
     match request:
+        case LayOut():
+            # a policy's first call needs observations
+            notes.may_have_reset(groups)
         case Seed(seed, static):
             notes.seeded(groups, seed, static=static)
         case Reset(which, options, False):
