@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from muster.cluster.carrier import Carrier
 from muster.cluster.link import Block, Link, LinkLost, Received
 from muster.cluster.messages import Told
 from muster.cluster.node_main import NodeMain
@@ -87,8 +88,8 @@ class SocketLink:
         return into
 
 
-class Pairs:
-    """Implements ``Carrier`` with links that are there from the beginning."""
+class Pairs(Carrier):
+    """A carrier whose links are there from the beginning."""
 
     engine = name = "socket pairs"
     address = "sockets of this process"

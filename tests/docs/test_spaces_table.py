@@ -57,7 +57,7 @@ def collected(observed: Any, acted: Any, policy: Any, **options: Any) -> Any:
         return SpaceEnv(copy.deepcopy(observed), copy.deepcopy(acted))
 
     with Collector(
-        make, policy, num_envs=2, frames_per_batch=8, **options
+        make, policy, num_envs=2, frames_per_batch=8, seed=0, **options
     ) as collector:
         return collector.next()
 

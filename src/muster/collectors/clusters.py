@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -98,12 +98,15 @@ class ClusterCollector(MultiCollector):
             engine.pipeline.leave_to_nodes()
         return engine
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> AbstractContextManager[None]:
         """See ``Collector.pause``. Where nodes write into the replay buffer, they write nothing
         inside the context: entering waits for what they have begun.
         """
-        with super().pause():
+        return self._settled(super().pause())
+
+    @contextmanager
+    def _settled(self, paused: AbstractContextManager[None]) -> Iterator[None]:
+        with paused:
             if self._nodes is not None and self._nodes.buffer is not None:
                 self._engine.source.settle()
             yield
