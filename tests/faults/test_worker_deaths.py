@@ -243,6 +243,7 @@ def assert_said(error, how, row=None):
 # --- again and again ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_death_at_the_same_step_gives_the_same_streams(tmp_path):
     for kind in ALL_KINDS:
         first, second = (

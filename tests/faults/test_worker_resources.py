@@ -308,6 +308,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_a_small_dev_shm_is_enough():
     """As in a container: 2 MiB, and batches of 32 MiB."""
     if subprocess.run(

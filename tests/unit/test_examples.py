@@ -385,6 +385,7 @@ def test_a_simulator_that_crashes_loses_no_count(capsys):
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.slow
 def test_a_killed_training_ends_with_the_same_bits(capsys):
     assert kill_and_resume.main(["--updates", "6", "--kills", "1", "--seed", "0"])
 

@@ -140,6 +140,7 @@ class TestMinari:
         T=st.integers(2, 7),
         names_spaces=st.booleans(),
     )
+    @pytest.mark.slow
     def test_minari_reads_what_was_recorded(
         self, tmp_path_factory, observation, action, length, num_envs, T, names_spaces
     ):

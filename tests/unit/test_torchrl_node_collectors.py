@@ -343,6 +343,7 @@ rpc.shutdown(graceful=False)
 
 
 @pytest.mark.skipif(not rpc.is_available(), reason="this PyTorch has no RPC")
+@pytest.mark.slow
 def test_a_weight_updater_for_references(tmp_path: Any) -> None:
     command = [sys.executable, "-c", REFERENCES, str(tmp_path / "store")]
     done = subprocess.run(command, timeout=100, capture_output=True, text=True)
