@@ -12,9 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
+
+from muster.capture import graph
 
 aten = torch.ops.aten
 SYNCHRONIZING = {
@@ -203,3 +206,16 @@ def _is_view(func: Any) -> bool:
     return bool(returned) and all(
         info is not None and not info.is_write for info in returned
     )
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[TapePool]:
+    """Graphs of the CPU are tapes; those that a test makes, by group."""
+    made: list[TapePool] = []
+
+    def pool(device: torch.device) -> TapePool:
+        made.append(TapePool(device))
+        return made[-1]
+
+    monkeypatch.setitem(graph.GRAPHS, "cpu", pool)
+    return made

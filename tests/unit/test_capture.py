@@ -22,7 +22,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from muster import Collector, Execution, ReplayMemory, policies
-from muster.capture import graph, recording
+from muster.capture import recording
 from muster.episodes.tensor_clock import TensorClock
 from muster.errors import BadEnvOutput, BadOption, CaptureRefused, EnvError
 from muster.observing.snapshots import EpisodeTotals, snapshot
@@ -30,27 +30,15 @@ from muster.testing import TorchCartPole
 from tests.fakes import torch_envs
 from tests.fakes.device_rows import on_device
 from tests.fakes.recorded_policies import Chooses, Recurrent, Sampling
-from tests.fakes.tape import TapePool
+from tests.fakes.tape import pools
 from tests.fakes.twins import B, Kept, Twins, state_of
 from tests.tools import assert_accounted, assert_same
 from tests.waits import wait_until
 
+__all__ = ["pools"]  # a fixture
 MODES = [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 OF_MODE = pytest.mark.parametrize("mode", MODES, ids=["same step", "by mask"])
 CartPole = partial(TorchCartPole, B, max_steps=23)
-
-
-@pytest.fixture
-def pools(monkeypatch: pytest.MonkeyPatch) -> list[TapePool]:
-    """Graphs of the CPU are tapes; those that a test makes, by group."""
-    made: list[TapePool] = []
-
-    def pool(device: torch.device) -> TapePool:
-        made.append(TapePool(device))
-        return made[-1]
-
-    monkeypatch.setitem(graph.GRAPHS, "cpu", pool)
-    return made
 
 
 def net(outputs: int = 2, inputs: int = 4) -> nn.Module:

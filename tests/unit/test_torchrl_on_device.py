@@ -16,11 +16,10 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from muster import Collector
-from muster.capture import graph
 from muster.errors import BadEnvOutput, BadOption, CaptureRefused
 from muster.policies import deterministic
 from tests.fakes.device_rows import torchrl_on_device
-from tests.fakes.tape import TapePool
+from tests.fakes.tape import pools
 from tests.fakes.twins import Twins
 from tests.fakes.waiting import Waits
 from tests.tools import assert_accounted, assert_same
@@ -42,6 +41,7 @@ from torchrl.testing import mocking_classes as mocks
 from muster.envs.torchrl import TorchRLOnDevice, can_have_rows_there
 from tests.fakes.torchrl_batches import Forgetful, Looking, Pendulums, Walkers
 
+__all__ = ["pools"]  # a fixture
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 B = 4
@@ -303,18 +303,6 @@ def test_otherwise_the_host_looks_once_per_step():
 
 
 # --- capture --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def pools(monkeypatch: pytest.MonkeyPatch) -> list[TapePool]:
-    made: list[TapePool] = []
-
-    def pool(device: torch.device) -> TapePool:
-        made.append(TapePool(device))
-        return made[-1]
-
-    monkeypatch.setitem(graph.GRAPHS, "cpu", pool)
-    return made
 
 
 RECORDED: dict[str, Callable[[], Any]] = {
