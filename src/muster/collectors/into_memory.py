@@ -175,9 +175,7 @@ class MemoryWriter:
                 follows = (ring.ids == ids) & (ring.steps_so_far == steps)
                 follows &= ring.going_on(row)
         if not follows.all():
-            known.break_off()
-            ring.follow(ids, steps, follows)
-            known.note(ring)
+            known.follow(ring, ids, steps, follows)
         return known
 
     def _write_rows(
@@ -322,6 +320,14 @@ class _Known:
         self._ids[...] = ring.ids
         self._began[...] = ring.began
 
+    def follow(
+        self, ring: Ring, ids: Array, steps: Array | None, follows: Array
+    ) -> None:
+        """Say what the next row is, where it is not the next step; see ``Ring.follow``."""
+        self.break_off()
+        ring.follow(ids, steps, follows)
+        self.note(ring)
+
     def break_off(self) -> None:
         """The observations of the next row are written, also where they are there already."""
         self.is_followed = False
@@ -416,9 +422,7 @@ class RowCopier:
                 finals = {key: rows[t][done] for key, rows in self._after.items()}
             ids = self._ids[t]
             if ring.ids.tobytes() != ids.tobytes():
-                known.break_off()
-                ring.follow(ids, None, ring.ids == ids)
-                known.note(ring)
+                known.follow(ring, ids, None, ring.ids == ids)
             self.write_next(t, done, finals)
         return True
 
