@@ -526,11 +526,14 @@ class TestProgress:
             while piece := os.read(main, 1 << 16):
                 said += piece
         os.close(main)
-        return said.decode(), [
-            thread.name
+        refreshing = [
+            thread
             for thread in threading.enumerate()
             if "Refresh" in type(thread).__name__
         ]
+        for thread in refreshing:
+            thread.join(10)  # rich tells it to end and does not wait for it
+        return said.decode(), [t.name for t in refreshing if t.is_alive()]
 
     def test_a_terminal_shows_frames_and_returns(self, monkeypatch):
         said, threads = self.shown(monkeypatch, total_frames=36)
