@@ -38,7 +38,7 @@ def make_with_workers(policy):
 make = make_with_workers if kind == "workers" else program["make"]
 
 
-# The program, which gets Ctrl-C so many seconds after the collector was made, or else after its first update (0: never).
+# The program, which gets Ctrl-C so many seconds after the collector was made, or after its first update (0: never).
 def run(place, seconds, when):
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
 
