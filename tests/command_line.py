@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from muster.cli.main import main
+from tests.waits import without_delays
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: Any) -> tuple[int, str, str]:
     """Exit code, standard output and error."""
     code = main([str(arg) for arg in argv])
     out, err = capsys.readouterr()
-    return code, out, err
+    return code, out, without_delays(err)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: Any) -> str:

@@ -6,7 +6,8 @@ processes than CI has cores. They are split in halves:
 - The tests of nodes have the second half: Ray and gloo start threads and open files in a process
   that other tests would count. Those of Ray begin in the last process, and others help when they
   have run their own: each process that connects starts a cluster.
-- The tests that count threads, files or memory, or that fork (``COUNTS``), have the first half.
+- The tests that count threads, files or memory, or that fork (``COUNTS``), have the first half. When
+  none of them and nothing else is left, its processes help with the tests of nodes.
 - All other files are for whichever process has nothing else to do.
 
 Files with many tests come first, so that no process is left alone with one at the end.
@@ -38,17 +39,18 @@ def kind_of(test: str) -> str:
     return "counts" if COUNTS.search(test.partition("::")[0]) else "any"
 
 
-def kinds_for(number: int, processes: int) -> list[str]:
+def kinds_for(number: int, processes: int, *, counting: bool = True) -> list[str]:
     """The kinds of tests that a process may run, the first ones first.
 
     Args:
         number: of the process; one that replaces a crashed one has a number beyond the others.
         processes: how many there are.
+        counting: whether tests that count are left.
     """
     if processes == 1 or number >= processes:
         return ["counts", "nodes", "ray", "any"]
     if number < processes // 2:
-        return ["counts", "any"]
+        return ["counts", "any"] if counting else ["any", "nodes", "ray"]
     if number < processes - 1:
         return ["nodes", "ray", "any"]
     return ["ray", "nodes", "any"]
@@ -69,7 +71,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
         def _assign_work_unit(self, node: Any) -> None:
             number = int(node.gateway.id.removeprefix("gw"))
-            kinds = kinds_for(number, self.numnodes)
+            counting = any(scope.startswith("counts:") for scope in self.workqueue)
+            kinds = kinds_for(number, self.numnodes, counting=counting)
             best: tuple[int, int, str] | None = None
             for scope, tests in self.workqueue.items():
                 kind = scope.partition(":")[0]

@@ -106,38 +106,31 @@ def _leave_to_the_rest(tests: dict[str, list[Any]]) -> None:
         variants = [
             item for item in variants if item.get_closest_marker("slow") is None
         ]
+        of_ray = {item for item in variants if ON_RAY.search(item.nodeid)}
         file = test.partition("::")[0]
         if on_ray.get(file, 0) >= RAY_SHARE:
-            for item in variants:
-                if ON_RAY.search(item.nodeid):
-                    item.add_marker(pytest.mark.slow)
-            variants = [item for item in variants if not ON_RAY.search(item.nodeid)]
+            for item in of_ray:
+                item.add_marker(pytest.mark.slow)
+            variants = [item for item in variants if item not in of_ray]
         share = 1 if OF_NODES.search(test) or PROGRAMS.search(test) else SHARE
         sizes: dict[str, int] = {}
         for item in variants:
             for name, index in item.callspec.indices.items():
                 sizes[name] = max(sizes.get(name, 0), index + 1)
-        kept: list[Any] = []
+        kept: set[Any] = set()
         for turn in range(number * share, (number + 1) * share):
             chosen = {name: turn % size for name, size in sizes.items()}
-            full = on_ray.get(file, 0) >= RAY_SHARE
-            rest = [
-                item
-                for item in variants
-                if item not in kept and not (full and ON_RAY.search(item.nodeid))
-            ]
+            left_out = kept | of_ray if on_ray.get(file, 0) >= RAY_SHARE else kept
+            rest = [item for item in variants if item not in left_out]
             if rest:
-                kept.append(
-                    max(
-                        rest,
-                        key=lambda item: len(
-                            chosen.items() & item.callspec.indices.items()
-                        ),
-                    )
-                )
-                on_ray[file] = on_ray.get(file, 0) + bool(
-                    ON_RAY.search(kept[-1].nodeid)
-                )
+                best = max(rest, key=lambda item: _agreement(item, chosen))
+                kept.add(best)
+                on_ray[file] = on_ray.get(file, 0) + (best in of_ray)
         for item in variants:
             if item not in kept:
                 item.add_marker(pytest.mark.slow)
+
+
+def _agreement(item: Any, chosen: dict[str, int]) -> int:
+    """How many parameters of a variant have the chosen index."""
+    return sum(chosen[name] == index for name, index in item.callspec.indices.items())

@@ -3,7 +3,8 @@ seconds.
 
 It runs in a session of processes of its own, which are no children of this one, and ends with it.
 This process is connected only while a test needs it (see ``leave``). Clusters of several test
-processes do not find one another: each has a folder, a token and ports of its own.
+processes do not find one another: each has a folder, a token and ports of its own. A cluster that
+could not be started is not tried again: the other tests fail at once, for the same reason.
 """
 
 from __future__ import annotations
@@ -66,27 +67,33 @@ class Remote:
         )  # sockets are in there: a short path
         (self.folder / "token").write_text(secrets.token_hex(32))
         here, there = socket.socketpair()
-        with there:
-            subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "tests.fakes.ray_cluster",
-                    str(there.fileno()),
-                    str(self.folder),
-                ],
-                env={
-                    **os.environ,
-                    **environment(self.folder),
-                    "PYTHONPATH": os.pathsep.join(sys.path),
-                },
-                pass_fds=[there.fileno()],
-                check=True,
-                timeout=START_S,
-            )
         self._pipe = Connection(here.detach())
+        with contextlib.ExitStack() as if_it_fails:
+            if_it_fails.callback(self._pipe.close)  # then the other process ends, too
+            with there:
+                self._start(there)
+            self.address: str = self._answer()
+            if_it_fails.pop_all()
         atexit.register(self.close)
-        self.address: str = self._answer()
+
+    def _start(self, there: socket.socket) -> None:
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "tests.fakes.ray_cluster",
+                str(there.fileno()),
+                str(self.folder),
+            ],
+            env={
+                **os.environ,
+                **environment(self.folder),
+                "PYTHONPATH": os.pathsep.join(sys.path),
+            },
+            pass_fds=[there.fileno()],
+            check=True,
+            timeout=START_S,
+        )
 
     def add_node(self, **options: Any) -> int:
         """Its number, for ``remove_node``."""
@@ -98,7 +105,7 @@ class Remote:
     def close(self) -> None:
         """All its processes have ended when this returns."""
         atexit.unregister(self.close)
-        with contextlib.suppress(EOFError, OSError):
+        with contextlib.suppress(RuntimeError, OSError):  # it has ended before
             self._ask("close", {})
         self._pipe.close()
 
@@ -111,15 +118,24 @@ class Remote:
             raise TimeoutError(
                 f"Ray's cluster has not answered in {START_S:g} s; its logs are in {self.folder}"
             )
-        answer = self._pipe.recv()
+        try:
+            answer = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(
+                f"the process of Ray's cluster has ended; its logs are in {self.folder}"
+            ) from None
         if isinstance(answer, Exception):
             raise answer
         return answer
 
 
 @functools.cache
-def _started() -> Remote:
-    made = Remote()
+def _started() -> Remote | Exception:
+    """The cluster of this process, or why there is none."""
+    try:
+        made = Remote()
+    except Exception as error:  # noqa: BLE001 (raised by ``cluster``)
+        return error
     os.environ.update(environment(made.folder))
     from ray._private import authentication_test_utils
 
@@ -130,6 +146,11 @@ def _started() -> Remote:
 def cluster() -> Remote:
     """The cluster, to which this process is connected until the test has ended."""
     made = _started()
+    if isinstance(made, Exception):
+        raise RuntimeError(
+            f"Ray's cluster of this test process could not be started: {made}. It was"
+            " tried once; start the tests again."
+        ) from made
     import ray
 
     if not ray.is_initialized():
@@ -174,10 +195,15 @@ def _serve(pipe: Connection, folder: Path) -> None:
     from ray.cluster_utils import Cluster
 
     ray_constants.ENABLE_RAY_CLUSTER = False
-    made = Cluster(
-        initialize_head=True, head_node_args=NODE | {"include_dashboard": False}
-    )
-    nodes = [made.add_node(**NODE)]
+    made = Cluster()
+    try:
+        made.add_node(**NODE, include_dashboard=False)
+        nodes = [made.add_node(**NODE)]
+    except Exception as error:  # noqa: BLE001 (raised in the test)
+        made.shutdown()  # its logs stay
+        with contextlib.suppress(OSError):
+            pipe.send(RuntimeError(f"{type(error).__name__}: {error} (logs: {folder})"))
+        return
     answer: Any = made.address
     try:
         while True:

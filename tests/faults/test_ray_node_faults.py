@@ -257,13 +257,17 @@ def test_nothing_is_left_of_actors_after_the_shutdown(tmp_path, kind):
     assert all_gone(pids)
 
 
-@pytest.mark.parametrize("transport", ["ray", "direct"])
-def test_sixteen_actors_on_two_machines_of_which_two_are_killed(tmp_path, transport):
+# Each actor takes 4 seconds of CPU time to start; a fork server that imports torch, too, would take
+# 3 more, so the actors' own threads act.
+@pytest.mark.parametrize(("transport", "many"), [("ray", 16), ("direct", 8)])
+def test_many_actors_on_two_machines_of_which_two_are_killed(tmp_path, transport, many):
     path, small = tmp_path / "counts", {"num_cpus": 0.25, "memory": 2**26}
-    envs = [partial(OracleEnv, path, number) for number in range(16)]
+    envs = [partial(OracleEnv, path, number) for number in range(many)]
     options = {
+        "policy": lambda obs: obs[..., 5] % 5,
+        "inference": "server",
         "frames_per_batch": T,
-        "total_frames": 16 * T * 6,
+        "total_frames": many * T * 6,
         "on_failure": "restart",
         "seed": 1,
     }
@@ -272,11 +276,11 @@ def test_sixteen_actors_on_two_machines_of_which_two_are_killed(tmp_path, transp
         for number, batch in enumerate(collector):
             batches.append(batch.clone())
             if number in (20, 40):
-                os.kill(nodes_of(collector)[number // 5], signal.SIGKILL)
+                os.kill(nodes_of(collector)[number // 10], signal.SIGKILL)
         stats = collector.stats()
     rows = check_stream(batches)
-    assert len(stats.workers) == 16
-    assert stats.frames == sum(rows.values()) == 16 * T * 6
+    assert len(stats.workers) == many
+    assert stats.frames == sum(rows.values()) == many * T * 6
     assert_balanced(stats, in_flight=0)
     counts = OracleEnv.read(path)
     assert stats.executed <= counts[:, 2].sum() <= stats.executed + stats.unseen

@@ -445,7 +445,7 @@ def test_a_timeout_raises_and_what_comes_next_is_right(
     ) as caught:
         getattr(envs, f"{waited}_wait")(timeout)
     assert isinstance(caught.value, CollectorTimeout)
-    assert time.monotonic() - before < 5
+    assert time.monotonic() - before < 15
     with pytest.raises(NoAsyncCallError):
         getattr(envs, f"{waited}_wait")()
     gate.touch()

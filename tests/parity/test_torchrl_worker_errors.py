@@ -444,7 +444,7 @@ def test_no_worker_is_left_by_a_constructor_that_fails_late() -> None:
     with pytest.raises(ValueError, match="cat_results"):
         Noted(workers.ENVS, Weighted(), frames_per_batch=8, cat_results="nothing")
     assert running
-    assert not any(process.is_alive() for process in running)
+    wait_until(lambda: not any(process.is_alive() for process in running))
     assert folders() == before
 
 

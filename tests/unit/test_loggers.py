@@ -532,7 +532,7 @@ class TestProgress:
             if "Refresh" in type(thread).__name__
         ]
         for thread in refreshing:
-            thread.join(10)  # rich tells it to end and does not wait for it
+            thread.join(60)  # rich tells it to end and does not wait for it
         return said.decode(), [t.name for t in refreshing if t.is_alive()]
 
     def test_a_terminal_shows_frames_and_returns(self, monkeypatch):

@@ -208,13 +208,12 @@ class TestNodes:
         heard(link, "host")
         tell(link, NodeMain.beat)  # from here on the slow one receives
         assert "muster-node-main-receives" in {t.name for t in threading.enumerate()}
+        mine = [
+            t for t in threading.enumerate() if t.name.startswith("muster-node-main")
+        ]
         tell(link, NodeMain.bye, urgent=True)
         thread.join(JOIN_S)
-        assert not {
-            t.name
-            for t in threading.enumerate()
-            if t.name.startswith("muster-node-main")
-        }
+        assert not [t.name for t in mine if t.is_alive()]
 
     def test_a_goodbye_is_answered_by_closing_the_link(self, node):
         link, thread, ended = node
@@ -401,7 +400,7 @@ class TestSessions:
         for thread in carrier.threads:
             thread.join(JOIN_S)
         assert carrier.ended == [True]
-        assert not running()
+        wait_until(lambda: not running())
 
     def test_nothing_is_left_open(self, tmp_path, carrier):
         def one(name):

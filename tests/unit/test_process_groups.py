@@ -277,8 +277,8 @@ def test_ports_are_those_of_the_link_and_end_with_it(connected):
     del links, link
     connected.clear()
     wait_until(lambda: open_files() <= files)
-    assert listening() <= before
-    assert threading.active_count() <= threads
+    wait_until(lambda: listening() <= before)
+    wait_until(lambda: threading.active_count() <= threads)
 
 
 def test_another_process_that_has_taken_the_connection_is_found(connected, monkeypatch):

@@ -812,7 +812,7 @@ def test_a_killed_server_takes_its_workers_along_and_another_takes_its_place(
     old = server_pid()
     os.kill(old, signal.SIGKILL)
     assert all_gone([*pids, pid])
-    assert [child.join(1) for _, child in workers] == [True, True]
+    assert [child.join(WAIT_S) for _, child in workers] == [True, True]
     assert [child.exit_code() for _, child in workers] == [UNKNOWN, UNKNOWN]
     channel, child = start("ready")
     assert channel.receive(WAIT_S)[0] == child.pid

@@ -42,6 +42,8 @@ def test_every_kind_has_a_process_and_those_that_count_are_apart_from_nodes(
         assert not any(
             "counts" in each and {"nodes", "ray"} & {*each} for each in kinds
         )
+    last = [kinds_for(number, processes, counting=False) for number in range(processes)]
+    assert all({*each} >= {"any", "nodes", "ray"} for each in last)
     assert kinds_for(processes, processes) == [
         "counts",
         "nodes",

@@ -103,7 +103,7 @@ class TestLocalJobs:
             begin = time.monotonic()
             job.end()
             job.end()
-        assert time.monotonic() - begin < 4
+        assert time.monotonic() - begin < 15
         assert f"its process {job.job_id} ended with exit code -9; " in job.ended()
         wait_until(lambda: not os.path.exists(f"/proc/{job.job_id}"))
 

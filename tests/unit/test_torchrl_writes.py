@@ -23,6 +23,7 @@ import muster.compat.torchrl.collectors as ours
 import muster.compat.torchrl.collectors.distributed as on_nodes
 from muster.errors import BadOption
 from tests.tools import assert_same
+from tests.waits import wait_until
 
 
 def ended_after(steps: int) -> CountingEnv:
@@ -274,7 +275,7 @@ def test_a_pool_of_processes(exchange: Any) -> None:
     (batch,) = collector
     assert pool.resolved_exchange == exchange
     collector.shutdown()
-    assert not any(process.is_alive() for process in pool.threads)
+    wait_until(lambda: not any(process.is_alive() for process in pool.threads))
     rows = [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 0]]
     assert batch["observation"].squeeze(-1).tolist() == rows
     after = [[1, 2, 3, 1, 2, 3], [1, 2, 3, 4, 5, 1]]

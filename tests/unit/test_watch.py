@@ -432,10 +432,15 @@ def test_the_default_directory_is_new_and_a_dropped_collector_ends_its_page(
     )
     assert wait_until(lambda: fetched(port, "/")).status == 200
     del collector
-    gc.collect()
-    assert "muster-watch" not in [thread.name for thread in threading.enumerate()]
-    assert fetched(port, "/") is None
-    assert RunHistory.read(directory).end is not None
+
+    def is_gone():
+        # again: a thread that had a reference for a moment may be the last to give it up
+        gc.collect()
+        return "muster-watch" not in [thread.name for thread in threading.enumerate()]
+
+    wait_until(is_gone)
+    wait_until(lambda: fetched(port, "/") is None)
+    wait_until(lambda: RunHistory.read(directory).end)
 
 
 class Faulty(CountingEnv):

@@ -198,7 +198,7 @@ def _stop(profile: torch.profiler.profile) -> None:
     """Stop a profile, and write its trace.
 
     torch keeps addresses of the names in its stacks. What they belong to may be gone: code that
-    was freed meanwhile, and the main module when the process ends. The run goes on without the trace.
+    was freed meanwhile, and the main module when the process ends. No run ends for that.
     """
     try:
         profile.stop()
