@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import logging
 import signal
 import sys
@@ -264,7 +265,7 @@ def test_hidden_state_is_noticed_and_its_environments_are_reset(pools):
             collector.next()
         capture = collector.stats().capture
         assert "replay 1" in capture.reason
-        assert "Hidden" in capture.reason
+        assert "the state of HASH" in capture.reason
         batch = collector.next()
         assert (batch["observation"][:, 0, 1] == 0).all()
         assert_accounted(collector)
@@ -539,17 +540,24 @@ def test_an_interrupt_during_a_replay_takes_effect_after_it(pools):
         assert twins.replays == before + 3
 
 
-steps_left: list[int] = []  # of ``Fails``, where no walk through attributes finds it
+steps_left = io.BytesIO()  # of ``Fails``, where no walk finds it: one byte each
+
+
+def fail_after(steps: int) -> None:
+    """The step of ``Fails`` that comes as number ``steps`` fails."""
+    steps_left.truncate(0)
+    steps_left.seek(0)
+    steps_left.write(b"." * steps)
 
 
 class Fails(TorchCartPole):
     """Raises in the step in which the number in ``steps_left`` has come to 0."""
 
     def step(self, action: torch.Tensor) -> Any:
-        if steps_left:
-            steps_left[0] -= 1
-            if not steps_left[0]:
-                steps_left.clear()
+        left = len(steps_left.getvalue())
+        if left:
+            fail_after(left - 1)
+            if left == 1:
                 raise ValueError("no more steps")
         return super().step(action)
 
@@ -558,7 +566,7 @@ def test_an_error_of_the_environments_in_the_rollout_of_a_trial(pools):
     with Twins(partial(Fails, B), POLICIES["head"]) as twins:
         twins.alike(1)
         for collector in twins.both:
-            steps_left[:] = [5]
+            fail_after(5)
             with pytest.raises(EnvError, match="no more steps"):
                 collector.next()
         twins.alike(5)
@@ -569,7 +577,7 @@ def test_an_error_of_the_environments_in_the_rollout_after_it(pools):
     with Twins(partial(Fails, B), POLICIES["head"], capture="auto") as twins:
         twins.alike(1)
         a = twins.plain.next()
-        steps_left[:] = [8 + 5]
+        fail_after(8 + 5)
         assert_same(a, twins.recorded.next())
         twins.alike(3)
         assert "no more steps" in twins.recorded.stats().capture.reason
