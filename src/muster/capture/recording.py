@@ -547,12 +547,15 @@ def _host_streams(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def hindrance(env: EnvBatch, kinds: Mapping[str, Any]) -> str:
+def hindrance(env: EnvBatch, kinds: Mapping[str, Any], between: str = "") -> str:
     """Return why no rollout of an env batch can be recorded; "" if nothing says so.
 
     Args:
         kinds: the kinds of graphs, by type of device.
+        between: see ``recorder_for``.
     """
+    if between:
+        return f"{between} needs Python between two steps"
     device = env.spec.device
     if device is None:
         return (
@@ -576,13 +579,17 @@ def recorder_for(
     mode: Capture,
     lose: Callable[[], None],
     kinds: Mapping[str, Callable[[torch.device], GraphPool]],
+    between: str = "",
 ) -> GraphRecorder:
     """Return the recorder of a group.
+
+    Args:
+        between: an option that is called between two steps; "": there is none.
 
     Raises:
         BadOption: ``capture=True``, and no rollout can be recorded.
     """
-    reason = hindrance(env, kinds)
+    reason = hindrance(env, kinds, between)
     device = env.spec.device or torch.device("cpu")
     if not reason:
         return GraphRecorder(env, kinds[device.type](device), device, mode, lose)
