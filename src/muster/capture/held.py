@@ -184,7 +184,7 @@ class HeldState:
             layout = _layout(tensor)
             if layout.strides not in (held[path].strides, first[path].strides):
                 return f"{path} has the strides {layout.strides}"
-            if tensor.numel():
+            if layout.storage is not None:
                 moved.setdefault(layout.storage, []).append(path)
         layouts = {path: _layout(tensor) for path, tensor in now.tensors.items()}
         for paths in moved.values():

@@ -195,6 +195,10 @@ class Survey:
     opaque: dict[str, str] = field(default_factory=dict)
     problem: str = ""
 
+    def give_up(self, problem: str) -> None:
+        """The state cannot be known; the first problem is kept."""
+        self.problem = self.problem or problem
+
     def note(self, path: str, value: Any) -> None:
         """Note a value at a path, or beside it, if another value has this path."""
         self.values[self.free(path, self.values)] = value

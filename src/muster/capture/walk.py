@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import io
 import pickle
 import random
 import sys
@@ -16,6 +17,7 @@ import types
 import warnings
 import weakref
 import zlib
+from abc import ABC
 from argparse import Namespace
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -96,7 +98,10 @@ INTERFACES = {"cuda": "__cuda_array_interface__", "cpu": "__array_interface__"}
 _foreign: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
 
 
-class _Place(NamedTuple):
+OF_EVERY_CLASS = frozenset(vars(ABC))  # what Python keeps in abstract ones, too
+
+
+class _Where(NamedTuple):
     """Where an object is: a key of a mutable container."""
 
     within: Entries
@@ -124,12 +129,12 @@ class _Walk:
         self._visited = 0
 
     def visit(
-        self, obj: Any, path: str, depth: int, place: _Place | None = None
+        self, obj: Any, path: str, depth: int, place: _Where | None = None
     ) -> None:
         found = self.found
         self._visited += 1
-        if self._visited > MOST_ENTRIES and not found.problem:
-            found.problem = (
+        if self._visited > MOST_ENTRIES:
+            found.give_up(
                 f"more than {MOST_ENTRIES:,} objects are reachable, at {path}"
             )
         if found.problem:
@@ -150,10 +155,10 @@ class _Walk:
                 return
             self._seen[id(obj)] = obj
         if depth > MOST_DEPTH:
-            found.problem = f"objects are nested more than {MOST_DEPTH} deep, at {path}"
+            found.give_up(f"objects are nested more than {MOST_DEPTH} deep, at {path}")
             return
         if is_from(obj, ("jax", "jaxlib")):
-            found.problem = f"{path} is of JAX, whose operations are not torch's"
+            found.give_up(f"{path} is of JAX, whose operations are not torch's")
             return
         if self._note_random_state(obj, path):
             return
@@ -166,7 +171,7 @@ class _Walk:
     # --- leaves -----------------------------------------------------------------------------------
 
     def _note_tensor(
-        self, tensor: torch.Tensor, path: str, place: _Place | None
+        self, tensor: torch.Tensor, path: str, place: _Where | None
     ) -> None:
         found = self.found
         if tensor.layout is not torch.strided:
@@ -312,7 +317,7 @@ class _Walk:
     ) -> None:
         for key, part in list(parts):
             own = key.key if isinstance(key, _Nameless) else key
-            place = None if within is None else _Place(within, own)
+            place = None if within is None else _Where(within, own)
             self.visit(part, f"{path}[{shown(key)}]", depth, place)
 
     def _open_object(self, obj: Any, path: str, depth: int) -> None:
@@ -326,7 +331,7 @@ class _Walk:
             return
         if type(obj) is object:
             return
-        if hasattr(type(obj), "__next__") and not is_from(obj, ("_io",)):
+        if hasattr(type(obj), "__next__") and not isinstance(obj, io.IOBase):
             self._open_iterator(obj, path, depth)
             return
         if is_from(obj, ("builtins",)) and isinstance(
@@ -356,7 +361,7 @@ class _Walk:
                 warnings.simplefilter("ignore")
                 made_of = obj.__reduce_ex__(2)
         except TypeError:
-            self.found.problem = (
+            self.found.give_up(
                 f"{path} is an iterator ({type(obj).__qualname__}), whose position Python"
                 " does not show"
             )
@@ -384,7 +389,7 @@ class _Walk:
         found = self.found
         before = set(found.tensors)
         yield
-        found.fixed |= found.tensors.keys() - before - found.places.keys()
+        found.fixed.update(found.tensors.keys() - before - found.places.keys())
 
     def _open_attributes_of(self, obj: Any, path: str, depth: int) -> bool:
         """Visit the attributes of an object; return whether it can have any."""
@@ -397,7 +402,7 @@ class _Walk:
             entries = Entries(obj)
             self.found.entries.append(entries)
             for name, value in entries.saved.items():
-                place = _Place(entries, name)
+                place = _Where(entries, name)
                 self.visit(value, f"{path}.{name}", depth, place)
         return has_attributes or bool(slots)
 
@@ -413,9 +418,9 @@ class _Walk:
                 parts = Entries(value)
                 self.found.entries.append(parts)
                 for key, part in list(value.items()):
-                    self.visit(part, f"{path}.{key}", depth, _Place(parts, key))
+                    self.visit(part, f"{path}.{key}", depth, _Where(parts, key))
                 continue
-            self.visit(value, f"{path}.{name}", depth, _Place(within, name))
+            self.visit(value, f"{path}.{name}", depth, _Where(within, name))
 
     # --- classes, functions and modules of the user -----------------------------------------------
 
@@ -427,7 +432,7 @@ class _Walk:
             self._seen[id(base)] = base
             for name, value in list(vars(base).items()):
                 called = isinstance(value, types.FunctionType)
-                if name == "_abc_impl" or (name.startswith("__") and not called):
+                if name in OF_EVERY_CLASS or (name.startswith("__") and not called):
                     continue
                 if isinstance(value, WITHOUT_STATE):
                     continue
@@ -460,7 +465,7 @@ class _Walk:
             entries = Entries(cell)
             found.entries.append(entries)
             for content in entries.saved:
-                self.visit(content, f"{path}.{name}", depth, _Place(entries, 0))
+                self.visit(content, f"{path}.{name}", depth, _Where(entries, 0))
         self.visit(function.__defaults__ or (), f"{path}.__defaults__", depth)
         if function.__kwdefaults__:
             self.visit(function.__kwdefaults__, f"{path}.__kwdefaults__", depth)
@@ -540,7 +545,7 @@ def names_in(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
     attributes: set[str] = set()
     for instruction in dis.get_instructions(code):
         operation = instruction.opname
-        if operation.endswith(("_GLOBAL", "_NAME")):
+        if "GLOBAL" in operation or "LOAD_NAME" in operation:
             used[str(instruction.argval)] = None
         elif "ATTR" in operation or "METHOD" in operation:
             attributes.add(str(instruction.argval))
