@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import logging
 import signal
 import sys
@@ -264,7 +265,7 @@ def test_hidden_state_is_noticed_and_its_environments_are_reset(pools):
             collector.next()
         capture = collector.stats().capture
         assert "replay 1" in capture.reason
-        assert "Hidden" in capture.reason
+        assert "the state of HASH" in capture.reason
         batch = collector.next()
         assert (batch["observation"][:, 0, 1] == 0).all()
         assert_accounted(collector)
@@ -459,6 +460,89 @@ def test_stats_and_their_table(pools):
         assert shown["capture"] == "replaying"
 
 
+class NeverStops:
+    """An interruptor."""
+
+    def collection_stopped(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("on_step", lambda view: None), ("interruptor", NeverStops())],
+)
+def test_options_that_need_python_between_two_steps(pools, option, value):
+    """With "auto" they are the reason why nothing is recorded."""
+    with Twins(CartPole, capture="auto", **{option: value}) as twins:
+        twins.alike(2)
+        capture = twins.recorded.stats().capture
+        assert capture.state == "refused"
+        assert capture.reason == f"{option} needs Python between two steps"
+    with pytest.raises(BadOption, match=f"{option} needs Python between two"):
+        Twins(CartPole, **{option: value})
+
+
+class Valued(nn.Module):
+    """Has values of its observations, and a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = nn.GRUCell(4, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, obs: torch.Tensor, state: torch.Tensor | None) -> Any:
+        state = self.cell(obs, state)
+        out = self.head(state)
+        return out[:, :2].argmax(-1), {"state_value": out[:, 2]}, state
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@OF_MODE
+def test_values_of_next_observations(pools, recurrent, mode):
+    """``bootstrap`` needs the host after a rollout, and the rollout is a replay."""
+    plain = partial(Valued1, 3)
+    with Twins(
+        partial(CartPole, autoreset=mode), Valued if recurrent else plain
+    ) as twins:
+        for number in range(6):
+            wanted = "truncations" if number % 2 else True
+            (a, one), (b, other) = twins.do(
+                lambda c, wanted=wanted: c.collect_batch(n_step=8 * B, bootstrap=wanted)
+            )
+            assert_same(a, b)
+            assert one.last_value_est.any()
+            assert torch.equal(one.last_value_est, other.last_value_est)
+            del a, b
+            twins.same_around(f"batch {number}")
+        assert twins.replays >= 2
+
+
+class Valued1(nn.Module):
+    """Has values of its observations."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.net = net(outputs)
+
+    def forward(self, obs: torch.Tensor) -> Any:
+        out = self.net(obs)
+        return out[:, :2].argmax(-1), {"state_value": out[:, 2]}
+
+
+def test_weights_of_a_copy_are_updated_between_replays(pools):
+    options = {"policy_device": "cpu"}
+    with Twins(CartPole, POLICIES["module"], **options) as twins:
+        for _ in range(6):
+            twins.alike(1)
+            for policy in twins.policies:
+                with torch.no_grad():
+                    for parameter in policy.parameters():
+                        parameter.mul_(1.1).add_(0.05)
+            twins.do(Collector.update_policy_weights_)
+        assert twins.replays >= 3
+
+
 def test_where_there_is_nothing_to_record():
     with pytest.raises(BadOption, match="rows of CountingEnv are in host memory"):
         from muster.testing import CountingEnv
@@ -539,17 +623,24 @@ def test_an_interrupt_during_a_replay_takes_effect_after_it(pools):
         assert twins.replays == before + 3
 
 
-steps_left: list[int] = []  # of ``Fails``, where no walk through attributes finds it
+steps_left = io.BytesIO()  # of ``Fails``, where no walk finds it: one byte each
+
+
+def fail_after(steps: int) -> None:
+    """The step of ``Fails`` that comes as number ``steps`` fails."""
+    steps_left.truncate(0)
+    steps_left.seek(0)
+    steps_left.write(b"." * steps)
 
 
 class Fails(TorchCartPole):
     """Raises in the step in which the number in ``steps_left`` has come to 0."""
 
     def step(self, action: torch.Tensor) -> Any:
-        if steps_left:
-            steps_left[0] -= 1
-            if not steps_left[0]:
-                steps_left.clear()
+        left = len(steps_left.getvalue())
+        if left:
+            fail_after(left - 1)
+            if left == 1:
                 raise ValueError("no more steps")
         return super().step(action)
 
@@ -558,7 +649,7 @@ def test_an_error_of_the_environments_in_the_rollout_of_a_trial(pools):
     with Twins(partial(Fails, B), POLICIES["head"]) as twins:
         twins.alike(1)
         for collector in twins.both:
-            steps_left[:] = [5]
+            fail_after(5)
             with pytest.raises(EnvError, match="no more steps"):
                 collector.next()
         twins.alike(5)
@@ -569,7 +660,7 @@ def test_an_error_of_the_environments_in_the_rollout_after_it(pools):
     with Twins(partial(Fails, B), POLICIES["head"], capture="auto") as twins:
         twins.alike(1)
         a = twins.plain.next()
-        steps_left[:] = [8 + 5]
+        fail_after(8 + 5)
         assert_same(a, twins.recorded.next())
         twins.alike(3)
         assert "no more steps" in twins.recorded.stats().capture.reason

@@ -16,7 +16,8 @@ from torch import nn
 from muster import Collector, Execution, ReplayMemory, policies
 from muster.errors import CaptureRefused
 from muster.testing import TorchCartPole, TorchGridWorld, TorchPendulum
-from tests.fakes import torch_envs
+from tests.fakes import hiding_envs, torch_envs
+from tests.fakes.hiding_envs import RECORDED, REFUSED
 from tests.fakes.recorded_policies import Chooses, Recurrent, Sampling
 from tests.fakes.twins import Twins as TwinsOnTheHost
 from tests.tools import assert_same
@@ -93,6 +94,50 @@ def test_state_in_every_place(kind, mode):
     ) as twins:
         twins.alike(6)
         assert twins.replays >= 3
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [kind for kind in RECORDED if kind is not hiding_envs.Foreign],
+    ids=lambda kind: kind.__name__,
+)
+def test_tensors_that_are_easily_overlooked(kind):
+    make = partial(kind, 64, CUDA)
+    policy = partial(policies.categorical, net(inputs=2))
+    with Twins(make, policy, frames_per_batch=64 * 8) as twins:
+        twins.alike(4)
+        for call in (lambda c: c.reset([1, 3]), lambda c: c.set_seed(8)):
+            twins.do(call)
+            twins.alike(3)
+        assert twins.replays >= 4
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_what_python_changes_is_refused_wherever_it_is(kind):
+    with Twins(partial(kind, 64, CUDA), frames_per_batch=64 * 8) as twins:
+        twins.recorded.next()
+        with pytest.raises(CaptureRefused, match=REFUSED[kind]):
+            twins.recorded.next()
+
+
+def test_values_of_next_observations():
+    class Valued(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net(3)
+
+        def forward(self, obs: torch.Tensor) -> Any:
+            out = self.net(obs)
+            return out[:, :2].argmax(-1), {"state_value": out[:, 2]}
+
+    with Twins(cart_pole(), Valued, frames_per_batch=8 * 64) as twins:
+        for _ in range(8):
+            (a, one), (b, other) = twins.do(
+                lambda c: c.collect_batch(n_step=8 * 64, bootstrap="truncations")
+            )
+            assert_same(a, b)
+            assert torch.equal(one.last_value_est, other.last_value_est)
+        assert twins.replays >= 2
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -5,25 +5,56 @@ A graph has one address: the *held* tensor. So the last operations of each recor
 replaced tensors back into the held ones, and afterwards the names of the environment refer to the
 held tensors again. Eager rollouts, resets and loads between two replays leave other tensors there:
 ``take_in`` copies these, and sets the names back, before the next replay.
+
+Only what rollouts replace is copied. If anything else was replaced, it is the user's: who may
+change it later, where it is. Then the graph is recorded again, with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from muster.capture.state import (
+    Changes,
     Survey,
     compare,
     distinct,
     share_memory,
     storage_of,
-    survey,
 )
+from muster.capture.walk import survey
 
-OF_POLICY = "policy"  # the root whose tensors are the user's to replace: weights
+
+class Unlike(Exception):
+    """The state is not as a rollout leaves it."""
+
+
+class _Layout(NamedTuple):
+    """Where a tensor is in memory: an address, bytes from there on, and strides."""
+
+    storage: int | None
+    start: int
+    strides: tuple[int, ...]
+
+    def is_beside(self, other: _Layout) -> bool:
+        """Whether it is in the same memory."""
+        return self.storage == other.storage
+
+    def is_placed(self, other: _Layout, as_in: tuple[_Layout, _Layout]) -> bool:
+        """Whether it is as far from another tensor as the first of two others from the second."""
+        one, two = as_in
+        return (
+            self.is_beside(other) and self.start - other.start == one.start - two.start
+        )
+
+
+def _layout(tensor: torch.Tensor) -> _Layout:
+    storage = storage_of(tensor)
+    start = 0 if storage is None else tensor.data_ptr() - storage
+    return _Layout(storage, start, tensor.stride())
 
 
 class HeldState:
@@ -32,7 +63,7 @@ class HeldState:
     Args:
         roots: objects from which all of it is reachable, by the name that begins their paths.
         device: the device of the graphs.
-        replaced: paths of tensors that a rollout replaces.
+        changes: what a rollout does: the paths of tensors, containers and objects that it replaces.
         lane: memory of the rollout; tensors that environments or policy keep may be rows of it.
 
     Attributes:
@@ -46,17 +77,24 @@ class HeldState:
         self,
         roots: Mapping[str, Any],
         device: torch.device,
-        replaced: Collection[str],
+        changes: Changes,
         lane: torch.Tensor,
     ) -> None:
         self._roots = dict(roots)
         self._device = device
         self.found = survey(roots, device)
+        self._moved = frozenset(changes.moved)
+        self._layouts = {path: _layout(kept) for path, kept in self.tensors.items()}
         rows = {path for path, kept in self.tensors.items() if share_memory(kept, lane)}
-        self._replaced = frozenset(replaced) | rows  # the next lane has other rows
+        self._replaced = (
+            frozenset(changes.replaced) | rows
+        )  # the next lane has other rows
         for path in sorted(self._replaced):
             if self._needs_own_memory(path, lane):
                 self.found.own(path)
+        self._held_layouts = {
+            path: _layout(kept) for path, kept in self.tensors.items()
+        }
         self._addresses = {
             path: tensor.data_ptr() for path, tensor in self.found.tensors.items()
         }
@@ -98,25 +136,74 @@ class HeldState:
 
         Args:
             roots: the present objects.
+
+        Raises:
+            Unlike: the state has the same tensors, but not as rollouts leave them; a rollout row by
+                row will.
         """
         for name, root in self._roots.items():
             if roots.get(name) is not root:
                 return f"{name} is another object"
-        if not self.found.has_its_entries:
-            now = self.look()
-            changes = compare(self.found, now)
-            if changes.problem:
-                return changes.problem
-            for path in set(changes.replaced) - self._replaced:
-                given = now.tensors[path]
-                is_weight = isinstance(given, torch.nn.Parameter) or given.requires_grad
-                if is_weight or path.startswith(OF_POLICY):
-                    return f"{path} is another tensor"
-            self.copy_back(now)
-            self.set_back()
         for path, tensor in self.found.tensors.items():
             if tensor.data_ptr() != self._addresses[path]:
                 return f"{path} has other memory"
+        if not self.found.has_its_entries:
+            now = self.look()
+            stale = self._differs(now)
+            if stale:
+                return stale
+            unlike = self.unlike(now)
+            if unlike:
+                raise Unlike(unlike)
+            self.copy_back(now)
+            self.set_back()
+        return ""
+
+    def _differs(self, now: Survey) -> str:
+        """Return what is there now that no rollout leaves; "": nothing."""
+        changes = compare(self.found, now)
+        if changes.problem:
+            return changes.problem
+        for path in changes.moved:
+            if path not in self._moved:
+                return f"{path} is another object"
+        for path in changes.replaced:
+            if path not in self._replaced:
+                return f"{path} is another tensor"
+        return ""
+
+    def unlike(self, now: Survey) -> str:
+        """Return which tensors are not as a rollout leaves them; "": all are.
+
+        The strides are the same, or tensors are views of the same memory that were not.
+        """
+        held = self._held_layouts
+        first = self._layouts
+        moved: dict[int, list[str]] = {}  # those in the same memory
+        for path, tensor in now.tensors.items():
+            layout = _layout(tensor)
+            if layout.strides not in (held[path].strides, first[path].strides):
+                return f"{path} has the strides {layout.strides}"
+            if layout.storage is not None:
+                moved.setdefault(layout.storage, []).append(path)
+        layouts = {path: _layout(tensor) for path, tensor in now.tensors.items()}
+        for paths in moved.values():
+            one = paths[0]
+            for path in paths[1:]:
+                if not (
+                    first[path].is_beside(first[one]) or held[path].is_beside(held[one])
+                ):
+                    return f"{path} and {one} share memory"
+        together: dict[int, str] = {}
+        for path, layout in held.items():
+            if layout.storage is None:
+                continue
+            one = together.setdefault(layout.storage, path)
+            is_there = now.tensors[path] is self.tensors[path]
+            if is_there and now.tensors[one] is self.tensors[one]:
+                continue
+            if not layouts[path].is_placed(layouts[one], as_in=(layout, held[one])):
+                return f"{path} and {one} do not share memory"
         return ""
 
     def _needs_own_memory(self, path: str, lane: torch.Tensor) -> bool:

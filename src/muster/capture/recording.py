@@ -35,8 +35,10 @@ import torch
 
 from muster.capabilities import MayWait, capability
 from muster.capture.graph import Graph, GraphPool, default_generator
-from muster.capture.held import OF_POLICY, HeldState
-from muster.capture.state import Contents, Survey, compare, same_bits, survey
+from muster.capture.held import HeldState, Unlike
+from muster.capture.modes import difference, modes
+from muster.capture.state import Changes, Contents, Survey, compare, same_bits
+from muster.capture.walk import survey
 from muster.errors import BadOption, CaptureRefused, described
 from muster.keys import dotted
 from muster.memory.slots import Lane
@@ -76,6 +78,7 @@ class RecordedRollout:
     act: Act
     step: Step
     completes: bool  # the rows, too
+    modes: dict[str, Any]  # of torch
     used: int  # number of the group's replays when it was replayed last
 
 
@@ -109,6 +112,7 @@ class GraphRecorder:
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._refused = ""
         self._tries = 0
+        self._unlike = 0  # rollouts since the last replay that could not begin with one
         self._replays = 0
         self._recorded = 0
 
@@ -143,7 +147,12 @@ class GraphRecorder:
             if found.completes != (running.completion is not None):
                 by_rows()  # options of this request need the host
                 return
-            stale = self._staleness(found, prepared)
+            try:
+                stale = self._staleness(found, prepared)
+            except Unlike as error:
+                by_rows()
+                self._note_unlike(str(error))
+                return
             if not stale:
                 self._replay(found, running)
                 return
@@ -174,6 +183,9 @@ class GraphRecorder:
             return (
                 f"{policy.name} or {self._env.spec.name} computes by another function"
             )
+        changed = difference(found.modes, modes(self._device))
+        if changed:
+            return changed
         if found.held is not self._held.get(policy):
             return "the state has other memory"
         stale = found.held.take_in(self._roots(policy))
@@ -202,6 +214,7 @@ class GraphRecorder:
         if completion is not None:
             completion.end()
         self._replays += 1
+        self._unlike = 0
         found.used = self._replays
         lane.complete(lane.T)
         running.tally.execute(lane.T * lane.B, 0.0, 0.0)
@@ -226,6 +239,12 @@ class GraphRecorder:
         if self._tries > MOST_TRIES and self._replays < PAYS * self._tries:
             self.refuse(f"{reason}, again and again")
 
+    def _note_unlike(self, reason: str) -> None:
+        """Count a rollout that ran row by row for what was there before it."""
+        self._unlike += 1
+        if self._unlike > MOST_TRIES:
+            self.refuse(f"{reason} before each rollout, and not after it")
+
     def refuse(self, reason: str, *, is_news: bool = True) -> None:
         """Record nothing from now on, and log the reason with "auto" if it ``is_news``."""
         self._refused = reason
@@ -243,7 +262,7 @@ class GraphRecorder:
         for number, env in enumerate(objects):
             roots["env" if len(objects) == 1 else f"env[{number}]"] = env
         roots["adapter"] = self._env
-        roots[OF_POLICY] = policy
+        roots["policy"] = policy
         return roots
 
     def _try(
@@ -252,7 +271,12 @@ class GraphRecorder:
         """Run a rollout row by row, and record it if it can be repeated by a graph."""
         lane = running.lane
         completion = running.completion
-        trial = Trial(self._roots(prepared.policy), self._device, lane, completion)
+        try:
+            trial = Trial(self._roots(prepared.policy), self._device, lane, completion)
+        except Exception as error:  # noqa: BLE001 (of objects that cannot be looked at or copied)
+            by_rows()
+            self._give_up(running, prepared, described(error))
+            return
         by_rows()
         if lane.done_steps < lane.T or lane.stopped:
             return
@@ -342,13 +366,17 @@ class Trial:
         self._block_before = lane.block.clone()
         self._streams = _host_streams(device)
         self._after: Survey | None = None
+        self._changes = Changes()
         self.settles = False
         self.may_have_moved = False
         self.opaque = self._before.opaque
 
     def look(self) -> str:
         """Return why the rollout that was just made cannot be recorded; "" if nothing says so."""
-        after = survey(self._roots, self._device)
+        try:
+            after = survey(self._roots, self._device)
+        except Exception as error:  # noqa: BLE001 (see ``GraphRecorder``)
+            return described(error)
         changes = compare(self._before, after)
         self.settles = changes.settles
         if changes.problem:
@@ -356,7 +384,7 @@ class Trial:
         if _host_streams(self._device) != self._streams:
             return "environments or policy draw random numbers on the host"
         self._after = after
-        self._replaced = changes.replaced
+        self._changes = changes
         return ""
 
     def record(
@@ -376,8 +404,8 @@ class Trial:
         block = self._block.clone()
         tensors = after.tensors
         try:
-            if held is None or held.take_in(self._roots):
-                held = HeldState(self._roots, self._device, self._replaced, self._block)
+            if held is None or not self._is_held_by(held):
+                held = HeldState(self._roots, self._device, self._changes, self._block)
             if self._completion is not None:
                 self._completion()
             first = self._contents(after.tensors), self._block.clone()
@@ -443,7 +471,16 @@ class Trial:
                 self._next_rollout()
             graph.replay()
             self._compare(held, contents, block, number)
-        return RecordedRollout(graph, held, act, step, completion is not None, 0)
+        return RecordedRollout(
+            graph, held, act, step, completion is not None, modes(self._device), 0
+        )
+
+    def _is_held_by(self, held: HeldState) -> bool:
+        """Make the tensors of another graph the present state; return whether they can be."""
+        try:
+            return not held.take_in(self._roots)
+        except Unlike:
+            return False
 
     def _contents(self, tensors: Mapping[str, torch.Tensor]) -> Contents:
         """Return the contents of tensors, of generators, and of the clock."""
@@ -466,10 +503,10 @@ class Trial:
                 rows[0].copy_(rows[lane.T])
 
     def _check_values(self, held: HeldState, now: Survey) -> None:
-        changes = compare(held.found, now)
-        if changes.problem:
+        problem = compare(held.found, now).problem or held.unlike(now)
+        if problem:
             held.set_back()
-            raise _Unequal(changes.problem)
+            raise _Unequal(problem)
 
     def _compare(
         self, held: HeldState, contents: Contents, block: torch.Tensor, number: int
@@ -510,12 +547,15 @@ def _host_streams(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def hindrance(env: EnvBatch, kinds: Mapping[str, Any]) -> str:
+def hindrance(env: EnvBatch, kinds: Mapping[str, Any], between: str = "") -> str:
     """Return why no rollout of an env batch can be recorded; "" if nothing says so.
 
     Args:
         kinds: the kinds of graphs, by type of device.
+        between: see ``recorder_for``.
     """
+    if between:
+        return f"{between} needs Python between two steps"
     device = env.spec.device
     if device is None:
         return (
@@ -539,13 +579,17 @@ def recorder_for(
     mode: Capture,
     lose: Callable[[], None],
     kinds: Mapping[str, Callable[[torch.device], GraphPool]],
+    between: str = "",
 ) -> GraphRecorder:
     """Return the recorder of a group.
+
+    Args:
+        between: an option that is called between two steps; "": there is none.
 
     Raises:
         BadOption: ``capture=True``, and no rollout can be recorded.
     """
-    reason = hindrance(env, kinds)
+    reason = hindrance(env, kinds, between)
     device = env.spec.device or torch.device("cpu")
     if not reason:
         return GraphRecorder(env, kinds[device.type](device), device, mode, lose)

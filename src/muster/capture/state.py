@@ -8,17 +8,18 @@ containers. Two surveys show what a rollout did:
 - a tensor that is the same object may have other contents, which ``Contents`` saves and restores.
 - a plain value that differs was changed by Python, which a recorded graph does not run.
 
-Objects without attributes that Python can see (handles of C++ libraries, arrays of other packages)
-are listed in ``opaque``.
+Everything that is reachable leaves a trace in it: constants themselves, the type of every other
+object, the code of functions. So nothing can be replaced by something else without a difference.
+Objects that cannot be looked into (handles of C++ libraries) are listed in ``opaque``.
+
+State is also found where no attribute leads: attributes of the user's classes, and globals that
+their methods, or functions that these call, refer to.
 """
 
 from __future__ import annotations
 
 import enum
-import functools
 import logging
-import pickle
-import random
 import threading
 import types
 import weakref
@@ -32,25 +33,12 @@ import numpy as np
 import torch
 
 from muster.memory.slots import Lane, Slot
-from muster.utils.devices import with_index
 
-MOST_ENTRIES = 50_000  # of a survey
-MOST_DEPTH = 60
 SHOWN = 60  # characters of a value in a message
-SMALL_BYTES = 1 << 16  # of arrays in host memory that are compared before each replay
+SMALL_BYTES = (
+    1 << 16
+)  # of larger arrays in host memory, a sample is compared before each replay
 LARGE_BYTES = 1 << 24  # of larger arrays in host memory, only some values are compared
-# packages whose objects a rollout changes without effect on its rows: caches, guards, locks
-NOT_OPENED = (
-    "torch._dynamo",
-    "torch._inductor",
-    "torch._functorch",
-    "torch.fx",
-    "torch.cuda.graphs",
-    "logging",
-    "threading",
-    "importlib",
-    "muster.observing",
-)
 CONSTANTS = (
     bool,
     int,
@@ -73,7 +61,6 @@ CONSTANTS = (
     torch.memory_format,
 )
 WITHOUT_STATE = (
-    types.ModuleType,
     types.CodeType,
     types.FrameType,
     types.WrapperDescriptorType,
@@ -83,7 +70,6 @@ WITHOUT_STATE = (
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
     types.MappingProxyType,
-    property,
     weakref.ref,
     logging.Logger,
     type(threading.Lock()),
@@ -112,11 +98,10 @@ class Entries:
         if len(now) != len(saved):
             return False
         if isinstance(now, dict):
-            for key, old in saved.items():
-                new = now.get(key, _MISSING)
-                if new is not old and not _is_same_constant(old, new):
-                    return False
-            return True
+            if any(a is not b and a != b for a, b in zip(saved, now, strict=True)):
+                return False  # the order counts, too
+            saved = saved.values()
+            now = now.values()
         for old, new in zip(saved, now, strict=True):
             if new is not old and not _is_same_constant(old, new):
                 return False
@@ -129,8 +114,10 @@ class Entries:
             container.cell_contents = value
         elif isinstance(container, (dict, list, deque)):
             container[key] = value
+        elif isinstance(container, np.ndarray):
+            container.flat[key] = value
         else:
-            setattr(container, key, value)
+            object.__setattr__(container, key, value)  # it may be frozen
         self.saved = self._now()
 
     def set_back(self) -> None:
@@ -148,9 +135,15 @@ class Entries:
         elif isinstance(container, set):
             container.clear()
             container.update(self.saved)
+        elif isinstance(container, np.ndarray):
+            for number, value in enumerate(self.saved):
+                container.flat[number] = value
         else:
+            for name in slots_of(container):
+                if name not in self.saved:
+                    object.__delattr__(container, name)
             for name, value in self.saved.items():
-                setattr(container, name, value)
+                object.__setattr__(container, name, value)
 
     def _now(self) -> Any:
         container = self.container
@@ -165,7 +158,9 @@ class Entries:
             return list(container)
         if isinstance(container, set):
             return list(container)
-        return {name: getattr(container, name) for name in _slots_of(container)}
+        if isinstance(container, np.ndarray):
+            return list(container.flat)
+        return {name: getattr(container, name) for name in slots_of(container)}
 
 
 @dataclass
@@ -175,12 +170,15 @@ class Survey:
     Attributes:
         tensors: tensors on the device.
         generators: generators of torch on the device.
-        values: what Python changes: constants, lengths of containers, digests of arrays, of tensors
-            in host memory, and of generators there.
+        values: what Python changes: constants, types, lengths of containers, digests of arrays, of
+            tensors in host memory, and of generators there.
         entries: entries of all mutable containers.
+        objects: mutable containers, and objects with attributes.
         shared: attributes of classes, and globals of functions: owner, name and value.
-        arrays: small arrays and tensors in host memory.
+        arrays: arrays and tensors in host memory that are compared before each replay, with a
+            digest of a sample.
         places: the entries and the key of each tensor that is directly in a mutable container.
+        fixed: tensors whose names cannot be set back.
         opaque: types of objects that cannot be looked into.
         problem: why the state cannot be known; "" if it can.
     """
@@ -190,10 +188,36 @@ class Survey:
     values: dict[str, Any] = field(default_factory=dict)
     entries: list[Entries] = field(default_factory=list)
     shared: list[tuple[type | dict[str, Any], str, Any]] = field(default_factory=list)
-    arrays: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    arrays: dict[str, tuple[Any, Digest]] = field(default_factory=dict)
     places: dict[str, tuple[Entries, Any]] = field(default_factory=dict)
+    fixed: set[str] = field(default_factory=set)
     opaque: dict[str, str] = field(default_factory=dict)
     problem: str = ""
+
+    def give_up(self, problem: str) -> None:
+        """The state cannot be known; the first problem is kept."""
+        self.problem = self.problem or problem
+
+    def note(self, path: str, value: Any) -> None:
+        """Note a value at a path, or beside it, if another value has this path."""
+        self.values[self.free(path, self.values)] = value
+
+    def note_array(self, path: str, array: Any, *, watched: bool) -> None:
+        """Note an array in host memory; ``watched``: it is compared before each replay."""
+        path = self.free(path, self.values)
+        self.values[path] = digest(array)
+        if watched:
+            self.arrays[path] = array, digest(array, SMALL_BYTES)
+
+    @staticmethod
+    def free(path: str, taken: Mapping[str, Any]) -> str:
+        """Return a path that nothing has yet: an attribute can have the name of a closure's
+        variable.
+        """
+        while path in taken:
+            path += "'"
+        return path
 
     def own(self, path: str) -> None:
         """Replace a tensor by a copy, which shares memory with no other.
@@ -202,7 +226,10 @@ class Survey:
             ValueError: it is in a tuple.
         """
         if path not in self.places:
-            raise ValueError(f"{path} is in a tuple, and shares memory with others")
+            raise ValueError(
+                f"{path} shares memory with others, and is in a tuple, a global, or an array of"
+                " another package"
+            )
         entries, key = self.places[path]
         with torch.inference_mode(False):  # the environment may write into it
             self.tensors[path] = self.tensors[path].detach().clone()
@@ -231,251 +258,9 @@ class Survey:
             if now is not value and not _is_same_constant(value, now):
                 return False
         return all(
-            _digest(array) == self.values[path] for path, array in self.arrays.items()
+            digest(array, SMALL_BYTES) == sample
+            for array, sample in self.arrays.values()
         )
-
-
-def survey(roots: Mapping[str, Any], device: torch.device) -> Survey:
-    """Return what is reachable from ``roots``, whose names begin the paths, for rollouts on
-    ``device``.
-    """
-    walk = _Walk(device)
-    for name, root in roots.items():
-        walk.visit(root, name, 0)
-    return walk.found
-
-
-class _Walk:
-    """Visits every reachable object once; a tensor or constant at each of its paths."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.found = Survey()
-        self._device = with_index(device)
-        self._seen: dict[
-            int, Any
-        ] = {}  # the objects, too: an id belongs to a living object
-        self._visited = 0
-
-    def visit(self, obj: Any, path: str, depth: int) -> None:
-        found = self.found
-        self._visited += 1
-        if self._visited > MOST_ENTRIES and not found.problem:
-            found.problem = (
-                f"more than {MOST_ENTRIES:,} objects are reachable, at {path}"
-            )
-        if found.problem:
-            return
-        if isinstance(obj, CONSTANTS):
-            found.values[path] = obj
-            return
-        if isinstance(obj, torch.Tensor):
-            self._note_tensor(obj, path)
-            return
-        if isinstance(obj, WITHOUT_STATE) or _is_from(obj, NOT_OPENED):
-            return
-        if not isinstance(obj, tuple):  # equal tuples can be one object
-            if id(obj) in self._seen:
-                return
-            self._seen[id(obj)] = obj
-        if depth > MOST_DEPTH:
-            found.problem = f"objects are nested more than {MOST_DEPTH} deep, at {path}"
-            return
-        if _is_from(obj, ("jax", "jaxlib")):
-            found.problem = f"{path} is of JAX, whose operations are not torch's"
-            return
-        if self._note_random_state(obj, path):
-            return
-        self._open(obj, path, depth + 1)
-
-    def _note_tensor(self, tensor: torch.Tensor, path: str) -> None:
-        if with_index(tensor.device) == self._device:
-            self.found.tensors[path] = tensor
-        elif tensor.device.type == "cpu" and tensor.layout is torch.strided:
-            self._note_array(tensor, path)
-        else:
-            self.found.opaque[path] = f"a tensor on {tensor.device}"
-
-    def _note_array(self, array: Any, path: str) -> None:
-        self.found.values[path] = _digest(array)
-        if array.nbytes <= SMALL_BYTES and not path.startswith("adapter"):
-            self.found.arrays[path] = array
-
-    def _note_random_state(self, obj: Any, path: str) -> bool:
-        """Note the state of a generator; return whether ``obj`` is one."""
-        if isinstance(obj, torch.Generator):
-            if with_index(obj.device) == self._device:
-                self.found.generators[path] = obj
-            else:
-                self.found.values[path] = _digest(obj.get_state().cpu().numpy())
-            return True
-        state: Any = None
-        if isinstance(obj, np.random.Generator):
-            state = obj.bit_generator.state
-        elif isinstance(obj, np.random.RandomState):
-            state = obj.get_state(legacy=False)
-        elif isinstance(obj, np.random.BitGenerator):
-            state = obj.state
-        elif isinstance(obj, random.Random):
-            state = obj.getstate()
-        if state is None:
-            return False
-        self.found.values[path] = RandomState(zlib.crc32(pickle.dumps(state)))
-        return True
-
-    def _open(self, obj: Any, path: str, depth: int) -> None:
-        """Visit the parts of an object."""
-        if isinstance(obj, np.ndarray):
-            if obj.dtype == object:
-                self._visit_all(enumerate(obj.flat), path, depth)
-            else:
-                self._note_array(obj, path)
-        elif isinstance(obj, tuple):
-            self.found.values[f"{path}()"] = Length(len(obj))
-            self._visit_all(enumerate(obj), path, depth)
-        elif isinstance(obj, frozenset):
-            self.found.values[path] = obj
-        elif isinstance(obj, (dict, list, deque, set)):
-            self._open_container(obj, path, depth)
-        elif isinstance(obj, functools.partial):
-            self.visit(obj.func, path, depth)
-            self.visit(obj.args, f"{path}.args", depth)
-            self.visit(obj.keywords, f"{path}.keywords", depth)
-        elif isinstance(obj, types.MethodType):
-            self.visit(obj.__self__, path, depth)
-            self.visit(obj.__func__, path, depth)
-        elif isinstance(obj, types.BuiltinFunctionType):
-            self.visit(obj.__self__, path, depth)  # a tensor's method, or a module
-        elif isinstance(obj, types.FunctionType):
-            self._open_function(obj, path, depth)
-        else:
-            self._open_object(obj, path, depth)
-
-    def _open_container(self, obj: Any, path: str, depth: int) -> None:
-        within = Entries(obj)
-        self.found.entries.append(within)
-        self.found.values[f"{path}()"] = Length(len(obj))
-        if isinstance(obj, set):
-            constant = all(isinstance(part, CONSTANTS) for part in obj)
-            if constant:
-                self.found.values[path] = frozenset(obj)
-            else:
-                self.found.opaque[path] = "a set of objects"
-            return
-        parts = obj.items() if isinstance(obj, dict) else enumerate(obj)
-        self._visit_all(parts, path, depth, within)
-
-    def _visit_all(
-        self,
-        parts: Iterable[tuple[Any, Any]],
-        path: str,
-        depth: int,
-        within: Entries | None = None,
-    ) -> None:
-        for key, part in list(parts):
-            shown = repr(key) if isinstance(key, CONSTANTS) else type(key).__name__
-            self._visit_entry(within, key, part, f"{path}[{shown}]", depth)
-
-    def _visit_entry(
-        self, within: Entries | None, key: Any, part: Any, path: str, depth: int
-    ) -> None:
-        if within is not None and isinstance(part, torch.Tensor):
-            self.found.places[path] = (within, key)
-        self.visit(part, path, depth)
-
-    def _open_function(
-        self, function: types.FunctionType, path: str, depth: int
-    ) -> None:
-        compiled = function.__dict__.get("_torchdynamo_orig_callable")
-        if compiled is not None:
-            self.visit(compiled, path, depth)
-            return
-        names = function.__code__.co_freevars
-        for name, cell in zip(names, function.__closure__ or (), strict=True):
-            if id(cell) in self._seen:
-                continue
-            self._seen[id(cell)] = cell
-            entries = Entries(cell)
-            self.found.entries.append(entries)
-            for content in entries.saved:
-                self._visit_entry(entries, 0, content, f"{path}.{name}", depth)
-        self.visit(function.__defaults__ or (), f"{path}.__defaults__", depth)
-        if function.__dict__:
-            self._open_attributes(function.__dict__, path, depth)
-        for name in function.__code__.co_names:
-            used = function.__globals__.get(name)
-            if isinstance(
-                used, (torch.Tensor, torch.Generator, torch.nn.Module, float, int, list)
-            ):
-                self.found.shared.append((function.__globals__, name, used))
-                self.visit(used, f"{path}: global {name}", depth)
-
-    def _open_object(self, obj: Any, path: str, depth: int) -> None:
-        attributes = getattr(obj, "__dict__", None)
-        slots = _slots_of(obj)
-        if not isinstance(attributes, dict) and not slots:
-            if type(obj).__module__ != "builtins":
-                self.found.opaque[path] = type(obj).__qualname__
-            return
-        if isinstance(attributes, dict):
-            self._open_attributes(attributes, path, depth)
-        if slots:
-            entries = Entries(obj)
-            self.found.entries.append(entries)
-            for name, value in entries.saved.items():
-                self._visit_entry(entries, name, value, f"{path}.{name}", depth)
-        self._open_class(type(obj), path, depth)
-
-    def _open_attributes(
-        self, attributes: dict[str, Any], path: str, depth: int
-    ) -> None:
-        within = Entries(attributes)
-        self.found.entries.append(within)
-        for name, value in list(attributes.items()):
-            if name in ("_parameters", "_buffers", "_modules") and isinstance(
-                value, dict
-            ):
-                parts = Entries(value)
-                self.found.entries.append(parts)
-                for key, part in list(value.items()):
-                    self._visit_entry(parts, key, part, f"{path}.{key}", depth)
-                continue
-            self._visit_entry(within, name, value, f"{path}.{name}", depth)
-
-    def _open_class(self, cls: type, path: str, depth: int) -> None:
-        """Visit the attributes of the user's classes that objects share, such as counters."""
-        for base in cls.__mro__:
-            if (
-                id(base) in self._seen
-                or base.__module__.partition(".")[0] in _LIBRARIES
-            ):
-                continue
-            self._seen[id(base)] = base
-            for name, value in list(vars(base).items()):
-                kinds = (
-                    bool,
-                    int,
-                    float,
-                    str,
-                    list,
-                    dict,
-                    torch.Tensor,
-                    torch.Generator,
-                )
-                if isinstance(value, kinds) and not name.startswith("__"):
-                    self.found.shared.append((base, name, value))
-                    self.visit(value, f"type({path}).{name}", depth)
-
-
-_LIBRARIES = (
-    "builtins",
-    "torch",
-    "tensordict",
-    "torchrl",
-    "gymnasium",
-    "abc",
-    "typing",
-    "muster",
-)
 
 
 def _looked_up(owner: type | dict[str, Any], name: str) -> Any:
@@ -494,22 +279,53 @@ class Digest(int):
     """A digest of the contents of an array."""
 
 
-def _digest(array: Any) -> Digest:
+class Order(tuple[str, ...]):
+    """The keys of a dict."""
+
+
+class Identity:
+    """Some objects, which are equal only to themselves."""
+
+    def __init__(self, *objects: Any) -> None:
+        self._objects = {id(each): each for each in objects}
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Identity)
+            and self._objects.keys() == other._objects.keys()
+        )
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._objects))
+
+
+def digest(array: Any, most: int = LARGE_BYTES) -> Digest:
+    """Return a digest of the contents of an array, of a tensor in host memory, or of an object that
+    shows its memory; of more than ``most`` bytes, that of some of its values.
+    """
     if isinstance(array, torch.Tensor):
-        array = array.detach().numpy(force=True)
-    about = f"{array.shape} {array.dtype.str}".encode()
-    if array.nbytes > LARGE_BYTES:
-        flat = array.reshape(-1)
-        array = flat[:: max(1, array.nbytes // LARGE_BYTES)]
+        about = f"{tuple(array.shape)} {array.dtype}".encode()
+        flat = array.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        array = flat.view(torch.uint8).numpy()
+    elif isinstance(array, np.ndarray):
+        about = f"{array.shape} {array.dtype.str}".encode()
+    else:
+        with memoryview(array) as view:
+            return Digest(zlib.crc32(view.tobytes(), view.nbytes))
+    if array.nbytes > most:
+        flat_array = array.reshape(-1) if array.flags.c_contiguous else array
+        array = flat_array[:: -(-array.nbytes // most)]
     return Digest(zlib.crc32(np.ascontiguousarray(array).tobytes(), zlib.crc32(about)))
 
 
-def _is_from(obj: Any, packages: Iterable[str]) -> bool:
+def is_from(obj: Any, packages: Iterable[str]) -> bool:
+    """Return whether the type of an object is defined in one of these packages or modules."""
     module = type(obj).__module__
     return any(module == name or module.startswith(f"{name}.") for name in packages)
 
 
-def _slots_of(obj: Any) -> list[str]:
+def slots_of(obj: Any) -> list[str]:
+    """Return the names of an object's slots that have values."""
     names: list[str] = []
     for cls in type(obj).__mro__:
         own = cls.__dict__.get("__slots__", ())
@@ -521,18 +337,26 @@ def _slots_of(obj: Any) -> list[str]:
 
 
 def _is_same_constant(a: Any, b: Any) -> bool:
-    if type(a) is not type(b) or not isinstance(a, (*CONSTANTS, frozenset)):
+    if type(a) is not type(b) or not isinstance(a, _COMPARED):
         return False
     return bool(a == b) or bool(a != a and b != b)
 
 
+_COMPARED = (*CONSTANTS, frozenset, Identity, Order, types.CodeType)
+
+
 def _set_back_dict(container: dict[Any, Any], saved: dict[Any, Any]) -> None:
-    """Set the entries, also of a dict whose order matters."""
+    """Set the entries, in their order."""
     for key in [key for key in container if key not in saved]:
         del container[key]
+    if list(container) != [key for key in saved if key in container]:
+        container.clear()
     for key, value in saved.items():
         if key not in container or container[key] is not value:
             container[key] = value
+    if list(container) != list(saved):
+        container.clear()
+        container.update(saved)
 
 
 # --- two surveys ----------------------------------------------------------------------------------
@@ -546,11 +370,13 @@ class Changes:
         replaced: paths of tensors that are other objects now.
         problem: a change that a graph cannot repeat, with its path; "" if there is none.
         settles: the problem may be one of the first rollouts only: attributes that were new.
+        moved: paths of containers and objects that are others now.
     """
 
     replaced: tuple[str, ...] = ()
     problem: str = ""
     settles: bool = False
+    moved: tuple[str, ...] = ()
 
 
 def compare(before: Survey, after: Survey) -> Changes:
@@ -578,11 +404,18 @@ def compare(before: Survey, after: Survey) -> Changes:
             return Changes(
                 problem=f"{path}: {_kind(tensor)} -> {_kind(now)} in a rollout"
             )
+        if path in before.fixed:
+            return Changes(problem=f"{path} is another tensor after a rollout")
         replaced.append(path)
     for kind in ("values", "tensors", "generators"):
         for path in getattr(after, kind).keys() - getattr(before, kind).keys():
             return Changes(problem=f"{path} appeared in a rollout", settles=True)
-    return Changes(tuple(replaced))
+    moved = tuple(
+        path
+        for path, obj in before.objects.items()
+        if path in after.objects and after.objects[path] is not obj
+    )
+    return Changes(tuple(replaced), moved=moved)
 
 
 def _change_text(path: str, old: Any, new: Any, after: Survey) -> str:
@@ -591,6 +424,10 @@ def _change_text(path: str, old: Any, new: Any, after: Survey) -> str:
         now = after.values.get(path)
         length = "no container" if now is None else f"{int(now)}"
         return f"{where}: {int(old)} entries -> {length}"
+    if isinstance(old, Order):
+        return f"{path} of its entries changes"
+    if isinstance(old, Identity):
+        return f"{path} is another object"
     if isinstance(old, RandomState):
         return f"{path} draws random numbers on the host"
     if isinstance(old, Digest):

@@ -667,7 +667,8 @@ def _check_objects(o: CollectorOptions) -> None:
         if o.has_workers:
             raise BadOption(
                 "capture=True is for a Collector: rows that worker processes and threads fill are"
-                " in host memory. Leave it out."
+                " in host memory, and a graph cannot write there. Step all environments of the"
+                " device as one batch in a Collector, or leave it out."
             )
     if o.cudagraph_policy not in (None, False) and not torch.cuda.is_available():
         raise BadOption(

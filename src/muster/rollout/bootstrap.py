@@ -25,7 +25,7 @@ from muster.rng import GroupRng
 from muster.rollout.acting import is_own
 from muster.rollout.context import RolloutContext
 from muster.rollout.group import Group
-from muster.rollout.loop import rollout
+from muster.rollout.loop import RolloutRecorder, rollout
 from muster.rollout.progress import Phase
 from muster.rollout.request import Bootstrap, RolloutOutcome, RolloutRequest
 from muster.rollout.running import places_of
@@ -178,18 +178,22 @@ def rollout_and_values(
     wanted: Bootstrap,
     tally: Tally,
     valued_by: Policy | None,
+    recorder: RolloutRecorder | None = None,
 ) -> tuple[RolloutOutcome, BootstrapRows]:
     """Run ``rollout`` unless it is complete, and return its outcome and the ``wanted`` rows.
 
     Args:
         valued_by: evaluates the rows; None: the caller has to fill in their values.
+        recorder: see ``rollout``.
     """
     if lane.done_steps == 0:
         lane.cache.pop(COMPLETE, None)
     rows = NextRows(group, lane, wanted)
     outcome: RolloutOutcome | None = lane.cache.get(COMPLETE)
     if outcome is None:
-        outcome = rollout(group, policy, request, lane, tally, listener=rows)
+        outcome = rollout(
+            group, policy, request, lane, tally, listener=rows, recorder=recorder
+        )
         # the group's clock has advanced, and must not do so again if the values fail
         lane.cache[COMPLETE] = outcome
     phase = group.progress.begin(Phase.POLICY)

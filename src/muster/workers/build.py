@@ -235,10 +235,21 @@ def recorders_for(
     from muster.capture.graph import GRAPHS
     from muster.capture.recording import recorder_for
 
-    return {
-        group.number: recorder_for(group.env, options.capture, group.reset, GRAPHS)
-        for group in groups
-    }
+    recorders = {}
+    for group in groups:
+        between = {
+            "on_step": group.options.on_step is not None,
+            "interruptor": group.options.interruptor is not None,
+            "cudagraph_policy": options.cudagraph_policy not in (None, False),
+        }
+        recorders[group.number] = recorder_for(
+            group.env,
+            options.capture,
+            group.reset,
+            GRAPHS,
+            next((name for name, is_given in between.items() if is_given), ""),
+        )
+    return recorders
 
 
 def build_policy(

@@ -369,7 +369,14 @@ class Worker:
                 return rollout(group, policy, request, lane, tally), None
             valued_by = None if isinstance(policy, ServedPolicy) else policy
             return rollout_and_values(
-                group, policy, request, lane, request.bootstrap, tally, valued_by
+                group,
+                policy,
+                request,
+                lane,
+                request.bootstrap,
+                tally,
+                valued_by,
+                self._recorders.get(group.number),
             )
 
     def group(self, number: int) -> Group:
