@@ -43,15 +43,25 @@ class LastRollouts:
         self.contributors: list[int] = []
         self.env_ids: Array = np.concatenate([counts.env_ids for counts in counters])
         self.lag: Counter[int] = Counter()
+        # number of publishes when ``repeat`` has found the age of the weights; -1: not yet
+        self._publishes = -1
+        self._repeated = 0
 
     def repeat(self, weights: PolicyWeights) -> None:
         """Take the same results again, of rollouts of one group."""
-        (result,) = self.results
+        if weights.publishes != self._publishes:
+            (result,) = self.results
+            self._repeated = self._lag_of(result, weights)
+            self._publishes = weights.publishes
+        self.lag[self._repeated] += 1
+
+    def _lag_of(self, result: RolloutResult, weights: PolicyWeights) -> int:
+        """Return the age of the weights of a result, which its group has now."""
         lag = weights.lag(result.version)
         counts = self._counters[result.group]
         if counts.lag != lag:
             counts.acted_with_lag(lag)
-        self.lag[lag] += 1
+        return lag
 
     @property
     def path(self) -> str:
@@ -92,17 +102,14 @@ class LastRollouts:
                 continue
             if result.episodes is not NO_EPISODES:
                 episodes.append(result.episodes)
-            lag = weights.lag(result.version)
-            counts = self._counters[result.group]
-            if counts.lag != lag:
-                counts.acted_with_lag(lag)
-            most = max(most, lag)
+            most = max(most, self._lag_of(result, weights))
         if groups != self.contributors:
             self.contributors = groups
             self.env_ids = np.concatenate(
                 [self._counters[number].env_ids for number in groups]
             )
         self.results = results
+        self._publishes = -1
         self.hidden = hidden
         self.lag[most] += 1
         return frames, episodes
