@@ -255,22 +255,13 @@ class MemoryWriter:
             self._write_part(lane, begin, n, group)
             return
         for t in range(begin, end):
-            copier = self._row_copier(lane, group)
+            copier: RowCopier | None = lane.cache.get(self)
             if copier is None or not copier.write(t):
                 self._write_part(lane, t, 1, group)
 
     def _write_part(self, lane: Lane, begin: int, n: int, group: int) -> None:
         result = RolloutResult(0, group, frames=n * lane.B, rows=n)
         self._write_lane(lane, begin, result, goes_on=True)
-
-    def _row_copier(self, lane: Lane, group: int) -> RowCopier | None:
-        """Return what writes further rows of a lane, of which ``write_lane`` has written one; None:
-        ``write_lane`` has to.
-        """
-        copier: RowCopier | None = lane.cache.get(self)
-        if copier is None or not copier.is_current(self._known.get(group)):
-            return None
-        return copier
 
     def _write_row(
         self, ring: Ring, lane: Lane, t: int, result: RolloutResult, known: _Known
@@ -376,16 +367,17 @@ class LaneRows:
         if memory.owed is not self:
             with memory.lock:
                 memory.owe(self)
-                self.write()
+                self._write()
 
     def write(self) -> None:
-        begin = self._begin
+        if self._begin != self.end:
+            with postponed():  # the user's thread may be the one that reads
+                self._write()
+
+    def _write(self) -> None:
         end = self.end
-        if begin == end:
-            return
-        with postponed():  # the user's thread may be the one that reads
-            self._writer.write_rows(self._lane, begin, end, self._group)
-            self._begin = end
+        self._writer.write_rows(self._lane, self._begin, end, self._group)
+        self._begin = end
 
 
 class _Known:
@@ -487,7 +479,7 @@ class RowCopier:
             memory_there, rows, size, _ = at_place
             self._copies.append((memory_there, rows[1:], size, size))
 
-    def is_current(self, known: _Known | None) -> bool:
+    def is_current(self, known: _Known) -> bool:
         """Whether it copies after what was written last."""
         return known is self._known and self._memory.rings is self._rings
 
