@@ -20,6 +20,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.random import mtrand
 
 from muster.utils.private_names import VARIABLE, usable
 
@@ -36,6 +37,9 @@ TORCH_HEAD = 24  # of a state of torch's: seed, position and flags
 TORCH_BYTES = 2620  # of a generator's memory, in which its words are searched
 TORCH_BEFORE = 20  # seed and position, before the words
 TORCH_BEHIND = 24  # the cached normal numbers, behind them
+TORCH_PROBE = (
+    TORCH_BEFORE + 8 * 4
+)  # as ``MT_PROBE``: any draw changes it, or the cached numbers
 
 
 # The user's generators, saved while a group's streams replace them: NumPy's stream, the states of
@@ -188,7 +192,7 @@ class GroupRng:
     def install(self) -> UserStreams:
         """Replace the global streams by the group's, until ``remove`` is called with the result."""
         numpy_user = _user_numpy
-        if numpy_user.bit_generator is not np.random.mtrand.get_bit_generator():
+        if numpy_user.bit_generator is not mtrand.get_bit_generator():
             numpy_user = _user_stream()
         numpy_user.give_way_to(self._legacy)
         python_user = _user_python.exchange(self._python, self._users_python)
@@ -250,7 +254,7 @@ class _NumpyStream:
         memory = self._memory
         if memory is None or self.in_hand or memory.raw != self._seen:
             self._remember()
-        np.random.mtrand.set_bit_generator(other.bit_generator)
+        mtrand.set_bit_generator(other.bit_generator)
         if other.in_hand:
             np.random.set_state({**np.random.get_state(legacy=False), **other.in_hand})
 
@@ -350,42 +354,48 @@ class _TorchStream:
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
-        self._memory = _torch_memory(generator)
-        self._seen = b""
+        self._set = generator.set_state
+        self._probes = _torch_probes(generator)
+        self._seen = (b"", b"")
         self._state: Any = None
 
     def exchange(self, state: torch.Tensor) -> torch.Tensor:
         """Set a state, and return the one before; neither is ever written to."""
-        memory = self._memory
         before: torch.Tensor
-        if memory is None:
+        if self._probes is None:
             before = self._generator.get_state()
-            self._generator.set_state(state)
+            self._set(state)
             return before
-        if memory.raw != self._seen:
+        head, tail = self._probes
+        if (head.raw, tail.raw) != self._seen:
             self._state = self._generator.get_state()
         before = self._state
-        self._generator.set_state(state)
+        self._set(state)
         self._state = state
-        self._seen = memory.raw
+        self._seen = (head.raw, tail.raw)
         return before
 
 
-def _torch_memory(generator: Any) -> Any:
-    """Return the memory of a generator of torch's from its seed to its cached normal numbers, to
-    read; None: unknown.
+def _torch_probes(generator: Any) -> tuple[Any, Any] | None:
+    """Return what is read of the memory of a generator of torch's, one part of which changes with
+    any draw: from its seed to its first words, and its cached normal numbers. None: unknown.
     """
-    found = _torch_span()
-    if found is None:
+    begin = _torch_begin()
+    if begin is None:
         return None
-    begin, size = found
-    return (ctypes.c_char * size).from_address(generator._cdata + begin)
+    return _probes_at(generator._cdata + begin)
+
+
+def _probes_at(address: int) -> tuple[Any, Any]:
+    behind = address + TORCH_BEFORE + 624 * 4
+    head = (ctypes.c_char * TORCH_PROBE).from_address(address)
+    tail = (ctypes.c_char * TORCH_BEHIND).from_address(behind)
+    return head, tail
 
 
 @cache
-def _torch_span() -> tuple[int, int] | None:
-    """The first byte of that memory, from the address of the generator, and its size; None:
-    unknown.
+def _torch_begin() -> int | None:
+    """The first byte of that memory, from the address of the generator; None: unknown.
 
     As in ``_python_offset``, a known state is searched. What is before and behind its words is
     found by drawing: each draw has to change a byte.
@@ -400,19 +410,19 @@ def _torch_span() -> tuple[int, int] | None:
     if found < TORCH_BEFORE:
         return None
     begin = found - TORCH_BEFORE
-    size = TORCH_BEFORE + len(expected) + TORCH_BEHIND
-    memory = (ctypes.c_char * size).from_address(sample._cdata + begin)
+    head, tail = _probes_at(sample._cdata + begin)
     draws: list[Callable[[], Any]] = [lambda: torch.rand(1, generator=sample)]
     for dtype in (torch.float32, torch.float64):
         for _ in range(2):  # the second one is cached by the first
             draws.append(partial(torch.randn, 1, generator=sample, dtype=dtype))
+    draws.append(lambda: torch.rand(624, generator=sample))
     draws.append(lambda: sample.manual_seed(1))
     for draw in draws:
-        before = memory.raw
+        before = head.raw, tail.raw
         draw()
-        if memory.raw == before:
+        if (head.raw, tail.raw) == before:
             return None
-    return begin, size
+    return begin
 
 
 @cache
@@ -423,7 +433,7 @@ def _user_torch() -> _TorchStream:
 def _user_stream() -> _NumpyStream:
     """Return the stream that is installed now, from here on ``_user_numpy``."""
     global _user_numpy
-    _user_numpy = _NumpyStream(np.random.mtrand.get_bit_generator())
+    _user_numpy = _NumpyStream(mtrand.get_bit_generator())
     return _user_numpy
 
 
@@ -445,7 +455,7 @@ def global_streams() -> dict[str, Any]:
 
     Torch's only if it is loaded.
     """
-    bits = np.random.mtrand.get_bit_generator()
+    bits = mtrand.get_bit_generator()
     numpy = (
         ctypes.string_at(bits.ctypes.state_address, 625 * 4)
         if type(bits) is np.random.MT19937

@@ -376,5 +376,80 @@ def test_ids_of_two_collectors_do_not_make_their_rows_one_episode():
     assert steps.tolist() == [1.0] * 12
 
 
+READ: dict[str, Callable[[ReplayMemory, Any], Any]] = {
+    "len": lambda memory, _: len(memory),
+    "index": lambda memory, _: len(memory[:]),
+    "newest": lambda memory, _: len(memory.newest(99)),
+    "sample": lambda memory, _: len(memory.sample(300)["index"].unique()),
+    "iteration": lambda memory, _: len(list(memory)),
+    "state": lambda memory, _: memory.state_dict()["rings"][0]["hi"],
+    "text": lambda memory, _: int(repr(memory).split("(")[1].split(" ")[0]),
+    "save": lambda memory, path: saved_size(memory, path),
+}
+
+
+def saved_size(memory: ReplayMemory, path: Any) -> int:
+    memory.save(path / "memory")
+    other = ReplayMemory(100, seed=0)
+    other.load(path / "memory")
+    return len(other)
+
+
+@pytest.mark.parametrize("how", READ)
+def test_rows_that_are_written_late_are_there_when_the_memory_is_read(how, tmp_path):
+    memory = ReplayMemory(100, seed=0)
+    with Collector(
+        lambda: CountingEnv(5), None, frames_per_batch=1, replay_buffer=memory
+    ) as c:
+        for rows in (1, 2, 9, 10, 11, 30):
+            while c.stats().frames < rows:
+                c.next()
+            assert READ[how](memory, tmp_path) == rows
+
+
+def test_rows_that_are_written_late_are_there_after_the_end_of_the_collector():
+    memory = ReplayMemory(100)
+    with Collector(
+        lambda: CountingEnv(5), None, frames_per_batch=1, replay_buffer=memory
+    ) as c:
+        for _ in range(13):
+            c.next()
+    assert memory[:]["observation"][:, -1].tolist() == [t % 5 for t in range(13)]
+
+
+def test_clear_drops_rows_that_are_written_late():
+    memory = ReplayMemory(100)
+    with Collector(
+        lambda: CountingEnv(50), None, frames_per_batch=1, replay_buffer=memory
+    ) as c:
+        for _ in range(7):
+            c.next()
+        memory.clear()
+        assert not len(memory)
+        for _ in range(3):
+            c.next()
+        assert memory[:]["observation"][:, -1].tolist() == [7, 8, 9]
+
+
+def test_rows_that_are_written_late_have_the_priority_of_when_they_came():
+    memory = ReplayMemory(100, alpha=1.0, seed=0)
+    with Collector(
+        lambda: CountingEnv(50), None, frames_per_batch=1, replay_buffer=memory
+    ) as c:
+        c.next()
+        first = memory[0]["index"]
+        for _ in range(4):
+            c.next()
+        memory.update_priority([int(first)], 8.0)
+        drawn = memory.sample(6_000)["index"]
+        shares = [(drawn == first + t).float().mean().item() for t in range(5)]
+        assert shares == pytest.approx([8 / 12] + [1 / 12] * 4, abs=0.02)
+        c.next()
+        drawn = memory.sample(6_000)["index"]
+        assert (drawn == first + 5).float().mean().item() == pytest.approx(
+            0.4, abs=0.03
+        )
+
+
 def test_it_is_public():
     assert muster.ReplayMemory is ReplayMemory

@@ -227,7 +227,7 @@ class Engine:
             and not self.pipeline.needs_batches
         ):
             self._row_by_row = RowByRow(
-                local, self.memory, pool.counters[0], source.layout
+                local, self.memory, pool.counters[0], pool.numbers, source.layout
             )
         is_shown = self.pipeline.needs_batches and not pool.changes_memory
         if local is None and is_shown:
@@ -465,25 +465,30 @@ class Engine:
         with postponed():
             checkpoint()
             policy = self._who_acts(0)
-            if not rows.is_open:
-                assert self.memory is not None
-                if not self.memory.is_open:
-                    self._open(self.memory, policy)
+            assert self.memory is not None
+            if not self.memory.is_open:
+                self._open(self.memory, policy)
             version = self.weights.hold()
             try:
-                results = rows.collect(next(self.source.pool.numbers), policy, version)
+                results = rows.collect(policy, version)
             finally:
                 self.weights.release()
-            if results is not rows.quiet:
+            if results is not rows.usual:
                 self._put_results(results)
                 return
-            frames = rows.item.frames
+            item = rows.item
             if self.last.results is results:
                 self.last.repeat(self.weights)
-                self.ledger.collected(frames, closes=True, counts=True)
             else:
-                self._note(results, [], closes=True, counts=True)
-            self.pipeline.ready.append(rows.item)
+                self.last.replace(results, [], self.weights)
+            self.ledger.collected(item.frames, closes=True, counts=True)
+            ended = rows.ended
+            if ended is not NO_EPISODES:
+                self.ended.collect([ended], self.ledger.frames)
+                item = PipelineItem(None, (), item.frames, self.ended.collected)
+            elif self.ended.collected is not NO_EPISODES:
+                self.ended.collect((), self.ledger.frames)
+            self.pipeline.ready.append(item)
 
     def _put_results(self, results: Sequence[RolloutResult]) -> None:
         """Count the results of a row, and put its records into the pipeline.

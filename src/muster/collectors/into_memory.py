@@ -15,6 +15,7 @@ from muster.memory.ring import Ring
 from muster.memory.slots import Lane, Layout, as_tensor
 from muster.memory.specs import Array, Column
 from muster.rollout.marks import Final
+from muster.utils.interrupts import postponed
 from muster.workers.messages import RolloutResult
 from muster.workers.pool import Pool
 from muster.workers.schedule import FilledSlot
@@ -22,6 +23,7 @@ from muster.workers.schedule import FilledSlot
 MARGIN = 256  # rows of a ring beyond its capacity, for long rollouts
 UNKNOWN = 1 << 40  # steps before a row: more than any episode has
 DONE = next_of(("done",))
+FEW = 4  # rows, up to which they are written one by one
 
 
 class MemoryWriter:
@@ -108,6 +110,7 @@ class MemoryWriter:
 
     def forget(self) -> None:
         """The next rollouts may not continue those that were written."""
+        self._memory.catch_up()
         for known in self._known.values():
             known.forget()
 
@@ -138,6 +141,14 @@ class MemoryWriter:
         Args:
             goes_on: the rollout stays open for further rows.
         """
+        with self._memory.lock:
+            self._memory.catch_up()
+            self._write_lane(lane, first, result, goes_on=goes_on)
+
+    def _write_lane(
+        self, lane: Lane, first: int, result: RolloutResult, *, goes_on: bool
+    ) -> None:
+        """Write the rows of a result, after those that were late."""
         if lane.mirrored:
             lane.bring_to_host()
         with self._memory.lock:  # nothing is sampled between breaking off and writing
@@ -237,14 +248,30 @@ class MemoryWriter:
             begin = end
         known.wrote(ring, result.frames)
 
-    def row_copier(self, lane: Lane, group: int) -> RowCopier | None:
-        """Return what writes further rows of a lane, of which ``write_lane`` has written one; None:
-        ``write_lane`` has to.
+    def catch_up(self) -> None:
+        """Write the rows that are late; see ``LaneRows``."""
+        self._memory.catch_up()
+
+    def rows_after(self, lane: Lane, t: int, group: int) -> LaneRows:
+        """Return what takes the rows of a lane from ``t`` on, one after another: those of a rollout
+        that stays open, which ``write_lane`` has written until there.
         """
-        copier: RowCopier | None = lane.cache.get(self)
-        if copier is None or not copier.is_current(self._known.get(group)):
-            return None
-        return copier
+        return LaneRows(self, self._memory, lane, t, group)
+
+    def write_rows(self, lane: Lane, begin: int, end: int, group: int) -> None:
+        """Write rows of a rollout that stays open, each of which follows the one before it."""
+        n = end - begin
+        if n > FEW:
+            self._write_part(lane, begin, n, group)
+            return
+        for t in range(begin, end):
+            copier: RowCopier | None = lane.cache.get(self)
+            if copier is None or not copier.write(t):
+                self._write_part(lane, t, 1, group)
+
+    def _write_part(self, lane: Lane, begin: int, n: int, group: int) -> None:
+        result = RolloutResult(0, group, frames=n * lane.B, rows=n)
+        self._write_lane(lane, begin, result, goes_on=True)
 
     def _write_row(
         self, ring: Ring, lane: Lane, t: int, result: RolloutResult, known: _Known
@@ -308,6 +335,59 @@ class MemoryWriter:
             for rows in leaves.values():  # TorchRL has NaN there
                 as_tensor(rows)[~known] = 0
         return leaves
+
+
+class LaneRows:
+    """Rows of a rollout that stays open, on their way to the memory.
+
+    A row is written when the memory is read, with those that follow it: rows that are copied
+    together take a fraction of the time. If the memory was read since the row before, a row is written
+    at once. Implements ``LateRows``.
+
+    The collecting thread adds rows. Any thread that reads the memory writes those until then, with
+    its lock: they do not change any more.
+
+    Args:
+        begin: the first row.
+
+    Attributes:
+        end: the row that is added next.
+    """
+
+    def __init__(
+        self,
+        writer: MemoryWriter,
+        memory: ReplayMemory,
+        lane: Lane,
+        begin: int,
+        group: int,
+    ) -> None:
+        self._writer = writer
+        self._memory = memory
+        self._lane = lane
+        self._group = group
+        self._begin = begin  # those before it are written
+        self.end = begin
+
+    def add(self) -> None:
+        """Take the next row, which is complete."""
+        # first: see ``ReplayMemory.catch_up``
+        self.end += 1
+        memory = self._memory
+        if memory.owed is not self:
+            with memory.lock:
+                memory.owe(self)
+                self._write()
+
+    def write(self) -> None:
+        if self._begin != self.end:
+            with postponed():  # the user's thread may be the one that reads
+                self._write()
+
+    def _write(self) -> None:
+        end = self.end
+        self._writer.write_rows(self._lane, self._begin, end, self._group)
+        self._begin = end
 
 
 class _Known:
@@ -412,7 +492,7 @@ class RowCopier:
             memory_there, rows, size, _ = at_place
             self._copies.append((memory_there, rows[1:], size, size))
 
-    def is_current(self, known: _Known | None) -> bool:
+    def is_current(self, known: _Known) -> bool:
         """Whether it copies after what was written last."""
         return known is self._known and self._memory.rings is self._rings
 

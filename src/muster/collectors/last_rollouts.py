@@ -16,12 +16,15 @@ from muster.keys import Key
 from muster.memory.specs import Array
 from muster.observing.stats import CaptureStats
 from muster.rollout.marks import Final
+from muster.utils.interrupts import postponed
 from muster.weights.publish import PolicyWeights
 from muster.workers.counters import FrameCounters
 from muster.workers.messages import RolloutResult
 
 # batches whose records are on their way from a device at the same time
 MOST_UNREAD = 4
+# batches, or episodes of one, whose records are here, and are added to the statistics together
+MOST_TOGETHER = 64
 
 
 class LastRollouts:
@@ -43,15 +46,25 @@ class LastRollouts:
         self.contributors: list[int] = []
         self.env_ids: Array = np.concatenate([counts.env_ids for counts in counters])
         self.lag: Counter[int] = Counter()
+        # number of publishes when ``repeat`` has found the age of the weights; -1: not yet
+        self._publishes = -1
+        self._repeated = 0
 
     def repeat(self, weights: PolicyWeights) -> None:
         """Take the same results again, of rollouts of one group."""
-        (result,) = self.results
+        if weights.publishes != self._publishes:
+            (result,) = self.results
+            self._repeated = self._lag_of(result, weights)
+            self._publishes = weights.publishes
+        self.lag[self._repeated] += 1
+
+    def _lag_of(self, result: RolloutResult, weights: PolicyWeights) -> int:
+        """Return the age of the weights of a result, which its group has now."""
         lag = weights.lag(result.version)
         counts = self._counters[result.group]
         if counts.lag != lag:
             counts.acted_with_lag(lag)
-        self.lag[lag] += 1
+        return lag
 
     @property
     def path(self) -> str:
@@ -92,17 +105,14 @@ class LastRollouts:
                 continue
             if result.episodes is not NO_EPISODES:
                 episodes.append(result.episodes)
-            lag = weights.lag(result.version)
-            counts = self._counters[result.group]
-            if counts.lag != lag:
-                counts.acted_with_lag(lag)
-            most = max(most, lag)
+            most = max(most, self._lag_of(result, weights))
         if groups != self.contributors:
             self.contributors = groups
             self.env_ids = np.concatenate(
                 [self._counters[number].env_ids for number in groups]
             )
         self.results = results
+        self._publishes = -1
         self.hidden = hidden
         self.lag[most] += 1
         return frames, episodes
@@ -111,8 +121,8 @@ class LastRollouts:
 class EndedEpisodes:
     """The episodes that have ended: those of the last batch, and statistics of all.
 
-    Records that are on their way from a device are added to the statistics when they have arrived,
-    or when these are looked at.
+    Records are added to the statistics when these are read, or when there are many: adding each by
+    itself takes several times as long, and some may be on their way from a device.
 
     Attributes:
         collected: those of the last batch that was collected.
@@ -123,7 +133,7 @@ class EndedEpisodes:
         self._window = EpisodeWindow()
         self._curve = EpisodeCurve()
         # not in the statistics yet, with the number of frames until then
-        self._unread: deque[tuple[int, PendingEpisodes]] = deque()
+        self._unread: deque[tuple[int, Episodes]] = deque()
         self._reading = threading.Lock()  # other threads look at ``stats()``, too
         self.collected: Episodes = NO_EPISODES
         self.shown: Episodes = NO_EPISODES
@@ -133,15 +143,15 @@ class EndedEpisodes:
         if not episodes:
             self.collected = NO_EPISODES
             return
-        self.collected = join_episodes(episodes)
-        if isinstance(self.collected, PendingEpisodes):
-            self._unread.append((frames, self.collected))
+        collected = join_episodes(episodes)
+        self.collected = collected
+        self._unread.append((frames, collected))
+        if isinstance(collected, PendingEpisodes):
             self._read(MOST_UNREAD)
             return
-        if self._unread:
+        many = max(len(self._unread), len(collected.length))
+        if many > MOST_TOGETHER:
             self._read(0)
-        self._window.add(self.collected)
-        self._curve.add(frames, self.collected)
 
     @property
     def window(self) -> EpisodeWindow:
@@ -162,12 +172,17 @@ class EndedEpisodes:
         ``most``.
         """
         unread = self._unread
-        with self._reading:
+        read = []
+        with postponed(), self._reading:  # the user's thread may be the one that reads
             while unread and (len(unread) > most or not unread[0][1].would_wait):
                 frames, episodes = unread.popleft()
                 if len(episodes):
-                    self._window.add(episodes)
+                    read.append(episodes)
                     self._curve.add(frames, episodes)
+            # those of some groups may have infos, and those of others none
+            are_alike = len({episodes.info is None for episodes in read}) == 1
+            for episodes in [join_episodes(read)] if are_alike else read:
+                self._window.add(episodes)
 
     def join(self, episodes: Episodes) -> None:
         """Take these for the episodes of the last batch, whose steps were collected one by one."""

@@ -9,12 +9,12 @@ the group as between two rollouts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from muster.collectors.into_memory import MemoryWriter, RowCopier
+from muster.collectors.into_memory import LaneRows, MemoryWriter
 from muster.collectors.pipeline import PipelineItem
-from muster.episodes.record import NO_EPISODES
+from muster.episodes.record import NO_EPISODES, Episodes
 from muster.memory.slots import Lane, Layout, Slot
 from muster.rollout.loop import NextRow, next_row_of
 from muster.rollout.request import RolloutRequest
@@ -34,20 +34,22 @@ class RowByRow:
 
     1. The first row of a lane is a request like any other, which opens a rollout.
     2. Each further row is made in it, and what was looked up for the rollout is used again. Most rows
-       are *quiet*: no episode ends. The result of a quiet row says nothing that the one before it did
-       not say, and is the same object.
+       are *usual*: nothing is to be told of them but the episodes that ended. The result of a usual
+       row says nothing that the one before it did not say, and is the same object.
     3. When the lane is full, or after an error, the rollout ends.
 
     Args:
         worker: in this thread.
         writer: writes the rows.
         counters: of the group.
+        numbers: of requests.
         lay_out: called with the name of a policy and its version; lets the policy make its first
             call if it did not act last, and returns the layout of rollouts.
 
     Attributes:
-        quiet: the result of quiet rows, as the result of a batch.
-        item: what the pipeline gets for a quiet row.
+        usual: the result of usual rows, as the result of a batch.
+        ended: the episodes that ended in the last usual row.
+        item: what the pipeline gets for a usual row in which no episode ends.
     """
 
     def __init__(
@@ -55,19 +57,22 @@ class RowByRow:
         worker: Worker,
         writer: MemoryWriter,
         counters: FrameCounters,
+        numbers: Iterator[int],
         lay_out: Callable[[str, int | str], Layout],
     ) -> None:
         self._worker = worker
         self._group = worker.groups[0]
         self._writer = writer
         self._counters = counters
+        self._numbers = numbers
         self._lay_out = lay_out
         self._lane: Lane | None = None
         self._can_stay_open = worker.groups[0].can_stay_open
         self._request: RolloutRequest | None = None
         self._next_row: NextRow | None = None  # of the open rollout
-        self._copier: RowCopier | None = None  # of its lane
-        self.quiet: list[RolloutResult] = []
+        self._rows: LaneRows | None = None  # of its lane
+        self.usual: list[RolloutResult] = []
+        self.ended: Episodes = NO_EPISODES
         self.item = PipelineItem(None, (), worker.groups[0].B, NO_EPISODES)
 
     @property
@@ -82,7 +87,8 @@ class RowByRow:
     @property
     def is_open(self) -> bool:
         """Whether a rollout is open, which the next row belongs to."""
-        return self._next_row is not None and self._next_row.is_open
+        next_row = self._next_row
+        return next_row is not None and self._group.open is next_row.running
 
     def forget(self) -> None:
         """Prepare the lane again before the next row, since layouts and views are not valid any
@@ -91,47 +97,51 @@ class RowByRow:
         self._lane = None
         self._next_row = None
 
-    def collect(
-        self, number: int, policy: str, version: int | str
-    ) -> list[RolloutResult]:
-        """Make a row, and write it to the memory.
+    def collect(self, policy: str, version: int | str) -> list[RolloutResult]:
+        """Make a row, which goes to the memory.
 
         Returns:
-            ``quiet``, if the row was; it is counted already. Else the result; after an error the
-            result with the error, and, if the row is complete nevertheless (a reset after it has
-            failed, or Ctrl-C came), the result with the row.
+            ``usual``, if the row was; it is counted already, and ``ended`` are its episodes. Else
+            the result; after an error the result with the error, and, if the row is complete
+            nevertheless (a reset after it has failed, or Ctrl-C came), the result with the row.
         """
         next_row = self._next_row
-        if next_row is not None and next_row.is_for(self._worker.policies[policy]):
-            return self._go_on(next_row, number, policy, version)
+        request = self._request
+        acting = self._worker.policies[policy]
+        if next_row is None or not next_row.is_for(acting):
+            return self._begin_rollout(policy, version)
+        if request is None or request.version != version or request.policy != policy:
+            request = self._begin(policy, version)
+        lane = next_row.lane
+        t = lane.done_steps
+        tally = Tally()
+        made = self._worker.run_next_row(next_row, request, tally)
+        if isinstance(made, RolloutResult):
+            return self._noted(made, request, lane)
+        self.ended = made
+        if t + 1 == lane.T:
+            self._group.leave()
+        usual = self.usual
+        if usual[0].path != acting.path:
+            self._begin(policy, version)
+            usual = self.usual
+        self._write(lane, t, usual[0])
+        self._counters.add_row(tally)
+        return usual
+
+    def _begin_rollout(self, policy: str, version: int | str) -> list[RolloutResult]:
+        """Make the first row of a rollout, or go on after an error."""
         lane = self._lane
         if lane is None or not self._worker.prepared(policy):
             lane = self._prepared(policy, version)
-        request = self._request_for(number, policy, version)
-        self._copier = None
+        request = self._request
+        if request is None or request.version != version or request.policy != policy:
+            request = self._begin(policy, version)
+        self._writer.catch_up()  # of the rows that are in the lane
+        self._rows = None
         results = self._noted(self._worker.run(request, lane), request, lane)
         self._next_row = next_row_of(self._group, self._worker.policies[policy])
         return results
-
-    def _go_on(
-        self, next_row: NextRow, number: int, policy: str, version: int | str
-    ) -> list[RolloutResult]:
-        """Make a row of the open rollout."""
-        lane = self._lane
-        assert lane is not None
-        request = self._request_for(number, policy, version)
-        tally = Tally()
-        t = lane.done_steps
-        result = self._worker.run_next_row(next_row, request, lane, tally)
-        if result is not None:
-            return self._noted(result, request, lane)
-        if lane.done_steps == lane.T:
-            self._group.leave()
-        if self.quiet[0].path != next_row.policy.path:
-            self._begin(number, policy, version)
-        self._write(lane, t, self.quiet[0])
-        self._counters.add_row(tally)
-        return self.quiet
 
     def _noted(
         self, result: RolloutResult, request: RolloutRequest, lane: Lane
@@ -151,26 +161,20 @@ class RowByRow:
 
     def _write(self, lane: Lane, t: int, result: RolloutResult) -> None:
         """Write row ``t``."""
-        copier = self._copier
-        follows = result.steps_before is None
-        if copier is None or not follows or not copier.write(t):
-            self._writer.write_lane(lane, t, result, goes_on=True)
-            self._copier = self._writer.row_copier(lane, self._group.number)
+        rows = self._rows
+        follows = result.steps_before is None and not result.finals
+        if follows and rows is not None and rows.end == t:
+            rows.add()
+            return
+        self._writer.write_lane(lane, t, result, goes_on=True)
+        self._rows = self._writer.rows_after(lane, t + 1, self._group.number)
 
-    def _request_for(
-        self, number: int, policy: str, version: int | str
-    ) -> RolloutRequest:
-        """Return the request for rows of a policy and its version."""
-        request = self._request
-        if request is None or request.version != version or request.policy != policy:
-            return self._begin(number, policy, version)
-        return request
-
-    def _begin(self, number: int, policy: str, version: int | str) -> RolloutRequest:
+    def _begin(self, policy: str, version: int | str) -> RolloutRequest:
         """Return the request for rows of a policy and its version, which is made once."""
         group = self._group
+        number = next(self._numbers)
         self._request = RolloutRequest(number, 0, 0, policy, version, stays_open=True)
-        quiet = RolloutResult(
+        usual = RolloutResult(
             number,
             group.number,
             frames=group.B,
@@ -180,7 +184,7 @@ class RowByRow:
             episodes=NO_EPISODES,
             path=self._worker.policies[policy].path,
         )
-        self.quiet = [quiet]
+        self.usual = [usual]
         return self._request
 
     def _prepared(self, policy: str, version: int | str) -> Lane:

@@ -63,6 +63,11 @@ class Episodes(Sequence[EpisodeRecord]):
             return list(map(EpisodeRecord, *columns))
         return EpisodeRecord(*(column.item(index) for column in self.columns()))
 
+    @property
+    def would_wait(self) -> bool:
+        """Whether a look at them would wait for a device."""
+        return False
+
     def __len__(self) -> int:
         return len(self.traj_id)
 
@@ -162,6 +167,8 @@ def join_episodes(parts: Sequence[Episodes]) -> Episodes:
     """Join the episodes of several groups, group by group; pending ones are read when the result
     is used.
     """
+    if len(parts) == 1 and type(parts[0]) is Episodes and len(parts[0].traj_id):
+        return parts[0]  # the usual case
     pending = [part for part in parts if isinstance(part, PendingEpisodes)]
     if pending and len(parts) == 1:
         return pending[0]

@@ -61,7 +61,7 @@ class Gathering:
 
     def transitions(self, cells: Array) -> TensorDict:
         """Return transitions, ``[n]``."""
-        places = self._ring.places_of(cells)
+        places = self._ring.places_of_readable(cells)
         columns = self._columns(cells, places, places)
         size = torch.Size((len(cells),))
         return self._tree.made(columns, size)
@@ -190,21 +190,24 @@ class KeyTree:
                 path = key[:depth]
                 if path not in nodes:
                     nodes.append(path)
-        self._leaves = []
-        for *above, name in keys:
-            self._leaves.append((nodes.index(tuple(above)), name))
+        # for each node, the names of its leaves, and their places among all
+        self._leaves: list[tuple[list[str], list[int]]] = [([], []) for _ in nodes]
+        for place, (*above, name) in enumerate(keys):
+            names, places = self._leaves[nodes.index(tuple(above))]
+            names.append(name)
+            places.append(place)
         self._inner = []
         for i in reversed(range(1, len(nodes))):  # inner ones first
             *above, name = nodes[i]
             self._inner.append((i, nodes.index(tuple(above)), name))
-        self._count = len(nodes)
 
     def made(self, values: Sequence[Any], size: torch.Size) -> TensorDict:
         """Return a TensorDict of leaves in the order of ``keys``."""
         make = tensordict_maker()
-        nodes: list[dict[str, Any]] = [{} for _ in range(self._count)]
-        for (node, name), value in zip(self._leaves, values, strict=True):
-            nodes[node][name] = value
+        nodes: list[dict[str, Any]] = []
+        for names, places in self._leaves:
+            leaves = map(values.__getitem__, places)
+            nodes.append(dict(zip(names, leaves, strict=True)))
         for node, outer, name in self._inner:
             nodes[outer][name] = make(
                 nodes[node],

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +32,13 @@ ITERATED = 1024  # transitions that an iterator reads at once
 GATHERINGS = 3  # without the lock, before one with it
 
 Relabel = Callable[["TensorDict", "TensorDict"], "TensorDict | None"]
+
+
+class LateRows(Protocol):
+    """Rows that a collector has made, and that are written before the memory is read."""
+
+    def write(self) -> None:
+        """Write those that are complete, with the memory's lock, in any thread."""
 
 
 class ReplayMemory:
@@ -92,6 +99,8 @@ class ReplayMemory:
         self._alpha = alpha
         self._rng = np.random.default_rng(seed)
         self._sampler: Sampler | None = None
+        # rows of one collector that may not be written yet; all methods write them first
+        self.owed: LateRows | None = None
         self._files = MemoryFiles()
         # Held while rows become readable, and while cells are drawn; never while an environment or
         # policy runs. Rows are read without it, and once more if they were dropped meanwhile: a
@@ -99,6 +108,7 @@ class ReplayMemory:
         self.lock = threading.RLock()
 
     def __len__(self) -> int:
+        self.catch_up()
         return 0 if self._sampler is None else len(self._sampler)
 
     def __repr__(self) -> str:
@@ -110,6 +120,7 @@ class ReplayMemory:
     @property
     def nbytes(self) -> int:
         """Size of what was written, in bytes."""
+        self.catch_up()
         return sum(ring.nbytes for ring in self.rings)
 
     # --- writing ----------------------------------------------------------------------------------
@@ -150,6 +161,28 @@ class ReplayMemory:
             self._stored.rings(stored, observed, sizes, margin, device)
         )
 
+    def owe(self, rows: LateRows) -> None:
+        """Write further rows late: before the memory is read, and before anything else is written. A
+        collector calls it; ``owed`` are these rows until then.
+        """
+        with self.lock:
+            if self.owed is not rows:
+                self.catch_up()
+            self.owed = rows
+
+    def catch_up(self) -> None:
+        """Write the rows that are late, before others are read or written."""
+        if self.owed is None:
+            return
+        with self.lock:
+            rows = self.owed
+            if rows is None:
+                return
+            rows.write()
+            self.owed = None
+            # those that another thread has added meanwhile; further ones are owed again
+            rows.write()
+
     def row_adder(self, number: int) -> AddRow:
         """Return what makes the next row of a ring readable; see ``Ring.add_row``. A collector calls
         it with the lock, as long as ``rings`` are the same.
@@ -168,6 +201,7 @@ class ReplayMemory:
     def clear(self) -> None:
         """Drop all transitions. Collectors go on writing."""
         with self.lock:
+            self.catch_up()
             if self._sampler is not None:
                 self._sampler.clear()
 
@@ -184,6 +218,7 @@ class ReplayMemory:
             NothingToSample: no collector has written to the memory yet.
         """
         with self.lock:
+            self.catch_up()
             now = self._snapshot()
             saving = [SavedRows(ring) for ring in self.rings]
             rows = [
@@ -239,6 +274,7 @@ class ReplayMemory:
             NothingToSample: no collector has written to the memory yet.
             FileError: a file cannot be written. The directory has what it had.
         """
+        self.catch_up()
         self._files.save(Path(directory), self.rings, self.lock, self._snapshot)
 
     def load(self, directory: str | os.PathLike[str]) -> None:
@@ -327,6 +363,7 @@ class ReplayMemory:
         ):
             SavedRows(ring).restore(lo, hi, newest)
         with self.lock:
+            self.catch_up()
             self._rng.bit_generator.state = json.loads(loaded.about["generator"])
             sampler = self._sampler_of(loaded.rings)
             for number, priorities in enumerate(sampler.priorities):
@@ -412,6 +449,7 @@ class ReplayMemory:
         """
         n = integer("n", n, of="newest")
         with self.lock:
+            self.catch_up()
             if self._sampler is None or not len(self):
                 raise NothingToSample(
                     "ReplayMemory.newest: there are no transitions yet"
@@ -442,6 +480,7 @@ class ReplayMemory:
 
         Those that are overwritten before the iterator comes to them are left out.
         """
+        self.catch_up()
         sampler = self._sampler
         if sampler is None:
             return
@@ -493,6 +532,7 @@ class ReplayMemory:
                 f" {values.min()} and {values.max()}"
             )
         with self.lock:
+            self.catch_up()
             if self._sampler is not None:
                 self._sampler.update_priority(numbers, values)
 
@@ -508,6 +548,8 @@ class ReplayMemory:
         with_later: bool,
     ) -> _Sample:
         """Draw cells with the lock, and read them without; again if some were dropped meanwhile."""
+        if self.owed is not None:
+            self.catch_up()
         lock = self.lock
         for _ in range(GATHERINGS):
             with lock:

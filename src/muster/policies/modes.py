@@ -73,24 +73,21 @@ class ActingMode:
 
     def enter(self) -> None:
         """Set the modes in which the policy acts."""
-        if (
-            self._given is None
-            and self._known is not None
-            and self._known.are_current()
-        ):
-            if self._known.differ:
-                self._trained = self._known.training()
-                for attributes in self._trained:
-                    # ``Module.__setattr__`` takes ten times as long
-                    attributes["training"] = False
-            return
-        self._look_and_enter(self._given)
+        known = self._known
+        if known is None or self._given is not None or not known.are_current():
+            self._look_and_enter(self._given)
+        elif known.differ:
+            self._trained = known.training()
+            for attributes in self._trained:
+                # ``Module.__setattr__`` takes ten times as long
+                attributes["training"] = False
 
     def leave(self) -> None:
         """Set the modes as they were before ``enter``; nothing if it was not called."""
-        for attributes in self._trained:
-            attributes["training"] = True
-        self._trained = ()
+        if self._trained:
+            for attributes in self._trained:
+                attributes["training"] = True
+            self._trained = ()
         while self._users:
             module, training = self._users.pop()
             _set_mode(module, training)

@@ -131,14 +131,16 @@ class NextRow:
 
     Attributes:
         policy: acts in these rows.
+        running: the rollout.
+        lane: has the rows.
     """
 
     def __init__(self, running: Rollout, policy: Policy) -> None:
         group = running.group
         self.policy = policy
-        self._running = running
+        self.running = running
         self._group = group
-        self._lane = running.lane
+        self.lane = running.lane
         self._cells = group.reports.progress.cells
         self._context = group.contexts.usual
         self._rng = group.contexts.rng
@@ -146,31 +148,26 @@ class NextRow:
         self._quiet = quiet_rows(group, running.lane, running.views)
         self._prepared: Prepared | None = None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the rollout is still open."""
-        return self._group.open is self._running
-
     def is_for(self, policy: Policy) -> bool:
         """Return whether the rollout is still open, nothing has interrupted it, and this policy acts
         in it.
         """
-        running = self._running
+        running = self.running
         return (
             self._group.open is running
             and running.paused is None
             and policy is self.policy
         )
 
-    def __call__(self, request: RolloutRequest, tally: Tally) -> RolloutOutcome | None:
-        """Make the next row; None: it is quiet.
+    def __call__(self, request: RolloutRequest, tally: Tally) -> RolloutOutcome:
+        """Make the next row.
 
         Raises:
             BaseException: see ``rollout``.
         """
         began = time.perf_counter_ns()
-        running = self._running
-        lane = self._lane
+        running = self.running
+        lane = self.lane
         cells = self._cells
         quiet = self._quiet
         t = lane.done_steps
@@ -189,9 +186,9 @@ class NextRow:
                 self._prepared = prepared
             _run(running, prepared, act, t, t + 1, interrupts.here())
         completing = time.perf_counter_ns()
-        outcome = None
         if quiet is not None and quiet.settle(t):
             running.settled(t + 1)
+            outcome = quiet.outcome
         else:
             is_fine = quiet is not None and quiet.is_fine(t)
             outcome = running.settle(is_fine=is_fine)

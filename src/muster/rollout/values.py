@@ -129,21 +129,19 @@ def _few_of_row_are_fine(
 ) -> Callable[[int], bool]:
     """Return the function of ``quick_row_check`` for few values, with a bound for all of a column."""
     numbers = [_lists(rows) for rows in floats]
-    lows: list[tuple[Lists, Any]] = []
-    highs: list[tuple[Lists, Any]] = []
+    between: dict[int, list[Any]] = {}  # by column: its values, and both limits
     for leaves, rows, bound in bounds:
-        limits = lows if leaves is np.less else highs
-        limits.append((_lists(rows), np.ravel(bound)[0].item()))
+        limits = between.setdefault(id(rows), [_lists(rows), -math.inf, math.inf])
+        limits[1 if leaves is np.less else 2] = np.ravel(bound)[0].item()
+    every = list(between.values())
 
     def is_fine(t: int) -> bool:
         for values in numbers:
             if not math.isfinite(sum(values[t]())):
                 return False
-        for values, limit in lows:
-            if min(values[t]()) < limit:
-                return False
-        for values, limit in highs:  # noqa: SIM110 (called after every row)
-            if max(values[t]()) > limit:
+        for lists, low, high in every:
+            row = lists[t]()
+            if min(row) < low or max(row) > high:
                 return False
         return True
 

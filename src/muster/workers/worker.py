@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from muster.capabilities import AwaitsCoroutines, RefersToParts, capability
-from muster.episodes.record import NO_EPISODES
+from muster.episodes.record import NO_EPISODES, Episodes
 from muster.errors import BadOption, MusterError
 from muster.keys import Key
 from muster.memory.slots import Lane, Layout
@@ -285,12 +285,13 @@ class Worker:
         return result
 
     def run_next_row(
-        self, next_row: NextRow, request: RolloutRequest, lane: Lane, tally: Tally
-    ) -> RolloutResult | None:
+        self, next_row: NextRow, request: RolloutRequest, tally: Tally
+    ) -> RolloutResult | Episodes:
         """Make another row of an open rollout of the first group, which is not ``is_watched``.
 
         Returns:
-            the result; None: no episode has ended, and there is nothing to tell but ``tally``.
+            the episodes that ended in the row, if it is complete and there is nothing else to tell
+            but ``tally``; else the result.
         """
         outcome = NO_OUTCOME
         error: BaseException | None = None
@@ -298,17 +299,19 @@ class Worker:
         if request.version is not None:
             self._version = request.version
         try:
-            made = next_row(request, tally)
+            outcome = next_row(request, tally)
         except BaseException as raised:  # noqa: BLE001 (raised to the user by the engine)
             error = raised
             phase = phase_ended_by(raised, self.progress)
         else:
             casting = self.groups[0].can.casting
             has_warnings = casting is not None and casting.casts.pending
-            if made is None and not has_warnings and not tally.discarded:
-                return None
-            outcome = RolloutOutcome(lane.B, 1, NO_EPISODES) if made is None else made
-        result = self._result(request, lane, tally, outcome, None, error, phase)
+            follows = outcome.steps_before is None and not outcome.finals
+            if follows and not has_warnings and not tally.discarded:
+                return outcome.episodes
+        result = self._result(
+            request, next_row.lane, tally, outcome, None, error, phase
+        )
         error = None  # see ``run``
         return result
 
