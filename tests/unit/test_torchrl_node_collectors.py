@@ -4,10 +4,12 @@ paths, hooks, weight updaters and numbers.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -134,6 +136,45 @@ def test_attributes_of_torchrl_are_there(opened: Any) -> None:
         is None
     )
     assert (opened.traj_format, opened.verbose) == ("padded", False)
+
+
+def set_by(cls: type) -> set[str]:
+    """Public attributes that the constructor of a class sets."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls.__init__)))  # type: ignore[misc]
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+        and not node.attr.startswith("_")
+    }
+
+
+def test_arguments_are_attributes_as_in_torchrl(opened: Any) -> None:
+    # what its own steps need, and arguments that are others here
+    internal = {
+        "collector_class",
+        "env_constructors",
+        "max_weight_update_interval",
+        "policy_weights",
+    }
+    for cls in (theirs.DistributedCollector, theirs.RayCollector):
+        known = set_by(cls)
+        assert "frames_per_batch" in known
+        internal |= set() if cls is theirs.DistributedCollector else {"no_cuda_sync"}
+        given = known - internal
+        assert sorted(name for name in given if not hasattr(opened, name)) == []
+    assert (opened.launcher, opened.backend, opened.init_random_frames) == (
+        "mp",
+        "gloo",
+        0,
+    )
+    assert opened.policy_factory == [None, None]
+    assert opened.collected_frames == 0
+    next(iter(opened))
+    assert opened.collected_frames == 20
 
 
 # --- calls on this collector ----------------------------------------------------------------------
@@ -562,6 +603,7 @@ def test_a_learner_sends_the_weights_of_the_policy(
         assert scheme is collector._learner_weight_sync()
         batch = collector.next()
         assert batch["policy_version"].unique().tolist() == [0]
+        assert (collector.init_random_frames, collector.collected_frames) == (0, 20)
         (target,) = scheme._remote_collectors
         assert ray.get(target._weight_sync_signature.remote("policy")) == (
             (("module", "bias"), (1,), "torch.float32"),

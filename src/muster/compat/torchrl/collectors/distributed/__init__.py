@@ -9,6 +9,7 @@ docs/torchrl.md describes the differences.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -71,6 +72,16 @@ __all__ = [
 
 # an option of TorchRL's collectors, which nodes get in collector_kwargs
 AUTO_REGISTER = "auto_register_policy_transforms"
+# arguments that are attributes of TorchRL's collectors, as they were given
+AS_GIVEN = (
+    *("backend", "launcher", "num_workers_per_collector", "replay_buffer"),
+    *("slurm_kwargs", "tcp_port", "trust_policy", "update_after_each_batch"),
+)
+# arguments of which these have a list, with one per node
+PER_NODE = (
+    *("device", "storing_device", "env_device", "policy_device"),
+    *("collector_kwargs", "policy_factory"),
+)
 # replay buffers of Muster's that RayCollector takes, besides TorchRL's on Ray
 REACHABLE = frozenset({"RayBuffer", "ReplayMemory"})
 
@@ -152,20 +163,25 @@ class _OverNodes:
     def _show(
         self, create_env_fn: Any, frames_per_batch: int, options: dict[str, Any]
     ) -> None:
-        """Set public attributes of TorchRL's collectors to the given arguments; devices are lists with
-        one per node.
+        """Set public attributes of TorchRL's collectors to the given arguments; ``PER_NODE`` are lists
+        with one per node.
         """
         nodes = _nodes(create_env_fn, options)
         self.num_workers = self.num_collectors = nodes
         self.frames_per_batch = self.requested_frames_per_batch = frames_per_batch
         self.total_frames = options.get("total_frames", -1)
+        # TorchRL's trainers do not optimize before
+        self.init_random_frames = max(0, options.get("init_random_frames") or 0)
         self.postproc = options.get("postproc")
         self.split_trajs = bool(options.get("split_trajs"))
         self.verbose = bool(options.get("verbose"))
         self.trajs_per_batch = options.get("trajs_per_batch")
         self.trajs_per_write = options.get("trajs_per_write")
         self.traj_format = options.get("traj_format") or "padded"
-        for name in ("device", "storing_device", "env_device", "policy_device"):
+        parameters = inspect.signature(type(self)).parameters
+        for name in parameters.keys() & AS_GIVEN:
+            setattr(self, name, options.get(name, parameters[name].default))
+        for name in PER_NODE:
             given = options.get(name)
             setattr(
                 self,
@@ -240,6 +256,11 @@ class _OverNodes:
         if hasattr(updater, "register_collector"):
             updater.register_collector(self)
         self._updater = updater
+
+    @property
+    def collected_frames(self) -> int:
+        """Number of frames that were delivered."""
+        return self.muster_stats().frames
 
     def muster_stats(self) -> CollectorStats:
         """Return the numbers of ``muster.Collector.stats``."""
@@ -341,6 +362,7 @@ class DistributedCollector(_OverNodes, clusters.DistributedCollector):  # type: 
             frames_per_batch,
             _published_every(update_interval, options),
         )
+        self.update_interval = update_interval
 
 
 class DistributedSyncCollector(DistributedCollector):
