@@ -18,6 +18,7 @@ from benchmarks import curves
 from examples import (
     appo_vtrace,
     coroutine_envs,
+    dqn_atari,
     dqn_cartpole,
     kill_and_resume,
     offline_minari,
@@ -261,6 +262,19 @@ def test_sac_delays_the_policy_and_makes_up_for_it():
             steps.append(int(found.get("step", 0)))
 
     assert steps == [0, 2, 2, 4]
+
+
+@pytest.mark.usefixtures("threads")
+def test_dqn_on_atari_learns_from_frames_that_are_stored_once():
+    memory = dqn_atari.main(
+        ["--total-frames", "256", "--learning-starts", "250", "--buffer-size", "256"]
+    )
+
+    rows = memory.newest(256)
+    assert rows["observation"].shape == (256, 4, 84, 84)
+    assert torch.equal(rows["observation"][1:, :3], rows["observation"][:-1, 1:])
+    assert torch.equal(rows["observation"][1:], rows["next", "observation"][:-1])
+    assert memory.nbytes < 0.5 * 256 * 4 * 84 * 84
 
 
 @pytest.mark.usefixtures("threads")

@@ -93,7 +93,11 @@ def timeline(path: Path) -> None:
 def profile(path: Path) -> None:
     profiler = RolloutProfiler(
         ProfileConfig(
-            num_rollouts=1, warmup_rollouts=0, activities=["cpu"], save_path=path
+            num_rollouts=1,
+            warmup_rollouts=0,
+            activities=["cpu"],
+            save_path=path,
+            with_stack=False,  # torch may be unable to read stacks
         )
     )
     profiler.start()

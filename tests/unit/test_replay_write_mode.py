@@ -281,3 +281,33 @@ def test_an_environment_without_ends_is_named(monkeypatch):
             BadOption, match="replay_write_mode='trajectory' waits for that"
         ):
             c.next()
+
+
+@pytest.mark.parametrize("n_step", [4, 7])
+@pytest.mark.parametrize("kind", ["buffer", "memory", "row by row"])
+def test_what_the_buffer_has_not_got_is_not_counted_as_written(kind, n_step):
+    buffer: Any = Extends() if kind == "buffer" else ReplayMemory(100)
+    options: dict[str, Any] = {
+        "num_envs": 2,
+        "frames_per_batch": 2 if kind == "row by row" else 8,
+        "replay_buffer": buffer,
+    }
+    with Collector(counting(3), None, **options) as c:
+        c.next()
+        c.next()
+        c.rollout()
+        c.collect(n_step=n_step)
+        c.next()
+        c.rollout()
+        stats = c.stats()
+        assert stats.written == 3 * options["frames_per_batch"] + n_step
+        assert stats.frames == stats.written + 2 * options["frames_per_batch"]
+        if kind != "buffer":
+            assert len(buffer) == stats.written
+        state = c.state_dict()
+    options["replay_buffer"] = Extends() if kind == "buffer" else ReplayMemory(100)
+    with Collector(counting(3), None, **options) as c:
+        c.load_state_dict(state)
+        assert c.stats().written == stats.written
+        c.next()
+        assert c.stats().written == stats.written + options["frames_per_batch"]

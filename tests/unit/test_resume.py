@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from muster import (
     MultiAsyncCollector,
     MultiSyncCollector,
 )
-from muster.errors import BadCheckpoint, BadWeights, EnvError, PolicyError
-from muster.testing import ChainEnv, CountingEnv, FaultyEnv
+from muster.errors import BadCheckpoint, BadWeights, EnvError, PolicyError, WorkerDied
+from muster.testing import ChainEnv, CountingEnv, Fault, FaultyEnv, OracleEnv
 from tests.tools import assert_accounted, assert_same, column, counting
 
 FILE = "collector.safetensors"
@@ -950,3 +951,72 @@ def test_a_new_process_goes_on_bit_by_bit(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [True, expected]
+
+
+def fails(honest: Any) -> Any:
+    raise OSError("the simulator is gone")
+
+
+@pytest.mark.filterwarnings("ignore:a worker is dropped")
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+@pytest.mark.parametrize("which", [0, 1], ids=["first", "last"])
+def test_the_state_after_a_worker_was_dropped_begins_its_environments_anew(
+    kind, which, tmp_path
+):
+    def made(name: str, fault: Fault | None) -> Any:
+        faults = [None, None]
+        faults[which] = fault
+        return kind(
+            [
+                partial(OracleEnv, tmp_path / name, 2 * number, 2, fault)
+                for number, fault in enumerate(faults)
+            ],
+            None,
+            num_envs=2,
+            frames_per_batch=12,
+            on_failure="drop",
+            backend="threads",
+            seed=0,
+        )
+
+    lost = {2 * which, 2 * which + 1}
+    options: dict[str, Any] = {"trust": True}
+    with made("first", Fault(fails, at=8)) as first:
+        ids: set[int] = set()
+        while not any(worker.state == "dropped" for worker in first.stats().workers):
+            batch = first.next()
+            ids |= set(batch["collector", "traj_ids"].flatten().tolist())
+        muster.save_state(tmp_path / FILE, first.state_dict())
+        report = first.load_state_dict(tmp_path / FILE, **options)
+        assert lost <= set(report.not_restored), "nobody runs them here"
+        assert "is dropped in this collector" in report.not_restored[min(lost)]
+        first.next()
+        assert_accounted(first)
+    with made("second", None) as second:
+        second.next()
+        report = second.load_state_dict(tmp_path / FILE, **options)
+        assert lost <= set(report.not_restored)
+        assert "had been dropped" in report.not_restored[min(lost)]
+        later = [second.next() for _ in range(4)]
+        assert_accounted(second)
+    begun: set[int] = set()
+    for batch in later:
+        env = batch["observation"][..., 0].flatten()
+        found = batch["collector", "traj_ids"].flatten()
+        begun |= set(found[[int(i) in lost for i in env]].tolist())
+    assert begun, "the others are there again"
+    assert not begun & ids, "with new trajectories"
+
+
+@pytest.mark.filterwarnings("ignore:a worker is dropped")
+def test_episodes_of_nobody_are_refused():
+    with MultiSyncCollector(
+        [partial(FaultyEnv, 3, error=OSError)],
+        None,
+        frames_per_batch=12,
+        on_failure="drop",
+        backend="threads",
+    ) as c:
+        for _ in range(2):
+            with pytest.raises(WorkerDied, match="all workers have been dropped"):
+                c.collect(n_episode=2)

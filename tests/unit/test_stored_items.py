@@ -342,3 +342,63 @@ def test_lists_that_cannot_be_looked_at_take_all_shapes(uncertain):
     with collector_of("split", buffer) as c:
         list(c)
     assert len(buffer) > 10
+
+
+@pytest.mark.parametrize("first", ["batches", "steps"])
+@pytest.mark.parametrize("storage", ["tensors", "memmap", "tensors 2", "memmap 2"])
+def test_valid_says_in_all_items_or_in_none_which_are_transitions(storage, first):
+    buffer = buffer_of(storage)
+    calls = {"batches": lambda c: c.next(), "steps": lambda c: c.collect(n_step=7)}
+    other = next(name for name in calls if name != first)
+    with collector_of("environments", buffer, total_frames=-1) as c:
+        for name in (first, other, first):
+            calls[name](c)
+        written = c.stats().written
+    keys = buffer.storage._storage.keys(True, True)
+    if storage.endswith("2"):
+        items = buffer[:]
+        assert items["collector", "valid"].sum() == written
+        assert (items["collector", "traj_ids"][items["collector", "valid"]] >= 0).all()
+    else:
+        assert ("collector", "valid") not in keys
+        assert len(buffer) == written
+
+
+def test_a_batch_without_a_column_of_earlier_ones_is_refused():
+    buffer = buffer_of("tensors")
+    sink = ReplaySink(buffer)
+    both = TensorDict({"a": torch.ones(4), "b": torch.ones(4)}, [4])
+    sink.write(both)
+    with pytest.raises(BadOption, match=r"has the columns 'b' of earlier batches"):
+        sink.write(both.exclude("b"))
+    assert len(buffer) == buffer.write_count == 4
+    sink.write(both.clone().set("c", torch.ones(4)))
+    assert len(buffer) == 8
+    items = ReplaySink(buffer_of("list"))
+    items.write(both)
+    items.write(both.exclude("b"))
+
+
+@pytest.mark.parametrize("envs", [1, 2])
+@pytest.mark.parametrize("first", ["time steps", "transitions"])
+def test_time_steps_and_transitions_are_not_added_to_one_storage(envs, first):
+    buffer = buffer_of("tensors")
+    options: dict[str, Any] = {
+        "num_envs": envs,
+        "frames_per_batch": 3 * envs,
+        "total_frames": -1,
+        "extend_buffer": False,
+        "create": counting(3),
+    }
+    calls = {
+        "time steps": lambda c: c.next(),
+        "transitions": lambda c: c.collect(n_step=2 * envs),
+    }
+    other = next(name for name in calls if name != first)
+    with collector_of("environments", buffer, **options) as c:
+        calls[first](c)
+        count = len(buffer)
+        with pytest.raises(BadOption, match="has allocated its items for time steps"):
+            calls[other](c)
+        assert len(buffer) == buffer.write_count == count
+        assert_accounted(c)

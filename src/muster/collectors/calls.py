@@ -415,6 +415,7 @@ class EpisodesCall(CollectCall):
             self._choice.take(state["shown"])
 
     def _new_choice(self) -> Choice:
+        self._source.pool.check_alive()
         arguments = self.arguments
         return Choice(
             arguments.rule or RULE,

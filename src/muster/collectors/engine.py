@@ -645,9 +645,17 @@ class Engine:
             else None,
             engine=self.source.pool.engine,
             completed=window.frames,
-            written=0 if self.options.replay_buffer is None else terms.delivered,
+            written=self._written(terms.delivered),
             capture=self.last.capture,
         )
+
+    def _written(self, delivered: int) -> int:
+        """Return the number of frames that the replay buffer has got."""
+        if self.memory is not None:
+            return self.memory.frames
+        if self.options.replay_buffer is None:
+            return 0
+        return delivered - self.ledger.extra
 
     def state_dict(self) -> dict[str, Any]:
         """Return counters, episode statistics and the steps of the batch under way as plain data."""
@@ -657,6 +665,7 @@ class Engine:
             "in_batch": self.next_batch.is_partial,
             "acting": self.acting,
             "stepped": self.stepped.state_dict(),
+            "written": None if self.memory is None else self.memory.frames,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -667,6 +676,9 @@ class Engine:
         self.stepped.load_state_dict(state["stepped"], self.place)
         if self.memory is not None:
             self.memory.forget()
+            written = state.get("written")  # earlier states have none
+            if written is not None:
+                self.memory.count_from(int(written))
         if self._row_by_row is not None:
             self._row_by_row.forget()
         self.next_batch.load(is_partial=bool(state["in_batch"]))
@@ -715,16 +727,16 @@ class Engine:
         """``extend_buffer=False``: collect each time step as a rollout, and write it to the buffer
         before the next.
         """
-        assert self.pipeline.sink is not None
-        buffer = self.pipeline.sink.buffer
+        sink = self.pipeline.sink
+        assert sink is not None
         batch = self.stepped
-        batch.write(buffer)  # a step that the buffer has refused
+        batch.write(sink)  # a step that the buffer has refused
         while (
             rollout := self.collect_step(batch.steps, limit, counts=True)
         ) is not None:
             step = rollout.batch.squeeze(rollout.batch.names.index("time"))
             batch.add(step, rollout.frames, rollout.episodes)
-            batch.write(buffer)
+            batch.write(sink)
         self.ended.join(batch.episodes)
         self.pipeline.ready.append(PipelineItem(None, (), 0, batch.episodes))
         batch.clear()

@@ -43,8 +43,18 @@ class MemoryWriter:
         self._columns: Sequence[Column] = ()
         self._margin = 0
         self._known: dict[int, _Known] = {}  # by group
+        self._frames_before = 0  # the rest of ``frames``
         self._under_way: FilledSlot | None = None
         self._written = 0  # number of its rollouts that are written
+
+    @property
+    def frames(self) -> int:
+        """Number of frames that were written."""
+        return self._frames_before + sum(known.frames for known in self._known.values())
+
+    def count_from(self, frames: int) -> None:
+        """Continue the number of frames that were written from that of a saved state."""
+        self._frames_before += frames - self.frames
 
     @property
     def is_open(self) -> bool:
@@ -225,7 +235,7 @@ class MemoryWriter:
                 valid=None if valid is None else valid[begin - first : end - first],
             )
             begin = end
-        known.wrote(ring)
+        known.wrote(ring, result.frames)
 
     def row_copier(self, lane: Lane, group: int) -> RowCopier | None:
         """Return what writes further rows of a lane, of which ``write_lane`` has written one; None:
@@ -306,9 +316,11 @@ class _Known:
     Attributes:
         ring: has the rows; None: the next row may be of any time.
         is_followed: the observations after its last row are the newest ones in the ring.
+        frames: number of frames that were written.
     """
 
     def __init__(self, num_envs: int) -> None:
+        self.frames = 0
         self.ring: Ring | None = None
         self.is_followed = False
         self._hi = 0  # number of rows of the ring then
@@ -332,8 +344,9 @@ class _Known:
         """The observations of the next row are written, also where they are there already."""
         self.is_followed = False
 
-    def wrote(self, ring: Ring) -> None:
-        """Note that its last row is the newest one of this ring."""
+    def wrote(self, ring: Ring, frames: int) -> None:
+        """Note that its last row is the newest one of this ring, after so many further frames."""
+        self.frames += frames
         self.ring = ring
         self._hi = ring.hi
         self.is_followed = True
@@ -442,7 +455,7 @@ class RowCopier:
             self._copy(self._before, place, t)
         self._copy(self._copies, place, t)
         self._add(done, finals)
-        known.wrote(ring)
+        known.wrote(ring, ring.B)
 
     @staticmethod
     def _copy(copies: list[_Copy], place: int, t: int) -> None:

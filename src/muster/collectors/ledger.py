@@ -77,6 +77,7 @@ class Ledger:
         batches: number of collected batches.
         counted: number of frames in batches that count towards ``total_frames``.
         rollouts: number of collected rollouts, each of one group or of all.
+        extra: number of delivered frames of extra batches, which no buffer gets.
         cut_short: number of cells of batches that have no step, because a rollout was stopped.
     """
 
@@ -90,6 +91,7 @@ class Ledger:
         self.batches = 0
         self.counted = 0
         self.rollouts = 0
+        self.extra = 0
         self.cut_short = 0
 
     def hold(self, holder: FrameHolder) -> None:
@@ -115,6 +117,10 @@ class Ledger:
     def end_batch(self) -> None:
         """Count a batch of several rollouts whose number was not known before."""
         self.batches += 1
+
+    def delivered_extra(self, frames: int) -> None:
+        """Note that collected frames are those of an extra batch."""
+        self.extra += frames
 
     def discard(self, reason: str, frames: int) -> None:
         """Count collected frames that will not be delivered."""
@@ -187,6 +193,7 @@ class Ledger:
             "frames": self.frames,
             "batches": self.batches,
             "counted": self.counted,
+            "extra": self.extra,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -194,3 +201,4 @@ class Ledger:
         self.frames = index(state["frames"])
         self.batches = index(state["batches"])
         self.counted = index(state["counted"])
+        self.extra = index(state.get("extra", 0))  # earlier states have none

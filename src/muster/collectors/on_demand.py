@@ -226,6 +226,7 @@ class OnDemand:
                 self.call = ExtraBatch(self._engine)
             batch = self.call.run()
             self._engine.ended.show(self._engine.ended.collected)
+        self._engine.ledger.delivered_extra(self.call.frames)
         self.call = None
         return batch
 

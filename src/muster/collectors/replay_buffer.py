@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from muster.episodes.segment import MASK, take, time_last, written
 from muster.episodes.stored import StoredItems
 from muster.errors import BadOption
+from muster.keys import VALID
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -50,7 +54,7 @@ class ReplaySink:
                 f"extend_buffer=False needs replay_buffer.add, which {type(buffer).__name__}"
                 " has not"
             )
-        self.buffer = buffer
+        self._buffer = buffer
         self._extends = extend and "extend" in methods
         self._stored: StoredItems | None = None
         # a batch, and its transitions still to be added
@@ -62,16 +66,17 @@ class ReplaySink:
 
         The ``extend`` of a TorchRL buffer gets one item per transition, ``[transitions]``:
         environment by environment, each in order of time, without blank rows. A storage with
-        ``ndim=2`` gets ``[environments, T]``. Padded trajectories (``traj_format="pad"``,
-        ``split_trajs``) stay one item each. The ``extend`` of any other buffer gets the batch
-        unchanged.
+        ``ndim=2`` gets ``[environments, T]``, blank cells included, and ``collector/valid`` always
+        says which are transitions: a storage keeps what was in its memory for a column that a batch
+        does not have. Padded trajectories (``traj_format="pad"``, ``split_trajs``) stay one item
+        each. The ``extend`` of any other buffer gets the batch unchanged.
 
         ``add`` gets one transition at a time (a copy, shape ``[]``), in the same order. After an
         error of ``add``, writing the same batch again continues with the transition that failed.
 
         Raises:
-            BadOption: the batch has another shape than a TorchRL buffer stores. Nothing was
-                written.
+            BadOption: the batch has another shape or other columns than a TorchRL buffer stores.
+                Nothing was written.
         """
         if self._extends:
             self._extend(batch)
@@ -80,10 +85,18 @@ class ReplaySink:
             self.continue_with(batch, 0)
         assert self._left is not None
         while left := self._left[1]:
-            self.buffer.add(left[0])
+            self._add(left[0])
             left.popleft()
             self._added += 1
         self._left = None
+
+    def write_step(self, step: TensorDict) -> None:
+        """``add`` one time step of all environments, ``[*lead]``.
+
+        Raises:
+            BadOption: see ``write``.
+        """
+        self._add(_marked(step) if step.ndim else step.exclude(VALID))
 
     def added(self, batch: Any) -> int:
         """Return the number of transitions of this batch that were added before an error of
@@ -97,23 +110,39 @@ class ReplaySink:
         """
         ordered = time_last(batch)
         rows = np.flatnonzero(written(ordered))[added:]
-        self._left = batch, deque(take(ordered, rows).unbind(0) if len(rows) else ())
+        items = take(ordered, rows).exclude(VALID)
+        self._left = batch, deque(items.unbind(0) if len(rows) else ())
         self._added = added
 
     def _extend(self, batch: TensorDict) -> None:
         if self._stored is None:
-            self._stored = StoredItems(self.buffer)
+            self._stored = StoredItems(self._buffer)
         items = self._items(batch, self._stored.dims)
         problem = self._stored.problem(items)
-        if problem and self._stored.is_certain:
+        with self._explained(self._stored, problem):
+            self._buffer.extend(items)
+        self._stored.wrote(items)
+
+    def _add(self, item: TensorDict) -> None:
+        if self._stored is None:
+            self._stored = StoredItems(self._buffer)
+        problem = self._stored.problem_of_item(item)
+        with self._explained(self._stored, problem):
+            self._buffer.add(item)
+        self._stored.wrote_item(item)
+
+    @staticmethod
+    @contextmanager
+    def _explained(stored: StoredItems, problem: str) -> Iterator[None]:
+        """Raise a problem before the write if it is certain, else instead of the buffer's error."""
+        if problem and stored.is_certain:
             raise BadOption(problem)
         try:
-            self.buffer.extend(items)
+            yield
         except Exception as error:
             if not problem:
                 raise
             raise BadOption(problem) from error
-        self._stored.wrote(items)
 
     def _items(self, batch: TensorDict, dims: int) -> TensorDict:
         """Return the batch in the shape that the buffer stores, indexed by ``dims`` dimensions."""
@@ -121,13 +150,25 @@ class ReplaySink:
         if (
             "time" not in names
             or batch.get(MASK, None) is not None
-            or not 0 < dims < batch.ndim
+            or not 0 < dims <= batch.ndim
         ):
             return batch
         ordered = time_last(batch)
         if dims > 1:
-            return ordered.reshape(-1, *ordered.shape[1 - dims :])
+            return _marked(ordered).reshape(-1, *ordered.shape[1 - dims :])
         used = written(ordered)
-        return (
-            ordered.reshape(-1) if used.all() else take(ordered, np.flatnonzero(used))
-        )
+        if used.all():
+            return ordered.reshape(-1).exclude(VALID)
+        return take(ordered, np.flatnonzero(used)).exclude(VALID)
+
+
+def _marked(batch: TensorDict) -> TensorDict:
+    """Return a batch in which ``collector/valid`` says which cells are transitions: all, if it has
+    no such column.
+    """
+    if batch.get(VALID, None) is not None:
+        return batch
+    valid = torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device)
+    marked: TensorDict = batch.copy()
+    marked.set(VALID, valid)
+    return marked

@@ -24,9 +24,12 @@ from muster.restore import checkpoint
 from muster.utils.interrupts import postponed
 from muster.utils.whole_files import make_folder
 from muster.weights.publish import PolicyWeights
+from muster.workers import group_state
+from muster.workers.pool import Pool
 from muster.workers.requests import LoadState, MarkResumed, TakeState
 
 FORMAT = 7
+DROPPED_HERE = "Its worker is dropped in this collector: nothing runs it."
 STATE_FILE = "collector.safetensors"
 MALFORMED = (
     LookupError,
@@ -115,9 +118,7 @@ def state_of(parts: CollectorParts) -> dict[str, Any]:
     on_demand, notes = parts.on_demand.state_dict()
     unsaved = parts.on_demand.unsaved
     acting = _acting(parts)
-    states = [
-        state for worker in engine.source.pool.call(TakeState()) for state in worker
-    ]
+    states = _states_of_groups(engine.source.pool)
     for state, counts in zip(states, engine.source.pool.counters, strict=True):
         state["group"] |= {
             "executed": counts.executed,
@@ -147,6 +148,21 @@ def state_of(parts: CollectorParts) -> dict[str, Any]:
         "notes": notes,
         "options": _fingerprint(parts),
     }
+
+
+def _states_of_groups(pool: Pool) -> list[dict[str, Any]]:
+    """Return the state of every group; a dropped one has that of its counters."""
+    of_living = {}
+    for states in pool.call(TakeState()):
+        for state in states:
+            of_living[state.pop("number")] = state
+    found = []
+    for number, counts in enumerate(pool.counters):
+        state = of_living.get(number)
+        if state is None:
+            state = group_state.of_dropped(counts.clock)
+        found.append(state)
+    return found
 
 
 def load(
@@ -248,8 +264,12 @@ def _load_groups(engine: Engine, state: dict[str, Any], trust: bool) -> dict[int
         discarded = {
             str(reason): index(steps) for reason, steps in group["discarded"].items()
         }
-        clock = np.stack([group["clock"]["episode"], group["clock"]["steps"]])
+        clock = None
+        if group["clock"] is not None:
+            clock = np.stack([group["clock"]["episode"], group["clock"]["steps"]])
         counts.continue_from(index(group["executed"]), Counter(discarded), clock)
+        if counts.dropped:
+            failed |= dict.fromkeys(counts.env_ids.tolist(), DROPPED_HERE)
     engine.source.look_again()
     return failed
 

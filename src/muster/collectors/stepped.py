@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+from muster.collectors.replay_buffer import ReplaySink
 from muster.episodes.plain import Place, to_plain
 from muster.episodes.record import NO_EPISODES, Episodes, join_episodes
 
@@ -38,10 +39,10 @@ class SteppedBatch:
         self._unwritten = step
         self._frames_unwritten = frames
 
-    def write(self, buffer: Any) -> None:
+    def write(self, sink: ReplaySink) -> None:
         """Write the time step that the buffer does not have yet, if there is one."""
         if self._unwritten is not None:
-            buffer.add(self._unwritten)
+            sink.write_step(self._unwritten)
         self._unwritten = None
         self._frames_unwritten = 0
 

@@ -4,16 +4,20 @@ A storage with ``ndim=n`` indexes its items by n dimensions of a batch: by envir
 ``ndim=2``. Storages that allocate all items at the first write (``LazyTensorStorage`` and its
 subclasses) need the same shape of all later batches, apart from the dimension along which they
 grow: ``dim_extend``, which is time. TorchRL notices a batch of another shape only after it has
-counted its items, and leaves items into which nothing was written. So ``problem`` looks first.
+counted its items, and leaves items into which nothing was written. It takes a batch that lacks a
+column, and leaves there what was in the memory. So ``problem`` looks first.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from muster.episodes.segment import MASK
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 def leading_dims(buffer: Any) -> int:
@@ -46,6 +50,10 @@ class StoredItems:
             self.dims = max(leading_dims(buffer), self._grows + 1)
         # shape at one time of the newest batch that was written
         self._last: tuple[int, ...] | None = None
+        # all columns of what was written
+        self._columns: frozenset[Any] = frozenset()
+        # shape of the newest item that was added by itself
+        self._last_item: tuple[int, ...] | None = None
 
     @property
     def is_certain(self) -> bool:
@@ -66,6 +74,9 @@ class StoredItems:
             return ""
         if len(shape) < self.dims:
             return _too_flat(list(shape), self.dims)
+        lacking = self._lacking(batch)
+        if lacking:
+            return lacking
         found = self._at_one_time(shape)
         if (
             found == self._last
@@ -88,6 +99,43 @@ class StoredItems:
         shape = getattr(batch, "batch_size", ())
         if len(shape) >= self.dims > 0:
             self._last = self._at_one_time(shape)
+            self._columns |= _columns(batch)
+
+    def problem_of_item(self, item: TensorDict) -> str:
+        """Return why an item does not fit that is added by itself; see ``problem``."""
+        if not self.dims:
+            return ""
+        found = tuple(item.batch_size)
+        allocated = None
+        if found != self._last_item:
+            allocated = self._allocated()
+        if allocated is None:
+            return self._lacking(item)
+        expected = tuple(allocated.batch_size)
+        if expected != found:
+            return _of_other_steps(list(expected), list(found))
+        return self._lacking(item) or _of_other_columns(allocated, item)
+
+    def wrote_item(self, item: TensorDict) -> None:
+        """Remember an item that the buffer has taken."""
+        if self.dims:
+            self._last_item = tuple(item.batch_size)
+            self._columns |= _columns(item)
+
+    def _lacking(self, batch: Any) -> str:
+        """Return a sentence about columns that earlier batches had and this one has not, whose items
+        would keep what was in the memory before; "": there are none.
+        """
+        missing = self._columns - _columns(batch)
+        if not missing or self._allocated() is None:
+            return ""
+        names = ", ".join(sorted(map(repr, missing)))
+        return (
+            f"The storage of the replay buffer has the columns {names} of earlier batches, and this"
+            " batch has not: the storage would keep other values there. Call collect() with the same"
+            " options each time (bootstrap), return the same columns from postproc, or use a buffer"
+            " for each kind of batch."
+        )
 
     def _at_one_time(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a batch at one time, in the order of a storage: the buffer swaps time
@@ -116,6 +164,10 @@ class StoredItems:
         return items if hasattr(items, "batch_size") else None
 
 
+def _columns(batch: Any) -> frozenset[Any]:
+    return frozenset(batch.keys(include_nested=True, leaves_only=True))
+
+
 def _storage(buffer: Any) -> Any:
     """Return the storage of a TorchRL buffer; None for one in another process (a Ray actor), and
     other buffers.
@@ -141,6 +193,15 @@ def _too_flat(shape: list[int], dims: int) -> str:
     return (
         f"The replay buffer stores batches {expected} (ndim={dims} of its storage, or its"
         f" dim_extend), and this one is {shape}. {remedy}."
+    )
+
+
+def _of_other_steps(expected: list[int], found: list[int]) -> str:
+    return (
+        "The storage of the replay buffer has allocated its items for time steps"
+        f" {expected}, and this one is {found}: with num_envs, iteration adds time steps of all"
+        " environments, and collect() adds single transitions. Use one of them, or a buffer for"
+        " each, or extend_buffer=True."
     )
 
 

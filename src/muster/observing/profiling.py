@@ -148,7 +148,7 @@ class RolloutProfiler:
         profile.start()
         self._profile = profile
         # torch crashes if the process exits during recording
-        self._at_exit = weakref.finalize(self, _stop_at_exit, profile)
+        self._at_exit = weakref.finalize(self, _stop, profile)
 
     def step(self) -> None:
         """Record the end of a rollout. Does nothing while not running."""
@@ -168,7 +168,7 @@ class RolloutProfiler:
         profile, self._profile, self._left = self._profile, None, 0
         if profile is not None:
             self._at_exit.detach()
-            profile.stop()
+            _stop(profile)
 
 
 def _export(path: Path, profile: torch.profiler.profile) -> None:
@@ -194,14 +194,17 @@ def _available(activities: Sequence[str]) -> list[torch.profiler.ProfilerActivit
     return usable
 
 
-def _stop_at_exit(profile: torch.profiler.profile) -> None:
-    """Stop a profile when the process ends. torch may not be able to read the names in its stacks
-    any more, since the code of the main module is gone.
+def _stop(profile: torch.profiler.profile) -> None:
+    """Stop a profile, and write its trace.
+
+    torch keeps addresses of the names in its stacks. What they belong to may be gone: code that
+    was freed meanwhile, and the main module when the process ends. The run goes on without the trace.
     """
     try:
         profile.stop()
     except UnicodeDecodeError:
         _log.warning(
-            "The program ended while it was profiled, and torch cannot read the stacks any more: no"
-            " trace is written. Call disable_profile() before the end, or set with_stack=False."
+            "torch cannot read the stacks of this profile, since code that they name is gone: no"
+            " trace is written. Set with_stack=False; where the program ended while it was"
+            " profiled, call disable_profile() before."
         )

@@ -142,8 +142,9 @@ class CollectorStats:
             error interrupted, and with ``trajs_per_batch`` and ``collect(n_episode=)`` episodes
             that are incomplete or wait for others. 0 after ``shutdown()``, which discards them all.
         completed: number of frames of all episodes that have ended in collected batches.
-        written: number of frames that the replay buffer has got, before ``postproc``; 0 without
-            one.
+        written: number of frames that the replay buffer has got, before ``postproc``: without those
+            of ``rollout()``, and in a ``ReplayMemory`` with those of surplus rollouts of
+            ``collect``. 0 without a buffer.
         batches, episodes: numbers of delivered batches, and of episodes that ended in them.
         return_mean, length_mean: averages over the last 100 episodes; None before the first.
         success_rate: average over the last 100 episodes whose last ``info`` has ``is_success`` or

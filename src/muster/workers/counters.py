@@ -128,7 +128,7 @@ class FrameCounters:
         self.lag = lag
 
     def continue_from(
-        self, executed: int, discarded: Counter[str], clock: Array
+        self, executed: int, discarded: Counter[str], clock: Array | None
     ) -> None:
         """Continue from the counts of a saved state."""
         self.executed = executed

@@ -25,6 +25,7 @@ from muster.workers.messages import RolloutResult
 if TYPE_CHECKING:
     import torch
 
+WAS_DROPPED = "Its worker had been dropped when the state was saved."
 # fields of a result that are plain data already
 PARTS = "group", "frames", "rows", "version", "path", "dropped"
 
@@ -52,6 +53,36 @@ def take(group: Group, acting: str | None) -> dict[str, Any]:
         "unreported": group.random_start.unreported,
         "adapter": {} if keeping is None else keeping.snapshot(),
     }
+
+
+def of_dropped(clock: Array | None) -> dict[str, Any]:
+    """Return the state of a group whose worker was dropped, like those of ``Worker.state``.
+
+    Args:
+        clock: see ``FrameCounters.clock``.
+    """
+    saved = None
+    if clock is not None:
+        episode, steps = clock
+        saved = {"episode": episode.copy(), "steps": steps.copy()}
+    return {"group": {"acting": None, "clock": saved}, "envs": None}
+
+
+def begin_after_dropped(
+    group: Group, clock: Mapping[str, Array] | None
+) -> dict[int, str]:
+    """Let a group begin where one was dropped, of which nothing but the ``clock`` was saved.
+
+    Returns:
+        all of its environments (global numbers), each with the reason why it begins a new episode.
+    """
+    group.carry.discard_call()
+    group.clock.abandon(range(group.B))
+    if clock is not None:
+        group.clock.begin_at(clock["episode"] + (clock["steps"] > 0))
+    group.reset()
+    group.carry.mark_resumed(range(group.B))
+    return dict.fromkeys(group.env_ids.tolist(), WAS_DROPPED)
 
 
 def load(

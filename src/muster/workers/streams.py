@@ -73,7 +73,12 @@ class ServedStreams:
         """
         left = {}
         for group, state in states.items():
-            streams = state["group"]["rng"]
+            streams = state["group"].get("rng")
+            if streams is None:  # its worker was dropped
+                self._of.pop(group, None)
+                self._acted.discard(group)
+                left[group] = dict(state)
+                continue
             if state["group"]["acting"] == "policy":
                 self._of[group] = self.restored(group, streams)
                 self._acted.add(group)

@@ -391,13 +391,16 @@ class Worker:
             group.reseed(rng, seeds_of(seed, ids, self._generation))
 
     def state(self) -> list[dict[str, Any]]:
-        """Return the state of every group and of its environments as plain data."""
+        """Return the number and the state of every group and of its environments as plain
+        data.
+        """
         from muster.restore import snapshot  # needs torch
 
         names = {id(policy): name for name, policy in self.policies.items()}
         acting = names.get(id(self.acting))
         return [
             {
+                "number": group.number,
                 "group": group_state.take(group, acting),
                 "envs": [snapshot.take(env) for env in group.env.objects()],
             }
@@ -420,7 +423,9 @@ class Worker:
         """
         from muster.restore import snapshot
 
-        acting = states[self.groups[0].number]["group"]["acting"]
+        acting = None
+        for group in self.groups:
+            acting = acting or states[group.number]["group"]["acting"]
         if acting is None:
             self.acting = None
         else:
@@ -428,6 +433,10 @@ class Worker:
         failed = []
         for group in self.groups:
             state = states[group.number]
+            if state["envs"] is None:
+                clock = state["group"]["clock"]
+                failed.append(group_state.begin_after_dropped(group, clock))
+                continue
             objects = zip(group.env.objects(), state["envs"], strict=True)
             reasons = [
                 cut or snapshot.restore(env, taken, trust) for env, taken in objects
