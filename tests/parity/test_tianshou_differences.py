@@ -8,6 +8,8 @@ test_tianshou_async.py.
 
 from __future__ import annotations
 
+import itertools
+import time
 from typing import Any
 
 import numpy as np
@@ -256,6 +258,23 @@ def test_collect_time_is_counted() -> None:
             == pytest.approx(sum(each.collect_time for each in stats))
         )
     assert times == [True, False]
+
+
+def test_a_clock_that_is_set_back_does_not_fail_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_day = itertools.count(1e9, -60.0)
+    monkeypatch.setattr(time, "time", lambda: next(of_day))
+    for module in (compat, data):
+        collector = make(module, (3, 2))
+        collector.reset()
+        if module is compat:
+            stats = collector.collect(n_step=8)
+            assert 0 < stats.collect_time == collector.collect_time < 60
+            assert stats.collect_speed == pytest.approx(8 / stats.collect_time)
+        else:
+            with pytest.raises(ValueError, match="Collect time should be non-negative"):
+                collector.collect(n_step=8)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@ paths, hooks, weight updaters and numbers.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -30,7 +32,7 @@ from muster.compat.torchrl.node_collectors import (
     calls_of,
     stats_of_nodes,
 )
-from muster.errors import BadOption, BadWeights, CollectorClosed
+from muster.errors import BadOption, BadWeights, CollectorClosed, WorkerDied
 from tests.fakes.pendulum import env_maker, linear
 from tests.fakes.ray_cluster import needs_ray, ray_cluster
 from tests.fakes.stats import stats, worker
@@ -134,6 +136,45 @@ def test_attributes_of_torchrl_are_there(opened: Any) -> None:
         is None
     )
     assert (opened.traj_format, opened.verbose) == ("padded", False)
+
+
+def set_by(cls: type) -> set[str]:
+    """Public attributes that the constructor of a class sets."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls.__init__)))  # type: ignore[misc]
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+        and not node.attr.startswith("_")
+    }
+
+
+def test_arguments_are_attributes_as_in_torchrl(opened: Any) -> None:
+    # what its own steps need, and arguments that are others here
+    internal = {
+        "collector_class",
+        "env_constructors",
+        "max_weight_update_interval",
+        "policy_weights",
+    }
+    for cls in (theirs.DistributedCollector, theirs.RayCollector):
+        known = set_by(cls)
+        assert "frames_per_batch" in known
+        internal |= set() if cls is theirs.DistributedCollector else {"no_cuda_sync"}
+        given = known - internal
+        assert sorted(name for name in given if not hasattr(opened, name)) == []
+    assert (opened.launcher, opened.backend, opened.init_random_frames) == (
+        "mp",
+        "gloo",
+        0,
+    )
+    assert opened.policy_factory == [None, None]
+    assert opened.collected_frames == 0
+    next(iter(opened))
+    assert opened.collected_frames == 20
 
 
 # --- calls on this collector ----------------------------------------------------------------------
@@ -521,7 +562,140 @@ def test_a_policy_that_an_inference_server_serves(ray_cluster: Any) -> None:
                 collector.update_policy_weights_(zeros)
 
 
-def test_a_learner_on_ray_needs_a_served_policy() -> None:
-    collector = ours.RayCollector.__new__(ours.RayCollector)
-    with pytest.raises(BadOption, match="needs a policy that is an InferenceServer"):
+# --- a learner on Ray, and the collector's own policy ---------------------------------------------
+
+
+def constant(action: float) -> Any:
+    """``linear()`` that always returns this action."""
+    policy = linear()
+    torch.nn.init.zeros_(policy.module.weight)
+    torch.nn.init.constant_(policy.module.bias, action)
+    return policy
+
+
+def sent(policy: Any) -> TensorDict:
+    """The weights of a policy, as a learner sends them."""
+    return TensorDict.from_module(policy).data.clone()
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.parametrize("factory", [False, True])
+def test_a_learner_sends_the_weights_of_the_policy(
+    ray_cluster: Any, factory: bool
+) -> None:
+    """A learner of TorchRL's calls the same methods, of ``_remote_collectors`` and the scheme."""
+    import ray
+
+    options: dict[str, Any] = {
+        "frames_per_batch": 20,
+        "sync": True,
+        "remote_configs": ACTOR,
+        "collector_kwargs": {"track_policy_version": True},
+    }
+    if factory:
+        options["policy_factory"] = linear
+    with ours.RayCollector(
+        [env_maker] * 2, None if factory else linear(), **options
+    ) as collector:
+        own = [tensor.clone() for tensor in collector.local_policy().parameters()]
+        scheme = collector._learner_weight_sync()
+        assert scheme is collector._learner_weight_sync()
+        batch = collector.next()
+        assert batch["policy_version"].unique().tolist() == [0]
+        assert (collector.init_random_frames, collector.collected_frames) == (0, 20)
+        (target,) = scheme._remote_collectors
+        assert ray.get(target._weight_sync_signature.remote("policy")) == (
+            (("module", "bias"), (1,), "torch.float32"),
+            (("module", "weight"), (1, 3), "torch.float32"),
+        )
+        scheme._set_model_version(3)
+        scheme.connect(weights=sent(constant(0.25)))
+        for version, action in ((3, 0.25), (7, 0.5), (7, 0.75)):
+            if action > 0.25:
+                scheme._set_model_version(version)
+                scheme.send(weights=sent(constant(action)))
+            for _ in range(2):
+                batch = collector.next()
+                assert batch["action"].unique().tolist() == [action]
+                for key in ("policy_version", ("next", "policy_version")):
+                    assert batch[key].unique().tolist() == [version]
+        assert collector.policy_version == 7
+        with pytest.raises(BadOption, match="the learner of learner_backend='ray'"):
+            collector.update_policy_weights_(constant(1.0))
+
+        # the learners end, and others connect
+        scheme.shutdown()
+        again = collector._learner_weight_sync(new_generation=True)
+        assert again is not scheme
+        again._set_model_version(1)
+        again.connect(weights=sent(constant(-0.5)))
+        batch = collector.next()
+        assert batch["action"].unique().tolist() == [-0.5]
+        assert batch["policy_version"].unique().tolist() == [1]
+
+        # weights that are not finite act nowhere
+        again.send(weights=sent(constant(float("nan"))))
+        with pytest.raises(BadWeights, match="not finite"):
+            collector.next()
+        assert collector.next()["action"].unique().tolist() == [-0.5]
+        again.shutdown()
+        for tensor, before in zip(
+            collector.local_policy().parameters(), own, strict=True
+        ):
+            assert torch.equal(tensor, before)
+    with pytest.raises(CollectorClosed):
         collector._learner_weight_sync()
+
+
+@needs_ray
+@pytest.mark.slow
+def test_what_a_learner_needs(ray_cluster: Any) -> None:
+    told: dict[str, Any] = {"frames_per_batch": 20, "remote_configs": ACTOR}
+    publishing = ours.RayCollector(
+        [env_maker], linear(), update_after_each_batch=True, **told
+    )
+    with publishing, pytest.raises(BadOption, match="Leave update_after_each_batch"):
+        publishing._learner_weight_sync()
+    random = ours.RayCollector([env_maker], None, **told)
+    with random, pytest.raises(BadOption, match="which has no weights"):
+        random._learner_weight_sync()
+
+
+@needs_ray
+@pytest.mark.slow
+def test_the_receiver_of_a_learner_is_lost(ray_cluster: Any) -> None:
+    import ray
+
+    with ours.RayCollector(
+        [env_maker], linear(), frames_per_batch=20, sync=True, remote_configs=ACTOR
+    ) as collector:
+        (target,) = collector._learner_weight_sync()._remote_collectors
+        collector.next()
+        ray.kill(target, no_restart=True)
+        with pytest.raises(WorkerDied, match="receives the learner's weights"):
+            collector.next()
+        with pytest.raises(WorkerDied, match="that a learner sends weights to"):
+            collector._learner_weight_sync(new_generation=True)
+
+
+def test_what_a_learner_compares_is_as_in_torchrl() -> None:
+    from torchrl.collectors import Collector
+
+    from muster.compat.torchrl.learner_weights import WeightsReceiver
+    from muster.weights.names import plain_modules
+
+    policy = torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+    )
+    policy.register_buffer("scale", torch.ones(2, dtype=torch.float64), False)
+    asked = type("Asked", (), {"get_model": lambda self, model_id: policy})()
+    expected = Collector._weight_sync_signature(asked, "policy")
+    assert len(expected) == 10
+    receiver = WeightsReceiver(plain_modules(policy))
+    assert receiver._weight_sync_signature("policy") == expected
+    assert receiver.newest(0) is None
+    with pytest.raises(BadOption, match="the weights of the policy only"):
+        receiver._weight_sync_signature("env.critic")
+    with pytest.raises(BadOption, match="there is no scheme"):
+        receiver._receive_weights_scheme()

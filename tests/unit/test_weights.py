@@ -558,6 +558,21 @@ def test_counters_give_versions_of_their_own(sent):
     assert (weights.publish_all([]), worker.take()) == ("v2", "v2")
 
 
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_learner_that_counts_gives_the_version(sent, counted):
+    counter = SimpleNamespace(version=0)
+    counter.increment_version = lambda: setattr(counter, "version", counter.version + 1)
+    weights, worker = sent(constant(1.0), counter=counter if counted else None)
+    new = [(constant(2.0).state_dict(), None)]
+    assert (weights.publish_all(new, version=5), worker.take()) == (5, 5)
+    assert (weights.version, worker.values) == (5, [2.0])
+    assert (weights.lag(0), weights.lag(5)) == (1, 0)
+    assert (weights.publish(), worker.take()) == (6, 6)
+    # a learner that was restored from a checkpoint
+    assert (weights.publish_all(new, version=2), worker.take()) == (2, 2)
+    assert (weights.lag(5), weights.lag(6), weights.lag(2)) == (2, 1, 0)
+
+
 def test_what_is_loaded_goes_to_the_user_and_to_the_workers(sent):
     policy = constant(1.0)
     weights, worker = sent(policy)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 
 from muster.episodes.stored import StoredItems
-from muster.errors import BadOption, CollectorTimeout, WorkerDied
+from muster.errors import BadOption, WorkerDied
 from muster.memory.specs import Array
 from muster.restore.pickling import dumps, loads
 from muster.utils.attributes import optional
@@ -31,7 +30,6 @@ from muster.utils.attributes import optional
 if TYPE_CHECKING:
     from muster.cluster.ray_runtime import Lease, RayConnection
 
-STEP_S = 1.0
 Packed = tuple[
     bytes, list[Array]
 ]  # a pickle, and the memory of the tensors and arrays in it
@@ -155,10 +153,9 @@ class RayBuffer:
         return self._answer(name, "look", name)  # type: ignore[no-any-return]
 
     def _answer(self, what: str, method: str, *args: Any) -> Any:
-        import ray
         from ray import exceptions
 
-        from muster.cluster.ray_runtime import RayConnection, arrived, call, first_line
+        from muster.cluster.ray_runtime import RayConnection, awaited, call, first_line
 
         if self._closed:
             raise WorkerDied("the replay buffer (a Ray actor) was closed")
@@ -166,15 +163,12 @@ class RayBuffer:
             self._connection = self._connection or RayConnection()
             self._connection.check()
             answer = call(self._actor, method, *args)
-            deadline = time.monotonic() + self._timeout_s
-            while not arrived(answer, min(STEP_S, self._timeout_s)):
-                if time.monotonic() > deadline:
-                    raise CollectorTimeout(
-                        f"the replay buffer (a Ray actor) has not answered {what} within"
-                        f" {self._timeout_s:g} s; is it waiting for a machine with the resources it"
-                        " asks for? timeout_s= lets it take longer"
-                    )
-            return _unpack(*ray.get(answer))
+            late = (
+                f"the replay buffer (a Ray actor) has not answered {what} within"
+                f" {self._timeout_s:g} s; is it waiting for a machine with the resources it"
+                " asks for? timeout_s= lets it take longer"
+            )
+            return _unpack(*awaited(answer, self._timeout_s, late))
         except exceptions.RayTaskError as error:
             raise error.cause from error
         except (

@@ -8,8 +8,9 @@ import re
 import socket
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import ray
@@ -17,7 +18,7 @@ from ray import exceptions
 from ray.util import client
 
 from muster.cluster.versions import installed
-from muster.errors import BadOption
+from muster.errors import BadOption, CollectorTimeout
 from muster.utils.private_names import VARIABLE, usable
 
 try:
@@ -26,6 +27,7 @@ except ImportError:
     ray_constants = services = None  # type: ignore[assignment]
 
 LOOPBACK = "127.0.0.1"
+STEP_S = 1.0  # between two looks whether this process is still connected
 # the latter two: of a Ray that was shut down
 LOST = (exceptions.RayError, ValueError, RuntimeError)
 # in Ray's messages
@@ -325,6 +327,24 @@ def arrived(ref: Any, within_s: float) -> bool:
     return bool(ray.wait([ref], timeout=within_s)[0])
 
 
+def awaited(ref: Any, timeout_s: float, late: str) -> Any:
+    """Return the result ``ref``, or raise its error.
+
+    Args:
+        late: text of the error after ``timeout_s`` seconds.
+
+    Raises:
+        CollectorTimeout: it has not arrived in time.
+        RuntimeError: Ray was shut down in this process.
+        RayError: the actor has ended, or the call has failed.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not arrived(ref, min(STEP_S, timeout_s)):
+        if time.monotonic() > deadline:
+            raise CollectorTimeout(late)
+    return ray.get(ref)
+
+
 def first_line(error: BaseException) -> str:
     """Return Ray's message as one line with a full stop, without tables, tracebacks and general
     advice.
@@ -353,13 +373,14 @@ def search_path() -> list[str]:
     return [os.path.abspath(entry) for entry in sys.path]
 
 
-def actor_class(target: str) -> Any:
+def actor_class(target: str, methods: Collection[str] = ()) -> Any:
     """Return a Ray actor class around ``"module:class"``, which need not be importable where Ray's
     processes start.
 
     Args:
         target: class to wrap. ``remote`` takes ``search_path()``, and then the arguments of this
             class.
+        methods: methods of the object that the actor has too, for callers that do not use ``call``.
     """
     ours = installed()
 
@@ -408,19 +429,30 @@ def actor_class(target: str) -> Any:
                 self._muster,
             )
 
-        def call(self, name: str, *args: Any) -> Any:
+        def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
             if self._object is None:
                 raise RuntimeError(
                     f"the actor has the Muster {self._muster}, and the process that made it has"
                     f" {ours}: install the same version on all machines"
                 )
-            return getattr(self._object, name)(*args)
+            return getattr(self._object, name)(*args, **kwargs)
 
         # each argument that Ray sends takes 15 us
         def handle(self, packed: bytes, *large: Any) -> Any:
             return self._object.handle(packed, *large)
 
+    for name in methods:
+        setattr(MusterActor, name, _calling(name))
     return ray.remote(MusterActor)
+
+
+def _calling(name: str) -> Callable[..., Any]:
+    """Return a method of an actor that calls this one of its object."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.call(name, *args, **kwargs)
+
+    return method
 
 
 def call(actor: Any, name: str, *args: Any) -> Any:

@@ -190,7 +190,7 @@ def replica(module: torch.nn.Module, *, only_weights: bool = False) -> torch.nn.
     try:
         return copy.deepcopy(module).cpu()
     except Exception as error:
-        skeleton = _skeleton(module) if only_weights else torch.nn.Module()
+        skeleton = plain_modules(module) if only_weights else torch.nn.Module()
         named = {
             name
             for name, value in module.state_dict().items()
@@ -203,7 +203,10 @@ def replica(module: torch.nn.Module, *, only_weights: bool = False) -> torch.nn.
         ) from error
 
 
-def _skeleton(module: torch.nn.Module) -> torch.nn.Module:
+def plain_modules(module: torch.nn.Module) -> torch.nn.Module:
+    """Return plain modules with the names of these, and copies of the tensors on the CPU: of no class
+    of the user's, which another process may not be able to import.
+    """
     made: dict[int, torch.nn.Module] = {}
     copies: dict[int, Any] = {}
     root = torch.nn.Module()

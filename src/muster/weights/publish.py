@@ -167,10 +167,14 @@ class PolicyWeights:
         sources: Sequence[tuple[Any, Any]],
         *,
         workers: Collection[int] | None = None,
+        version: int | None = None,
     ) -> int | str:
         """``publish`` for several (source, model), as one version; all or none.
 
         Without any it counts a version.
+
+        Args:
+            version: of these weights, where a learner elsewhere counts; None: the next one.
         """
         receiving = chosen(workers, self.workers or 1)
         changes = self._changes(sources)
@@ -181,12 +185,12 @@ class PolicyWeights:
                     place: (new.clone(), old) for place, (new, old) in pairs.items()
                 }
             self._elsewhere = (self._elsewhere - changes.own) | changes.elsewhere
-            version = self.versions.increment()
+            published = self.versions.increment(version)
             if pairs or self.workers is not None:
-                self._updates.queue(Update(pairs, version, frozenset(receiving)))
+                self._updates.queue(Update(pairs, published, frozenset(receiving)))
             if not self._in_rollout:
                 self._updates.apply()
-            return version
+            return published
 
     @contextmanager
     def acting(self) -> Iterator[int | str]:

@@ -34,10 +34,16 @@ class Versions:
         )
         return version
 
-    def increment(self) -> int | str:
-        """Count a publish, and return its version."""
+    def increment(self, to: int | None = None) -> int | str:
+        """Count a publish, and return its version.
+
+        Args:
+            to: the version, where a learner counts them; None: the next one.
+        """
         before = self.newest
-        if self.counter is not None:
+        if to is not None:
+            self.restore(to)
+        elif self.counter is not None:
             self.counter.increment_version()
         else:
             self._count += 1

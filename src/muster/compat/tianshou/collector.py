@@ -13,8 +13,10 @@ from tianshou.config import ENABLE_VALIDATION
 from tianshou.data import AsyncCollector as TianshouAsyncCollector
 from tianshou.data import CachedReplayBuffer, CollectStats, ReplayBufferManager
 from tianshou.data import Collector as TianshouCollector
+from tianshou.data.buffer.buffer_base import MalformedBufferError
 from tianshou.data.collector import BaseCollector
 from tianshou.env import DummyVectorEnv
+from tianshou.utils.torch_utils import torch_train_mode
 from typing_extensions import Self
 
 from muster.compat.tianshou.envs import AsyncVectorEnvs, VectorEnvs, drain, listed
@@ -176,20 +178,29 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
                 environments end a call.
         """
         self._no_grad = no_grad
+        self._validate_n_step_n_episode(n_episode, n_step)
+        # Tianshou 2.0.1 takes the time of day, which can be set back
         begun = time.monotonic()
         try:
-            stats = super().collect(
-                n_step,
-                n_episode,
-                random,
-                render,
-                reset_before_collect,
-                gym_reset_kwargs,
+            if reset_before_collect:
+                self.reset(reset_buffer=False, gym_reset_kwargs=gym_reset_kwargs)
+                begun = time.monotonic()
+            with torch_train_mode(self.policy, enabled=False):
+                stats = self._collect(
+                    n_step, n_episode, random, render, gym_reset_kwargs
+                )
+        finally:
+            took = time.monotonic() - begun
+            self.collect_time += took
+        stats.set_collect_time(took, update_collect_speed=True)
+        stats.refresh_all_sequence_stats()
+        if self.raise_on_nan_in_buffer and self.buffer.hasnull():
+            found = self.buffer.isnull().apply_values_transform(np.sum)
+            raise MalformedBufferError(
+                "there is NaN in the buffer. A hook that returns entries for some steps only leaves"
+                " others empty, with n_step=, or an on_step_hook has written it. buffer.dropnull()"
+                f" removes these steps. Number of NaNs by key:\n{found}"
             )
-        except BaseException:
-            self.collect_time += time.monotonic() - begun
-            raise
-        self.collect_time += stats.collect_time
         return stats
 
     def _validate_n_step_n_episode(
@@ -274,13 +285,13 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
             warnings.warn(
                 f"n_step={n_step} is not a multiple of {self.env_num}, the number of environments: all"
                 " of them make the last step, and more steps are collected",
-                stacklevel=5,
+                stacklevel=4,
             )
         if n_episode and n_episode < self.env_num:
             warnings.warn(
                 f"n_episode={n_episode} is less than {self.env_num}, the number of environments:"
                 f" the last {self.env_num - n_episode} of them take no part",
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def _validate_buffer(self) -> None:

@@ -1,4 +1,4 @@
-"""Policies that TorchRL's ``InferenceServer`` serves from an actor of Ray's.
+"""Policies that TorchRL's ``InferenceServer`` serves from an actor of Ray's, and learners on Ray.
 
 A node's inference server calls a client of the service for all environments of the node, so the
 clients are in the processes of Ray's actors, which alone are connected to Ray.
@@ -12,7 +12,9 @@ import torch
 from tensordict import TensorDict
 
 from muster.compat.torchrl.weight_names import is_tensordict
-from muster.errors import BadOption
+from muster.errors import BadOption, WorkerDied
+
+TIMEOUT_S = 60.0  # of an actor's answer
 
 
 def is_service(policy: Any) -> bool:
@@ -80,27 +82,41 @@ def update_service(service: Any, given: Any) -> None:
     service.update_model_weights(given)
 
 
-def connect_learner(service: Any) -> Any:
-    """Return a weight sync scheme over which a learner on Ray sends weights to a service.
+def connect_learner(target: Any) -> Any:
+    """Return a weight sync scheme over which a learner on Ray sends weights to an actor.
 
     TorchRL's trainers with ``learner_backend="ray"`` ask the collector for it.
+
+    Args:
+        target: handle of the actor: of an ``InferenceServer``, or a ``WeightsReceiver``.
+
+    Raises:
+        WorkerDied: the actor has ended.
+        CollectorTimeout: the actor does not answer.
     """
-    import ray
+    from ray import exceptions
     from torchrl.weight_update import RayWeightSyncScheme
 
-    targets = [service._actor]
+    from muster.cluster.ray_runtime import awaited, first_line
+
     scheme = RayWeightSyncScheme()
-    scheme.init_on_sender(
-        model_id="policy", remote_collectors=targets, num_workers=len(targets)
-    )
+    scheme.init_on_sender(model_id="policy", remote_collectors=[target], num_workers=1)
     scheme._manage_receiver_connect = (
         True  # the sender tells the receivers when to connect
     )
-    registered = [
-        actor.register_scheme_receiver.remote(
-            {"policy": scheme}, synchronize_weights=False
+    registered = target.register_scheme_receiver.remote(
+        {"policy": scheme}, synchronize_weights=False
+    )
+    try:
+        awaited(
+            registered,
+            TIMEOUT_S,
+            "the Ray actor that a learner sends weights to has not answered within"
+            f" {TIMEOUT_S:g} s; is it overloaded?",
         )
-        for actor in targets
-    ]
-    ray.get(registered)
+    except exceptions.RayActorError as error:
+        raise WorkerDied(
+            "the Ray actor that a learner sends weights to cannot be reached:"
+            f" {first_line(error)}"
+        ) from error
     return scheme

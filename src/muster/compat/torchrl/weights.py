@@ -42,11 +42,12 @@ class TorchRLPolicyWeights(PolicyWeights):
         sources: Sequence[tuple[Any, Any]],
         *,
         workers: Collection[int] | None = None,
+        version: int | None = None,
     ) -> int | str:
         parts = [
             part for source, model in sources for part in self._parts(source, model)
         ]
-        return super().publish_all(parts, workers=workers)
+        return super().publish_all(parts, workers=workers, version=version)
 
     def _parts(self, source: Any, model: Any) -> list[tuple[Any, Any]]:
         """Return the weights, and apart from them the non-persistent buffers, each with its model."""

@@ -9,10 +9,11 @@ docs/torchrl.md describes the differences.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torchrl.collectors.distributed import RayEvalWorker
@@ -48,11 +49,14 @@ from muster.compat.torchrl.updaters import DistributedWeightUpdater, RPCWeightUp
 from muster.compat.torchrl.weight_names import flattened
 from muster.episodes.segment import MASK
 from muster.errors import BadOption
-from muster.keys import TRAJ_IDS
+from muster.keys import POLICY_VERSION, TRAJ_IDS
 from muster.observing.stats import CollectorStats
 from muster.rollout.options import Execution
 from muster.utils.attributes import resolve
 from muster.utils.integers import integer
+
+if TYPE_CHECKING:
+    from muster.compat.torchrl.learner_weights import LearnerWeights
 
 __all__ = [
     "DEFAULT_SLURM_CONF",
@@ -68,6 +72,16 @@ __all__ = [
 
 # an option of TorchRL's collectors, which nodes get in collector_kwargs
 AUTO_REGISTER = "auto_register_policy_transforms"
+# arguments that are attributes of TorchRL's collectors, as they were given
+AS_GIVEN = (
+    *("backend", "launcher", "num_workers_per_collector", "replay_buffer"),
+    *("slurm_kwargs", "tcp_port", "trust_policy", "update_after_each_batch"),
+)
+# arguments of which these have a list, with one per node
+PER_NODE = (
+    *("device", "storing_device", "env_device", "policy_device"),
+    *("collector_kwargs", "policy_factory"),
+)
 # replay buffers of Muster's that RayCollector takes, besides TorchRL's on Ray
 REACHABLE = frozenset({"RayBuffer", "ReplayMemory"})
 
@@ -149,20 +163,25 @@ class _OverNodes:
     def _show(
         self, create_env_fn: Any, frames_per_batch: int, options: dict[str, Any]
     ) -> None:
-        """Set public attributes of TorchRL's collectors to the given arguments; devices are lists with
-        one per node.
+        """Set public attributes of TorchRL's collectors to the given arguments; ``PER_NODE`` are lists
+        with one per node.
         """
         nodes = _nodes(create_env_fn, options)
         self.num_workers = self.num_collectors = nodes
         self.frames_per_batch = self.requested_frames_per_batch = frames_per_batch
         self.total_frames = options.get("total_frames", -1)
+        # TorchRL's trainers do not optimize before
+        self.init_random_frames = max(0, options.get("init_random_frames") or 0)
         self.postproc = options.get("postproc")
         self.split_trajs = bool(options.get("split_trajs"))
         self.verbose = bool(options.get("verbose"))
         self.trajs_per_batch = options.get("trajs_per_batch")
         self.trajs_per_write = options.get("trajs_per_write")
         self.traj_format = options.get("traj_format") or "padded"
-        for name in ("device", "storing_device", "env_device", "policy_device"):
+        parameters = inspect.signature(type(self)).parameters
+        for name in parameters.keys() & AS_GIVEN:
+            setattr(self, name, options.get(name, parameters[name].default))
+        for name in PER_NODE:
             given = options.get(name)
             setattr(
                 self,
@@ -237,6 +256,11 @@ class _OverNodes:
         if hasattr(updater, "register_collector"):
             updater.register_collector(self)
         self._updater = updater
+
+    @property
+    def collected_frames(self) -> int:
+        """Number of frames that were delivered."""
+        return self.muster_stats().frames
 
     def muster_stats(self) -> CollectorStats:
         """Return the numbers of ``muster.Collector.stats``."""
@@ -338,6 +362,7 @@ class DistributedCollector(_OverNodes, clusters.DistributedCollector):  # type: 
             frames_per_batch,
             _published_every(update_interval, options),
         )
+        self.update_interval = update_interval
 
 
 class DistributedSyncCollector(DistributedCollector):
@@ -407,7 +432,8 @@ class RayCollector(_OverNodes, clusters.RayCollector):  # type: ignore[misc]
     """
 
     _service: Any = None  # the InferenceServer that has the policy
-    _learner_scheme: Any = None  # over which a learner sends weights to it
+    _learner_scheme: Any = None  # over which a learner sends weights
+    _learner: LearnerWeights | None = None  # of a policy that no service has
 
     @passes_on(clusters.RayOptions, WithoutEffect, ShownAsInTorchRL)
     def __init__(
@@ -465,20 +491,49 @@ class RayCollector(_OverNodes, clusters.RayCollector):  # type: ignore[misc]
     def _learner_weight_sync(self, *, new_generation: bool = False) -> Any:
         """Return the scheme over which the learner of ``learner_backend="ray"`` sends weights.
 
-        TorchRL's trainers call this.
+        TorchRL's trainers call this. From then on, each batch has the newest weights that the
+        learner has sent before it.
+
+        Args:
+            new_generation: there are other learners than at the last call, which connect again.
 
         Raises:
-            BadOption: the policy is not an ``InferenceServer`` on Ray.
+            BadOption: the policy has no weights, or an option publishes others.
+            WorkerDied: the actor that is to receive the weights has ended.
+            CollectorTimeout: it does not answer.
         """
-        if self._service is None:
-            raise BadOption(
-                "learner_backend='ray' needs a policy that is an InferenceServer with"
-                " service_backend='ray': the actors of this collector have no receiver of a"
-                " learner's weights"
-            )
+        self._check_open()
         if self._learner_scheme is None or new_generation:
-            self._learner_scheme = connect_learner(self._service)
+            if self._service is not None:
+                target = self._service._actor
+            else:
+                target = self._receiving_learner().actor
+            self._learner_scheme = connect_learner(target)
         return self._learner_scheme
+
+    def _receiving_learner(self) -> LearnerWeights:
+        """Return what receives the weights of the policy, made by the first call."""
+        if self._learner is None:
+            if self.options.update_at_each_batch or self._longest >= 0:
+                raise BadOption(
+                    "learner_backend='ray' publishes the weights of this policy. Leave"
+                    " update_after_each_batch and max_weight_update_interval out"
+                )
+            from muster.compat.torchrl.learner_weights import LearnerWeights
+
+            kept = self._kept_policy
+            self._learner = LearnerWeights(self.policy if kept is None else kept)
+        return self._learner
+
+    def _before_batch(self) -> None:
+        super()._before_batch()
+        if self._learner is not None and (new := self._learner.take()) is not None:
+            self._weights.publish_all([(new.weights, None)], version=new.version)
+
+    def _release(self) -> None:
+        if self._learner is not None:
+            self._learner.close()
+        super()._release()
 
     # --- the collectors of the actors -------------------------------------------------------------
 
@@ -662,8 +717,13 @@ def _translated(
         _name_trajectories(given, nodes if told.get("sync") else 1)
     acting = {**told, **(every[0] if every else {})}  # as Muster reads them
     shape: dict[str, Any] = {}
+    if acting.get("track_policy_version") and acting.get("replay_buffer") is None:
+        shape["postproc"] = partial(
+            _with_versions, bool(acting.get("compact_obs")), acting.get("postproc")
+        )
+        acting |= shape
     if acting.get("trajs_per_batch") is not None:
-        shape = _padded(acting)
+        shape |= _padded(acting)
     elif acting.get("replay_write_mode") == "trajectory":
         pass  # flat, as TorchRL's
     elif (
@@ -671,7 +731,7 @@ def _translated(
         and not acting.get("split_trajs")
         and acting.get("extend_buffer", True)
     ):
-        shape = _joined(acting, nodes, joins=joins)
+        shape |= _joined(acting, nodes, joins=joins)
     told |= shape
     every = [
         {name: value for name, value in given.items() if name not in shape}
@@ -719,6 +779,19 @@ def _zero_padding(postproc: Any, batch: Any) -> Any:
     ``postproc``.
     """
     batch.get(TRAJ_IDS).masked_fill_(~batch.get(MASK), 0)
+    return _processed(postproc, batch)
+
+
+def _with_versions(is_compact: bool, postproc: Any, batch: Any) -> Any:
+    """Add TorchRL's columns of the policy version, and call the user's ``postproc``.
+
+    Args:
+        is_compact: with ``compact_obs``, which omits the one below ``next``.
+    """
+    version = batch.get(POLICY_VERSION)
+    batch.set("policy_version", version)
+    if not is_compact:
+        batch.set(("next", "policy_version"), version.clone())
     return _processed(postproc, batch)
 
 
