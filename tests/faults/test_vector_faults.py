@@ -100,11 +100,11 @@ def test_a_worker_that_is_killed_between_steps_raises(tmp_path: Any) -> None:
 
 
 def test_a_hanging_environment_raises_with_its_stack(tmp_path: Any) -> None:
-    envs = made(tmp_path, faults.waits, timeouts={"step": 1.0})
+    envs = made(tmp_path, faults.waits, timeouts={"step": 2.0})
     envs.reset(seed=0)
     with pytest.raises(
         WorkerHung,
-        match=r"in step for .* at .*faults.py:\d+ in waits; its deadline is 1 s",
+        match=r"in step for .* at .*faults.py:\d+ in waits; its deadline is 2 s",
     ) as caught:
         steps(envs, AT)
     assert (caught.value.worker, caught.value.env_id) == (1, 2)
@@ -166,7 +166,7 @@ def test_close_does_not_wait_for_a_hanging_environment(tmp_path: Any) -> None:
 @pytest.mark.parametrize("do", [KILL, faults.waits, faults.Raising(faults.Unpicklable)])
 def test_a_restart_is_a_truncation(tmp_path: Any, do: Any, mode: Any) -> None:
     envs = made(
-        tmp_path, do, on_failure="restart", timeouts={"step": 1.0}, autoreset_mode=mode
+        tmp_path, do, on_failure="restart", timeouts={"step": 2.0}, autoreset_mode=mode
     )
     whole = made(tmp_path, faults.nothing, autoreset_mode=mode)
     lost = (
@@ -287,10 +287,10 @@ def test_workers_that_cannot_be_started_say_so_until_they_can(
 
 
 def test_ctrl_c_during_a_step(tmp_path: Any) -> None:
-    envs = made(tmp_path, faults.waits, timeouts={"step": 2.0})
+    envs = made(tmp_path, faults.waits, timeouts={"step": 4.0})
     envs.reset(seed=0)
     steps(envs, AT - 1)
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         steps(envs, 1)
     with pytest.raises(MusterError, match="After KeyboardInterrupt .* call reset"):

@@ -21,7 +21,9 @@ import torch
 
 from muster import MultiSyncCollector, Restart
 from muster.errors import WorkerHung
-from muster.testing import Fault, OracleEnv, check_stream
+from muster.rollout.progress import Phase
+from muster.testing import CountingEnv, Fault, OracleEnv, check_stream
+from muster.workers.proxy import WorkerProxy
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, alive, deadlines, run
 from tests.fakes.node_runs import NODE_KINDS, async_nodes, sync_nodes
@@ -39,7 +41,8 @@ BACKENDS = [
     ("SIGSTOP", "processes"),
     ("wait", "threads"),
 ]
-DEADLINE_S = 0.5  # of everything
+DEADLINE_S = 1.5  # a healthy worker on a busy machine stands still for more than 0.5 s
+SHORT_S = 0.5  # where a worker may also be ended that only stands still
 AT = 30
 
 
@@ -102,6 +105,22 @@ def test_a_hang_while_environments_are_made_ends_the_construction(
             timeouts={"construct": 2 * DEADLINE_S},
         )
     assert_said(caught.value, "construct", WAYS[way])
+
+
+def test_a_process_that_has_not_begun_yet_has_the_deadline_of_a_construction(
+    monkeypatch,
+):
+    """It was in the phase "idle", with the deadline of a step."""
+    start, phases = WorkerProxy.start, []
+
+    def noting(proxy):
+        start(proxy)
+        phases.append(proxy.phase)
+
+    monkeypatch.setattr(WorkerProxy, "start", noting)
+    with MultiSyncCollector([CountingEnv] * 2, None, frames_per_batch=4) as collector:
+        assert collector.next() is not None
+    assert phases == [Phase.CONSTRUCT] * 2
 
 
 def test_workers_that_hang_in_close_share_one_deadline(tmp_path):
@@ -168,7 +187,7 @@ def test_a_hang_in_the_policy_of_one_thread_is_not_that_of_those_who_wait_for_th
     timeouts = {
         **deadlines(60.0),
         "step": 2 * DEADLINE_S,
-        "policy": 6 * DEADLINE_S,
+        "policy": 3 * DEADLINE_S,
     }  # waiting is neither
     got = run(
         tmp_path,
@@ -286,7 +305,7 @@ def test_a_hang_while_weights_are_taken_says_so(tmp_path):
     )
     timeouts = {
         **deadlines(60.0),
-        "weights": 10 * DEADLINE_S,
+        "weights": 4 * DEADLINE_S,
     }  # the successor takes weights, too
     got = run(
         tmp_path,
@@ -327,7 +346,8 @@ def test_a_worker_that_was_stopped_from_outside_hangs(tmp_path):
         collector.next()
         os.kill(collector.stats().workers[1].pid, signal.SIGSTOP)
         with pytest.raises(
-            WorkerHung, match=r"its deadline is 1 s\. The process is stopped"
+            WorkerHung,
+            match=rf"its deadline is {2 * DEADLINE_S:g} s\. The process is stopped",
         ) as caught:
             collector.next()
         assert caught.value.worker == 1
@@ -456,7 +476,7 @@ def test_hangs_that_end_about_when_they_are_found(tmp_path, kind, backend):
         def slow_step(action):
             if env._cells[1] % 50 == 49:
                 threading.Event().wait(
-                    DEADLINE_S + rng.uniform(0.0, 0.2)
+                    SHORT_S + rng.uniform(0.0, 0.2)
                 )  # the parent looks every 0.2 s
             return step(action)
 
@@ -465,7 +485,7 @@ def test_hangs_that_end_about_when_they_are_found(tmp_path, kind, backend):
 
     options = {
         "on_failure": Restart(max_restarts=None),
-        "timeouts": {**deadlines(60.0), "step": DEADLINE_S},
+        "timeouts": {**deadlines(60.0), "step": SHORT_S},
     }
     with kind(
         make, None, frames_per_batch=T, total_frames=20 * T, backend=backend, **options

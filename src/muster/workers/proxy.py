@@ -136,7 +136,11 @@ class WorkerProxy(Proxy):
 
     @property
     def phase(self) -> Phase:
-        return phase_of(self.process.status_page.cells)
+        """The phase of its process; one that has not begun yet is in that of its first work."""
+        phase = phase_of(self.process.status_page.cells)
+        if phase is Phase.IDLE and self.infos is None:
+            return Phase.CONSTRUCT
+        return phase
 
     @property
     def is_successor(self) -> bool:
