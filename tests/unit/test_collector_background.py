@@ -9,16 +9,19 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from muster import Collector, Execution
+from muster import Collector, Execution, MultiAsyncCollector, MultiSyncCollector
 from muster.collectors import background
 from muster.errors import BadOption, CollectorBusy, CollectorTimeout, EnvError
-from muster.testing import CountingEnv, FaultyEnv
+from muster.testing import CountingEnv, FaultyEnv, OracleEnv
+from muster.testing.oracle import follow
 from tests.fakes.buffers import PATIENCE, Extends
 from tests.tools import assert_accounted, column, counting
 
@@ -240,6 +243,97 @@ def test_a_pause_may_hold_calls_that_pause_and_another_pause():
             assert column(batch, "next", "reward") == [1, 2, 3, 1]
             c.load_state_dict(state)
         assert c.is_running()
+
+
+USES: list[Callable[[Collector], Any]] = [
+    Collector.next,
+    Collector.rollout,
+    lambda c: c.collect(n_step=4),
+    Collector.reset,
+    Collector.state_dict,
+    Collector.next,
+]
+
+
+@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector, MultiAsyncCollector])
+def test_a_pause_keeps_every_other_thread_from_collecting(kind):
+    options = {} if kind is Collector else {"backend": "threads"}
+    envs = [counting(3), counting(3)]
+    with kind(envs, None, frames_per_batch=4, **options) as c:
+        c.next()
+        begun = threading.Event()
+        made: list[Any] = []
+
+        def use() -> None:
+            begun.set()
+            for call in USES:
+                made.append(call(c))
+
+        with c.pause():
+            other = threading.Thread(target=use)
+            other.start()
+            assert begun.wait(PATIENCE)
+            for _ in range(3):
+                c.rollout()  # this thread may
+            assert made == []
+        other.join(PATIENCE)
+        assert len(made) == len(USES)
+        assert_accounted(c)
+
+
+@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector, MultiAsyncCollector])
+def test_two_threads_that_collect_take_turns(tmp_path, kind):
+    path = tmp_path / "counts"
+    options = {} if kind is Collector else {"backend": "threads"}
+    envs = [partial(OracleEnv, path, number) for number in range(2)]
+    errors: list[BaseException] = []
+    with kind(envs, None, frames_per_batch=8, seed=0, **options) as c:
+        batches: list[Any] = []
+
+        def use(call: Callable[[Collector], Any]) -> None:
+            try:
+                for _ in range(30):
+                    batches.append(call(c).clone())
+            except BaseException as error:  # noqa: BLE001 (shown below)
+                errors.append(error)
+
+        calls = [Collector.next, lambda c: c.collect_batch(n_step=8)[0]]
+        threads = [threading.Thread(target=use, args=(call,)) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert not errors
+        assert_accounted(c)
+        assert sum(batch.numel() for batch in batches) == c.stats().frames
+    steps = set()
+    for batch in batches:
+        rows = batch["observation"].reshape(-1, 6)
+        steps |= {tuple(row) for row in rows[:, [0, 1, 4]].tolist()}
+        after = follow(tuple(rows.numpy().T), batch["action"].reshape(-1).numpy())[0]
+        expected = np.array(after).T
+        found = batch["next", "observation"].reshape(-1, 6).numpy()
+        np.testing.assert_array_equal(found, expected)
+    assert len(steps) == 30 * 2 * 8
+
+
+def test_a_turn_that_another_thread_keeps_is_not_waited_for_for_ever(monkeypatch):
+    monkeypatch.setattr("muster.collectors.use.PATIENCE", 0.05)
+    with Collector(counting(3), None, frames_per_batch=4) as c:
+        errors: list[BaseException] = []
+
+        def use() -> None:
+            try:
+                c.next()
+            except CollectorTimeout as error:
+                errors.append(error)
+
+        with c.pause():
+            other = threading.Thread(target=use)
+            other.start()
+            other.join(PATIENCE)
+        assert "another thread has used this collector" in str(errors[0])
+        assert c.next() is not None
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from numbers import Integral
@@ -27,6 +25,7 @@ from muster.collectors.on_demand import OnDemand
 from muster.collectors.options import CollectorOptions
 from muster.collectors.resume import Autosaver, CollectorParts
 from muster.collectors.signatures import takes
+from muster.collectors.use import CollectorUse
 from muster.episodes.record import Episodes
 from muster.episodes.summary import CollectStats
 from muster.errors import (
@@ -103,7 +102,7 @@ class BaseCollector(ABC):
         self.options = options
         self._closed = False
         self._background: Background | None = None
-        self._iterator: weakref.ref[Generator[Any, None, None]] | None = None
+        self._use = CollectorUse()
         self.profile_config: ProfileConfig | None = None
         with ExitStack() as made:  # closes everything made so far if a line below fails
             self._engine = self._connect(made)
@@ -133,18 +132,17 @@ class BaseCollector(ABC):
         """
         self._check_open()
         self._check_amount()
-        live = self._iterator() if self._iterator is not None else None
-        if self.is_running() or (
-            live is not None and inspect.getgeneratorstate(live) != inspect.GEN_CLOSED
-        ):
+        if self.is_running() or self._use.is_iterated:
             raise CollectorBusy(
                 "this collector is being iterated already. Use one `for` loop at a time; drop the"
                 " first iterator (`del it`) to begin another, or end the background thread with"
                 " `async_shutdown()`."
             )
         after = self._observers.wrote if self._observers.need_batches else None
-        batches = self._engine.iterate(self._check_open, self._before_batch, after)
-        self._iterator = weakref.ref(batches)
+        batches = self._engine.iterate(
+            self._use, self._check_open, self._before_batch, after
+        )
+        self._use.begin_iterating(batches)
         return batches
 
     def next(self) -> Any:
@@ -397,9 +395,14 @@ class BaseCollector(ABC):
         return self._background is not None and self._background.is_running()
 
     def pause(self) -> AbstractContextManager[None]:
-        """Return a context in which the background thread does not collect.
+        """Return a context in which no other thread collects: not the background thread, and no thread
+        of yours that calls ``next()`` or another method that collects or changes something.
 
-        Entering waits for the end of its batch.
+        Entering waits for the end of the batch that another thread collects. Meanwhile these threads
+        wait until the context ends; your own one may collect inside.
+
+        Raises:
+            CollectorTimeout: entering has waited for ten minutes.
         """
         return self._exclusively()
 
@@ -948,20 +951,24 @@ class BaseCollector(ABC):
         """Prepare for collecting in a background thread."""
 
     def _exclusively(self) -> AbstractContextManager[None]:
-        """Return a context in which the background thread does not collect.
+        """Return a context in which no other thread collects.
 
         Raises if the collector is closed.
         """
         self._check_open()
-        return (
-            trimmed
-            if self._background is None
-            else self._while_paused(self._background)
-        )
+        if self._background is None:
+            return self._in_turn()
+        return self._while_paused(self._background)
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        with trimmed, self._use:
+            yield
 
     @contextmanager
     def _while_paused(self, background: Background) -> Iterator[None]:
-        with trimmed, background.paused():
+        # in this order: the background thread is in its turn until the end of its batch
+        with trimmed, background.paused(), self._use:
             self._raise_from_background()  # the batch that ended just now may have failed
             yield
 

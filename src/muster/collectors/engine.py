@@ -19,6 +19,7 @@ from muster.collectors.options import CollectorOptions, check_seeds
 from muster.collectors.pipeline import Pipeline, PipelineItem
 from muster.collectors.row_by_row import RowByRow
 from muster.collectors.stepped import SteppedBatch
+from muster.collectors.use import CollectorUse
 from muster.episodes.plain import Place
 from muster.episodes.record import NO_EPISODES, Episodes
 from muster.episodes.recount import Recount
@@ -286,6 +287,7 @@ class Engine:
 
     def iterate(
         self,
+        use: CollectorUse,
         check_open: Callable[[], None],
         before: Callable[[], None],
         after: Callable[[], None] | None,
@@ -293,6 +295,7 @@ class Engine:
         """Yield batches until ``total_frames``.
 
         Args:
+            use: entered for each batch, until it is ready.
             check_open: raises if the collector is closed.
             before: called before collecting, when the user is done with the previous batch.
             after: called after collecting.
@@ -300,18 +303,25 @@ class Engine:
         total = self.options.total_frames
         pipeline = self.pipeline
         while total < 0 or self.ledger.counted < total or not pipeline.is_empty:
-            with trimmed:
-                check_open()
-                if not pipeline.is_empty:
-                    pipeline.go_on()  # continue with batches that an error has kept
-                if not pipeline.ready:
-                    before()
-                    self.put_batch()
-                    if after is not None:
-                        after()
+            if not use.enter_at_once():
+                use.wait()
+            try:
+                with trimmed:
+                    check_open()
+                    if not pipeline.is_empty:
+                        pipeline.go_on()  # continue with batches that an error has kept
+                    if not pipeline.ready:
+                        before()
+                        self.put_batch()
+                        if after is not None:
+                            after()
+                    if pipeline.ready:
+                        self.ended.show(pipeline.ready[0].episodes)
+                        pipeline.ready[0].go_on()
+            finally:
+                use.leave()
             # In no ``with`` or ``try``: code that closes the generator could lose an interrupt.
             if pipeline.ready:
-                self.ended.show(pipeline.ready[0].episodes)
                 # the pipeline has no reference to it while the next one is collected
                 yield pipeline.take()
         for group in [] if self.local is None else self.local.groups:

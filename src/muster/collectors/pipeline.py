@@ -44,6 +44,7 @@ class PipelineItem:
         made: the item before the first stage; None: its rows are in the buffer already.
 
     Attributes:
+        item: what the last complete stage has made of it.
         frames: number of its valid steps.
         episodes: records of the episodes that ended in it.
     """
@@ -58,7 +59,7 @@ class PipelineItem:
         self.frames = frames
         self.episodes = episodes
         self._made = made
-        self._item: Any = made
+        self.item: Any = made
         self._stages: Any = deque(stages) if stages else ()
 
     def go_on(self) -> Any:
@@ -66,9 +67,9 @@ class PipelineItem:
         if self._stages:
             with trimmed, postponed():
                 while self._stages:
-                    self._item = self._stages[0](self._item)
+                    self.item = self._stages[0](self.item)
                     self._stages.popleft()
-        return self._item
+        return self.item
 
     def state_dict(self, added: Callable[[Any], int]) -> dict[str, Any]:
         """Return the item as it is after the last complete stage, as plain data that shares no
@@ -80,7 +81,7 @@ class PipelineItem:
         Args:
             added: see ``ReplaySink.added``.
         """
-        item: Any = self._item
+        item: Any = self.item
         left: int | None = len(self._stages)
         if item is not None and not is_tensordict(item):
             item = self._made
@@ -263,11 +264,10 @@ class Pipeline:
         self.ready.append(self.begin(shown, first, frames, episodes))
 
     def take(self) -> Any:
-        """Remove and return the next ready item, after all stages; None if it was written to a
-        buffer.
+        """Remove and return the next ready item, which has passed through all stages; None if it was
+        written to a buffer.
         """
-        item = self.ready[0].go_on()
-        self.ready.pop(0)
+        item = self.ready.pop(0).item
         return None if self._options.replay_buffer is not None else item
 
     def begin(
