@@ -957,13 +957,8 @@ class BaseCollector(ABC):
         """
         self._check_open()
         if self._background is None:
-            return self._in_turn()
+            return self._use
         return self._while_paused(self._background)
-
-    @contextmanager
-    def _in_turn(self) -> Iterator[None]:
-        with trimmed, self._use:
-            yield
 
     @contextmanager
     def _while_paused(self, background: Background) -> Iterator[None]:

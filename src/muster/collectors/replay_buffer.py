@@ -54,7 +54,7 @@ class ReplaySink:
                 f"extend_buffer=False needs replay_buffer.add, which {type(buffer).__name__}"
                 " has not"
             )
-        self._buffer = buffer
+        self.buffer = buffer
         self._extends = extend and "extend" in methods
         self._stored: StoredItems | None = None
         # a batch, and its transitions still to be added
@@ -116,19 +116,19 @@ class ReplaySink:
 
     def _extend(self, batch: TensorDict) -> None:
         if self._stored is None:
-            self._stored = StoredItems(self._buffer)
+            self._stored = StoredItems(self.buffer)
         items = self._items(batch, self._stored.dims)
         problem = self._stored.problem(items)
         with self._explained(self._stored, problem):
-            self._buffer.extend(items)
+            self.buffer.extend(items)
         self._stored.wrote(items)
 
     def _add(self, item: TensorDict) -> None:
         if self._stored is None:
-            self._stored = StoredItems(self._buffer)
+            self._stored = StoredItems(self.buffer)
         problem = self._stored.problem_of_item(item)
         with self._explained(self._stored, problem):
-            self._buffer.add(item)
+            self.buffer.add(item)
         self._stored.wrote_item(item)
 
     @staticmethod

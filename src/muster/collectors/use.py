@@ -13,12 +13,14 @@ from types import TracebackType
 from typing import Any
 
 from muster.errors import CollectorTimeout
+from muster.utils.tracebacks import trimmed
 
 PATIENCE = 600.0  # seconds to wait for another thread
 
 
 class CollectorUse:
     """The use of a collector, as a context that one thread at a time is in; a thread may enter it again.
+    Errors leave it without Muster's inner frames.
 
     The loop over batches uses ``enter_at_once``, ``wait`` and ``leave``, which cost it no call of a
     Python function.
@@ -44,6 +46,7 @@ class CollectorUse:
         trace: TracebackType | None,
     ) -> None:
         self.leave()
+        trimmed.__exit__(kind, error, trace)
 
     def wait(self) -> None:
         """Enter when another thread has left."""
