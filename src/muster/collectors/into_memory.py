@@ -141,27 +141,26 @@ class MemoryWriter:
         Args:
             goes_on: the rollout stays open for further rows.
         """
-        with self._memory.lock:
+        if lane.mirrored:
+            lane.bring_to_host()
+        with self._memory.lock:  # nothing is sampled between breaking off and writing
             self._memory.catch_up()
             self._write_lane(lane, first, result, goes_on=goes_on)
 
     def _write_lane(
         self, lane: Lane, first: int, result: RolloutResult, *, goes_on: bool
     ) -> None:
-        """Write the rows of a result, after those that were late."""
-        if lane.mirrored:
-            lane.bring_to_host()
-        with self._memory.lock:  # nothing is sampled between breaking off and writing
-            ring = self._memory.rings[result.group]
-            known = self._known_of(ring, lane, first, result)
-            valid = _valid(lane, first, result)
-            is_one = result.rows == 1 and (goes_on or lane.T == 1)
-            if is_one and valid is None and not lane.mirrored and ring.takes_rows:
-                self._write_row(ring, lane, first, result, known)
-            else:
-                self._write_rows(
-                    ring, lane, first, result, known, valid, goes_on=goes_on
-                )
+        """Write the rows of a result, which are on the host, with the memory's lock and after those
+        that were late.
+        """
+        ring = self._memory.rings[result.group]
+        known = self._known_of(ring, lane, first, result)
+        valid = _valid(lane, first, result)
+        is_one = result.rows == 1 and (goes_on or lane.T == 1)
+        if is_one and valid is None and not lane.mirrored and ring.takes_rows:
+            self._write_row(ring, lane, first, result, known)
+        else:
+            self._write_rows(ring, lane, first, result, known, valid, goes_on=goes_on)
 
     def _known_of(
         self, ring: Ring, lane: Lane, t: int, result: RolloutResult
@@ -259,7 +258,11 @@ class MemoryWriter:
         return LaneRows(self, self._memory, lane, t, group)
 
     def write_rows(self, lane: Lane, begin: int, end: int, group: int) -> None:
-        """Write rows of a rollout that stays open, each of which follows the one before it."""
+        """Write rows of a rollout that stays open, each of which follows the one before it, with the
+        memory's lock.
+        """
+        if lane.mirrored:
+            lane.bring_to_host()
         n = end - begin
         if n > FEW:
             self._write_part(lane, begin, n, group)
@@ -464,7 +467,6 @@ class RowCopier:
         self, memory: ReplayMemory, ring: Ring, group: int, known: _Known, lane: Lane
     ) -> None:
         self._memory = memory
-        self._lock = memory.lock
         self._rings = memory.rings
         self._known = known
         self._ring = ring
@@ -497,26 +499,25 @@ class RowCopier:
         return known is self._known and self._memory.rings is self._rings
 
     def write(self, t: int) -> bool:
-        """Write row ``t``, which follows the row that was made before it, and return True; False if
-        something else was written since, or if the observations after the ends of episodes are not
-        in the lane.
+        """Write row ``t``, which follows the row that was made before it, with the memory's lock, and
+        return True; False if something else was written since, or if the observations after the
+        ends of episodes are not in the lane.
         """
         known = self._known
         ring = self._ring
         done: Array | None = None
         finals: dict[Key, Any] | None = None
-        with self._lock:
-            if not known.is_newest(ring) or self._memory.rings is not self._rings:
+        if not known.is_newest(ring) or self._memory.rings is not self._rings:
+            return False
+        if 1 in self._done[t].tobytes():
+            if self._after is None:
                 return False
-            if 1 in self._done[t].tobytes():
-                if self._after is None:
-                    return False
-                done = self._done[t]
-                finals = {key: rows[t][done] for key, rows in self._after.items()}
-            ids = self._ids[t]
-            if ring.ids.tobytes() != ids.tobytes():
-                known.follow(ring, ids, None, ring.ids == ids)
-            self.write_next(t, done, finals)
+            done = self._done[t]
+            finals = {key: rows[t][done] for key, rows in self._after.items()}
+        ids = self._ids[t]
+        if ring.ids.tobytes() != ids.tobytes():
+            known.follow(ring, ids, None, ring.ids == ids)
+        self.write_next(t, done, finals)
         return True
 
     def write_next(
