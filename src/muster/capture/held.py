@@ -179,14 +179,13 @@ class HeldState:
         """
         held = self._held_layouts
         first = self._layouts
+        layouts = {path: _layout(tensor) for path, tensor in now.tensors.items()}
         moved: dict[int, list[str]] = {}  # those in the same memory
-        for path, tensor in now.tensors.items():
-            layout = _layout(tensor)
+        for path, layout in layouts.items():
             if layout.strides not in (held[path].strides, first[path].strides):
                 return f"{path} has the strides {layout.strides}"
             if layout.storage is not None:
                 moved.setdefault(layout.storage, []).append(path)
-        layouts = {path: _layout(tensor) for path, tensor in now.tensors.items()}
         for paths in moved.values():
             one = paths[0]
             for path in paths[1:]:

@@ -98,7 +98,7 @@ class Entries:
         if len(now) != len(saved):
             return False
         if isinstance(now, dict):
-            if any(a is not b and a != b for a, b in zip(saved, now, strict=True)):
+            if list(now) != list(saved):
                 return False  # the order counts, too
             saved = saved.values()
             now = now.values()
@@ -154,9 +154,7 @@ class Entries:
                 return []
         if isinstance(container, dict):
             return dict(container)
-        if isinstance(container, (list, deque)):
-            return list(container)
-        if isinstance(container, set):
+        if isinstance(container, (list, deque, set)):
             return list(container)
         if isinstance(container, np.ndarray):
             return list(container.flat)
