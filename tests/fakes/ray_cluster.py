@@ -4,7 +4,7 @@ seconds.
 It runs in a session of processes of its own, which are no children of this one, and ends with it.
 This process is connected only while a test needs it (see ``leave``). Clusters of several test
 processes do not find one another: each has a folder, a token and ports of its own. A cluster that
-could not be started twice is not tried again: the other tests fail at once, for the same reason.
+did not answer is started a second time, and then not again: the other tests fail at once, for the same reason.
 """
 
 from __future__ import annotations
@@ -129,14 +129,18 @@ class Remote:
         return answer
 
 
+def _remote() -> Remote:
+    try:
+        return Remote()
+    except TimeoutError:  # of a busy machine: a second start mostly succeeds
+        return Remote()
+
+
 @functools.cache
 def _started() -> Remote | Exception:
     """The cluster of this process, or why there is none."""
     try:
-        try:
-            made = Remote()
-        except TimeoutError:  # of a busy machine: a second start mostly succeeds
-            made = Remote()
+        made = _remote()
     except Exception as error:  # noqa: BLE001 (raised by ``cluster``)
         return error
     os.environ.update(environment(made.folder))
@@ -151,8 +155,8 @@ def cluster() -> Remote:
     made = _started()
     if isinstance(made, Exception):
         raise RuntimeError(
-            f"Ray's cluster of this test process could not be started: {made}. It was"
-            " tried once; start the tests again."
+            f"Ray's cluster of this test process could not be started: {made}. It is"
+            " not tried again; start the tests again."
         ) from made
     import ray
 

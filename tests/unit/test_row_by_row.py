@@ -395,12 +395,17 @@ def saved_size(memory: ReplayMemory, path: Any) -> int:
     return len(other)
 
 
+def counting_into(memory: ReplayMemory, length: int) -> Collector:
+    """Collects one step of an environment at a time, whose episodes have this length."""
+    return Collector(
+        lambda: CountingEnv(length), None, frames_per_batch=1, replay_buffer=memory
+    )
+
+
 @pytest.mark.parametrize("how", READ)
 def test_rows_that_are_written_late_are_there_when_the_memory_is_read(how, tmp_path):
     memory = ReplayMemory(100, seed=0)
-    with Collector(
-        lambda: CountingEnv(5), None, frames_per_batch=1, replay_buffer=memory
-    ) as c:
+    with counting_into(memory, 5) as c:
         for rows in (1, 2, 9, 10, 11, 30):
             while c.stats().frames < rows:
                 c.next()
@@ -409,9 +414,7 @@ def test_rows_that_are_written_late_are_there_when_the_memory_is_read(how, tmp_p
 
 def test_rows_that_are_written_late_are_there_after_the_end_of_the_collector():
     memory = ReplayMemory(100)
-    with Collector(
-        lambda: CountingEnv(5), None, frames_per_batch=1, replay_buffer=memory
-    ) as c:
+    with counting_into(memory, 5) as c:
         for _ in range(13):
             c.next()
     assert memory[:]["observation"][:, -1].tolist() == [t % 5 for t in range(13)]
@@ -419,9 +422,7 @@ def test_rows_that_are_written_late_are_there_after_the_end_of_the_collector():
 
 def test_clear_drops_rows_that_are_written_late():
     memory = ReplayMemory(100)
-    with Collector(
-        lambda: CountingEnv(50), None, frames_per_batch=1, replay_buffer=memory
-    ) as c:
+    with counting_into(memory, 50) as c:
         for _ in range(7):
             c.next()
         memory.clear()
@@ -433,9 +434,7 @@ def test_clear_drops_rows_that_are_written_late():
 
 def test_rows_that_are_written_late_have_the_priority_of_when_they_came():
     memory = ReplayMemory(100, alpha=1.0, seed=0)
-    with Collector(
-        lambda: CountingEnv(50), None, frames_per_batch=1, replay_buffer=memory
-    ) as c:
+    with counting_into(memory, 50) as c:
         c.next()
         first = memory[0]["index"]
         for _ in range(4):
