@@ -8,11 +8,13 @@ import pytest
 
 from muster.cli.main import main
 from tests.waits import without_delays
+from tests.warned import no_garbage
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: Any) -> tuple[int, str, str]:
     """Exit code, standard output and error."""
-    code = main([str(arg) for arg in argv])
+    with no_garbage():
+        code = main([str(arg) for arg in argv])
     out, err = capsys.readouterr()
     return code, out, without_delays(err)
 

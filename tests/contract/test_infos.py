@@ -5,7 +5,6 @@ equality.
 from __future__ import annotations
 
 import importlib.util
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from gymnasium.wrappers.vector import RecordEpisodeStatistics as RecordBatchStat
 
 from muster import Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.testing import InfoEnv
+from tests.warned import warnings_are_errors
 
 LENGTHS = 3, 4
 ALL_INFOS = {
@@ -236,9 +236,10 @@ def test_workers_give_the_same(kind: str) -> None:
 
 
 def test_nothing_is_warned_of() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with Collector(
+    with (
+        warnings_are_errors(),
+        Collector(
             stacked(), None, num_envs=2, frames_per_batch=14, info=ALL_INFOS
-        ) as c:
-            c.rollout()
+        ) as c,
+    ):
+        c.rollout()

@@ -10,7 +10,6 @@ import mmap
 import os
 import signal
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from muster.testing import ChainEnv, CountingEnv
 from tests.fakes.ray_cluster import cluster, leave, needs_ray, ray_cluster  # noqa: F401
 from tests.tools import assert_accounted, assert_chain, assert_same
 from tests.waits import wait_until
+from tests.warned import warnings_are_errors
 
 pytestmark = [
     needs_ray,
@@ -129,8 +129,7 @@ class TestBatches:
             first = ours.next()
             second = ours.next()
             before = second.clone()
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
+            with warnings_are_errors():
                 for key in list(first.keys(True, True)):
                     first.get(key).zero_()
                 first["next", "reward"].add_(1.0).requires_grad_().sum().backward()

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch import nn
 from muster import Collector, MultiSyncCollector, policies
 from muster.errors import MusterError
 from muster.testing import CountingEnv
+from tests.warned import warnings_are_errors
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes" / "troubleshooting.md"
 LOCK = threading.Lock()
@@ -67,8 +67,7 @@ def not_finite() -> None:
 
 
 def warned() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_are_errors():
         one(CountingEnv, None, num_envs=6, frames_per_batch=100)
 
 

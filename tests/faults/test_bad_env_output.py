@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,6 +28,7 @@ from tests.tools import (
     counting,
     recorded,
 )
+from tests.warned import warnings_are_errors
 
 T = 6  # rows per batch
 OBS = np.zeros(2, np.float32)
@@ -807,10 +807,9 @@ class Greedy(torch.nn.Module):
 )
 def test_a_warning_that_is_an_error_loses_nothing(make):
     with (
-        warnings.catch_warnings(),
+        warnings_are_errors(),
         make([WideCounting], None, frames_per_batch=T) as collector,
     ):
-        warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="observation has dtype float64"):
             collector.rollout()
         assert_accounted(collector)

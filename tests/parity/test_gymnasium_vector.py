@@ -10,7 +10,6 @@ import multiprocessing
 import random
 import sys
 import time
-import warnings
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -40,6 +39,7 @@ from muster.testing import CountingEnv, InfoEnv, SpaceEnv
 from tests.fakes.fault_runs import all_gone
 from tests.fakes.vector_faults import Closing, Drawing, Gated
 from tests.waits import open_files
+from tests.warned import warnings_are_errors
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="worker processes")
 
@@ -507,8 +507,7 @@ def test_environments_are_closed_unless_the_workers_are_terminated(
     marks = [tmp_path / str(i) for i in range(2)]
     envs = VectorEnv([partial(Closing, str(mark)) for mark in marks], num_workers=2)
     envs.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_are_errors():
         envs.close(**options)
     assert [mark.exists() for mark in marks] == [closed] * 2
     if not options.get("terminate"):

@@ -8,7 +8,6 @@ import inspect
 import os
 import signal
 import sys
-import warnings
 from collections import OrderedDict
 from copy import deepcopy
 from functools import partial
@@ -23,6 +22,7 @@ from gymnasium.error import NoAsyncCallError
 from muster.errors import BadOption, EnvError, UnsupportedEnv
 from muster.testing import CountingEnv, InfoEnv, SpaceEnv
 from tests.fakes.vector_faults import Drawing, Locking, Rendering, Wrapped
+from tests.warned import noted_warnings
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="worker processes")
 
@@ -209,8 +209,7 @@ def test_rendering_and_its_warnings_are_those_of_subproc_vec_env(mode: Any) -> N
     ):
         envs = make([partial(Rendering, mode)] * 3)
         envs.reset()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with noted_warnings() as caught:
             frames = [envs.render(), envs.render("rgb_array"), envs.get_images()]
         said.append(
             (

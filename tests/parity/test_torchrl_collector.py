@@ -6,7 +6,6 @@ import functools
 import inspect
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,6 +67,7 @@ from torchrl.trainers import Trainer
 from muster.compat.torchrl import Collector
 from muster.compat.torchrl.progress import NAMES
 from tests.tools import Stopper
+from tests.warned import noted_warnings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -1059,8 +1059,7 @@ def test_errors_of_environments_and_policies_are_the_originals():
 
 
 def warned(make: Make, **options: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with noted_warnings() as caught:
         make(three_counting(), counter(three_counting()), **options)
     return sorted(f"{w.category.__name__}: {str(w.message)[:60]}" for w in caught)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from muster.weights.names import acting_modules
 from tests.fakes.actors import Moody
 from tests.fakes.buffers import Extends
 from tests.tools import assert_same, counting
+from tests.warned import warnings_are_errors
 
 AS_GIVEN: dict[str, Any] = {"execution": Execution(policy_mode="as_given")}
 THREADS: dict[str, Any] = {"backend": "threads"}
@@ -427,8 +427,7 @@ def test_layers_that_explore_in_training_mode_only_are_announced(where: str) -> 
         UserWarning, match=r"class NoisyLinear.*Execution\(policy_mode='as_given'\)"
     ):
         collector(where, policy).shutdown()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_are_errors():
         with collector(where, policy, **AS_GIVEN) as noisy:
             assert noisy.next()["action"].unique().tolist() == [0, 1]
         policy.eval()

@@ -24,6 +24,7 @@ from muster.testing import CountingEnv, FaultyEnv, OracleEnv
 from muster.testing.oracle import follow
 from tests.fakes.buffers import PATIENCE, Extends
 from tests.tools import assert_accounted, column, counting
+from tests.warned import warnings_are_errors
 
 
 class Gate:
@@ -405,8 +406,7 @@ def test_a_loop_that_only_looks_at_the_buffer_is_warned_while_it_does():
 
 
 def test_filters_that_make_warnings_errors_do_not_hide_the_error():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_are_errors():
         c = failing()
         run_to_its_end(c)
     with pytest.raises(EnvError, match="boom"):

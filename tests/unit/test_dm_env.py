@@ -4,7 +4,6 @@ ended.
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict, namedtuple
 from typing import Any
 
@@ -21,6 +20,7 @@ from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv, UnsupportedSp
 from muster.testing import CountingEnv, EnvContract
 from tests.fakes.chains import OneWayChain
 from tests.tools import assert_same, collect
+from tests.warned import warnings_are_errors
 
 Pair = namedtuple("Pair", "a b")
 
@@ -340,8 +340,7 @@ def test_seeds_that_reach_nothing_are_reported_once():
         match="Scripted has no random generator that Muster finds, so seed 1 had no effect",
     ):
         env.reset(seed=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_are_errors():
         env.reset(seed=2)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-import warnings
 from contextlib import suppress
 from functools import partial
 
@@ -21,6 +20,7 @@ from tests.fakes.late_nodes import GatedCarrier, elastic, gated, nodes_of, secon
 from tests.fakes.queue_links import JOIN_S, QueueCollector, net, two_beats
 from tests.tools import assert_accounted, assert_balanced
 from tests.waits import wait_until
+from tests.warned import warnings_are_errors
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -135,8 +135,7 @@ class TestBeginning:
 
     def test_nobody_is_said_to_fall_behind_who_was_not_there(self):
         carrier = GatedCarrier(2, 0)
-        with elastic(carrier) as collector, warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with elastic(carrier) as collector, warnings_are_errors():
             batches = iter(collector)
             for _ in range(40):
                 next(batches)

@@ -19,6 +19,7 @@ from muster.testing import CountingEnv, EnvContract
 from tests.fakes.chains import OneWayChain
 from tests.fakes.envpool import DMEnvPool, GymnasiumEnvPool
 from tests.tools import assert_same, collect, column, counting
+from tests.warned import warnings_are_errors
 
 Chain = partial(OneWayChain, "truncated")
 UNSEEDED = pytest.mark.filterwarnings("ignore:EnvPool cannot be seeded")
@@ -238,8 +239,7 @@ def test_bounds_by_which_none_are_meant_are_left_out_and_others_kept(dtype):
     "options", [{"seed": 7}, {"env_seed": [7, 8, 9]}], ids=["seed", "list"]
 )
 def test_the_seed_that_the_pool_was_made_with_is_taken_without_a_word(options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_are_errors():
         collect(pool(**options), frames_per_batch=9, seed=7)
         collect(pool(**options), frames_per_batch=9)
 
@@ -251,8 +251,7 @@ def test_another_seed_is_reported_once():
         match=r"made with the seeds \[7, 8, 9\].*although \[1, 2, 3\]... were asked for",
     ):
         env.reset(seed=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_are_errors():
         env.reset(seed=[4, 4, 4])
 
 

@@ -23,6 +23,7 @@ from muster.testing import ChainEnv, CountingEnv, EnvContract
 from tests.fakes.envpool import GymnasiumEnvPool
 from tests.fakes.telling import Counts
 from tests.tools import assert_accounted, assert_chain, assert_same, collect, column
+from tests.warned import warnings_are_errors
 
 NO_PARTIAL_RESETS = (
     "EnvPool resets single environments only at the ends of their episodes"
@@ -429,8 +430,7 @@ def test_another_seed_than_that_of_the_pool_is_reported_once():
         match=r"made with the seeds \[7, 8, 9\].*although \[1, 2, 3\]... were asked for",
     ):
         collect(pool(seed=7), follow, frames_per_batch=10, seed=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_are_errors():
         collect(pool(seed=7), follow, frames_per_batch=10, seed=7)
 
 

@@ -5,7 +5,6 @@ the columns.
 from __future__ import annotations
 
 import random
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from muster.rollout.options import RolloutOptions
 from muster.testing import CountingEnv, InfoEnv, TorchCartPole
 from tests.fakes.envpool import GymnasiumEnvPool
 from tests.tools import assert_accounted, assert_same, collect, recorded
+from tests.warned import warnings_are_errors
 
 NAMES = {"t": None, "stage": None, "goal": None, **InfoEnv.SPACES}
 SUCCESS = {"success": spaces.Discrete(2)}
@@ -72,8 +72,7 @@ def test_true_takes_what_a_reset_and_a_step_show_and_warns_once_of_others() -> N
         assert batch["info", "half"].dtype == torch.float64
         assert batch["info", "place"].shape == (6, 2)
         assert batch["info", "goal", "near"].dtype == torch.bool
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings_are_errors():
             c.rollout()
 
 

@@ -38,6 +38,7 @@ from muster.testing import ChainEnv, CountingEnv
 from tests.fakes.actors import Actor
 from tests.tools import assert_accounted, assert_same, column, counting
 from tests.waits import wait_until
+from tests.warned import noted_warnings
 
 B, T, GROUPS = 2, 6, 3
 PATIENCE = 60.0  # seconds after which a test gives up
@@ -642,8 +643,7 @@ def test_every_group_is_two_rollouts_ahead_and_not_more(gates):
 def test_who_falls_behind_is_named_once(gates):
     factories = [gates.env(0), gates.env(1), gates.env(2, gated=True)]
     with MultiAsyncCollector(factories, None, frames_per_batch=2) as c:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with noted_warnings() as caught:
             for _ in range(40):
                 c.next()
         behind = [

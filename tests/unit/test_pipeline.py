@@ -167,7 +167,7 @@ def test_rollout_is_a_whole_batch_also_where_a_buffer_takes_steps():
         assert batch.names == [None, "time"]
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")
 def test_single_steps_are_exact_in_number_too():
     buffer = Adds()
     options = {

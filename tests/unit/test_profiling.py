@@ -43,7 +43,7 @@ def shown(path: Path) -> list[int]:
     ("rollouts", "warmup", "expected"),
     [(3, 1, [1, 2]), (3, 0, [0, 1, 2]), (1, 0, [0]), (4, 3, [3])],
 )
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")
 def test_the_trace_has_the_rollouts_after_the_warmup(
     tmp_path, rollouts, warmup, expected
 ):

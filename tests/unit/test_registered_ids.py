@@ -12,7 +12,6 @@ import sys
 import textwrap
 import threading
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -46,6 +45,7 @@ from muster.testing import CountingEnv
 from tests.command_line import refused, run
 from tests.tools import assert_same
 from tests.waits import wait_until
+from tests.warned import noted_warnings
 
 LOCK = threading.Lock()
 FRAMES = 16
@@ -1050,10 +1050,8 @@ def test_a_package_that_registers_ids_once_more_in_another_process_warns_of_noth
     gymnasium.register("Mine-v0", entry_point=Mine)
     sent = ids_of_this_process()
     forget("Mine-v0")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with installed(sent):
-            gymnasium.register("Mine-v0", entry_point=Mine)
+    with noted_warnings() as caught, installed(sent):
+        gymnasium.register("Mine-v0", entry_point=Mine)
     assert not caught
 
 

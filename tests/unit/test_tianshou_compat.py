@@ -4,7 +4,6 @@ of itself.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import gymnasium
@@ -29,6 +28,7 @@ from muster.compat.tianshou import Collector, EpisodeRolloutHookMerged, steps
 from muster.errors import BadOption, UnsupportedEnv
 from tests.parity.tianshou_envs import POLICIES, Counting
 from tests.parity.tianshou_tools import Program, assert_same, collects, play
+from tests.warned import warnings_are_errors
 
 
 def made(lengths: Any = (3, 5), policy: str = "values", **kwargs: Any) -> Collector:
@@ -252,8 +252,7 @@ def test_a_net_of_tianshous_acts() -> None:
         DiscreteQLearningPolicy(model=net, action_space=env.action_space),
         DummyVectorEnv([lambda: env]),
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_are_errors():
         collector.reset()
         stats = collector.collect(n_episode=2)
     assert isinstance(stats, CollectStats)

@@ -1033,7 +1033,7 @@ def test_a_graph_does_not_outlive_the_weights_that_it_was_made_with():
     ],
     ids=["finite", "nan", "inf", "both"],
 )
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")
 def test_large_tensors_are_searched_for_what_is_not_finite(dtype, values, fine):
     tensor = torch.full(
         LARGE, torch.finfo(dtype).max, dtype=dtype
