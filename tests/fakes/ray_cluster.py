@@ -196,16 +196,61 @@ def _on_loopback() -> Iterator[None]:
 # --- in the other process -------------------------------------------------------------------------
 
 
+AGENTS = (
+    "metrics_agent_port",
+    "metrics_export_port",
+    "dashboard_agent_listen_port",
+    "runtime_env_agent_port",
+)
+
+
+def _ports() -> dict[str, int]:
+    """Ports of a node's agents, for ``_waits_for_no_agent``."""
+    with contextlib.ExitStack() as open_together:
+        return {agent: _free_port(open_together) for agent in AGENTS}
+
+
+def _waits_for_no_agent() -> None:
+    """Tell raylets the ports of their agents; Ray keeps one of them from them.
+
+    Without it they wait for files with the ports that the agents have chosen, and abort after 15
+    seconds, which no setting changes. On a busy machine the agents, Python programs with many
+    imports, take longer to start.
+    """
+    from ray._private import ray_constants, services
+
+    start = services.start_ray_process
+
+    def start_ray_process(command: list[str], kind: str, *args: Any, **rest: Any) -> Any:
+        if kind == ray_constants.PROCESS_TYPE_RAYLET:
+            agent = next(part for part in command if "--listen-port=" in part)
+            port = agent.partition("--listen-port=")[2].split()[0]
+            command = [*command, f"--dashboard_agent_listen_port={port}"]
+        return start(command, kind, *args, **rest)
+
+    services.start_ray_process = start_ray_process
+
+
+def _free_port(held: contextlib.ExitStack) -> int:
+    """A port, until ``held`` closes it; not one of those that the kernel gives to others."""
+    while True:
+        found = held.enter_context(socket.socket())
+        with contextlib.suppress(OSError):  # it is taken
+            found.bind(("127.0.0.1", secrets.choice(range(12_000, 32_000))))
+            return int(found.getsockname()[1])
+
+
 def _serve(pipe: Connection, folder: Path) -> None:
     """Follow what the test process says, until it ends."""
     from ray._private import ray_constants
     from ray.cluster_utils import Cluster
 
     ray_constants.ENABLE_RAY_CLUSTER = False
+    _waits_for_no_agent()
     made = Cluster()
     try:
-        made.add_node(**NODE, include_dashboard=False)
-        nodes = [made.add_node(**NODE)]
+        made.add_node(**NODE, **_ports(), include_dashboard=False)
+        nodes = [made.add_node(**NODE, **_ports())]
     except Exception as error:  # noqa: BLE001 (raised in the test)
         made.shutdown()  # its logs stay
         with contextlib.suppress(OSError):
@@ -220,7 +265,7 @@ def _serve(pipe: Connection, folder: Path) -> None:
                 break
             try:
                 if what == "add_node":
-                    nodes.append(made.add_node(**options))
+                    nodes.append(made.add_node(**options, **_ports()))
                     answer = len(nodes) - 1
                 else:
                     answer = made.remove_node(nodes[options.pop("number")], **options)
