@@ -27,6 +27,8 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.ray_command import wait_for_no_agent
+
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed"
 )
@@ -205,30 +207,9 @@ AGENTS = (
 
 
 def _ports() -> dict[str, int]:
-    """Ports of a node's agents, for ``_waits_for_no_agent``."""
+    """Ports of a node's agents, for ``wait_for_no_agent``."""
     with contextlib.ExitStack() as open_together:
         return {agent: _free_port(open_together) for agent in AGENTS}
-
-
-def _waits_for_no_agent() -> None:
-    """Tell raylets the ports of their agents; Ray keeps one of them from them.
-
-    Without it they wait for files with the ports that the agents have chosen, and abort after 15
-    seconds, which no setting changes. On a busy machine the agents, Python programs with many
-    imports, take longer to start.
-    """
-    from ray._private import ray_constants, services
-
-    start = services.start_ray_process
-
-    def start_ray_process(command: list[str], kind: str, *args: Any, **rest: Any) -> Any:
-        if kind == ray_constants.PROCESS_TYPE_RAYLET:
-            agent = next(part for part in command if "--listen-port=" in part)
-            port = agent.partition("--listen-port=")[2].split()[0]
-            command = [*command, f"--dashboard_agent_listen_port={port}"]
-        return start(command, kind, *args, **rest)
-
-    services.start_ray_process = start_ray_process
 
 
 def _free_port(held: contextlib.ExitStack) -> int:
@@ -246,7 +227,7 @@ def _serve(pipe: Connection, folder: Path) -> None:
     from ray.cluster_utils import Cluster
 
     ray_constants.ENABLE_RAY_CLUSTER = False
-    _waits_for_no_agent()
+    wait_for_no_agent()
     made = Cluster()
     try:
         made.add_node(**NODE, **_ports(), include_dashboard=False)

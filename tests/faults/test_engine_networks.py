@@ -102,7 +102,7 @@ class Machines:
         ports = [f"--{name}={port}" for name, port in RAY_PORTS.items()]
         usual = [
             "-m",
-            "ray.scripts.scripts",
+            "tests.fakes.ray_command",
             "start",
             "--object-store-memory=200000000",
             "--block",
