@@ -51,6 +51,10 @@ RAY_PORTS = {
     "min-worker-port": 10100,
     "max-worker-port": 10199,
 }
+RAY_OPTIONS = [f"--{name}={port}" for name, port in RAY_PORTS.items()]
+RAY = f"""#!/usr/bin/env bash
+exec {sys.executable} -m tests.fakes.ray_command "$@" {" ".join(RAY_OPTIONS)}
+"""
 STARTED = "Ray runtime started"  # what Ray's command says
 RAY_OPENED = f"{RAY_PORT},10011-10016,10100-10199"
 
@@ -99,14 +103,13 @@ class Machines:
         Args:
             main_cpus: of the main process' machine, for actors.
         """
-        ports = [f"--{name}={port}" for name, port in RAY_PORTS.items()]
         usual = [
             "-m",
             "tests.fakes.ray_command",
             "start",
             "--object-store-memory=200000000",
             "--block",
-            *ports,
+            *RAY_OPTIONS,
         ]
         head = [
             f"--num-cpus={main_cpus}",
@@ -196,6 +199,7 @@ def test_the_script_for_slurm_runs_ray_on_all_machines(machines):
             "scontrol",
             f"#!/usr/bin/env bash\necho {main.address}; echo {other.address}\n",
         ),
+        ("ray", RAY),
     ):
         (commands / name).write_text(does)
         (commands / name).chmod(0o700)
