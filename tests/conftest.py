@@ -17,7 +17,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.scheduling import pytest_xdist_make_scheduler  # noqa: F401 (a hook)
-from tests.selection import pytest_collection_modifyitems  # noqa: F401 (a hook)
+from tests.selection import (  # noqa: F401 (hooks)
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_runtest_setup,
+)
 
 # Tianshou compiles its helpers in every process that imports it, which takes 6 to 15 seconds of CPU
 # time each; the same functions as plain Python give the same numbers.

@@ -10,12 +10,15 @@ All combinations would take hours. So:
    others are marked (``_leave_to_the_rest``). ``make test-rest`` runs what is marked.
 3. ``MUSTER_TESTS=quick`` leaves out the tests of nodes (``OF_NODES``): they start many processes, or
    need a Ray cluster, several machines (network namespaces) or SLURM.
+4. ``MUSTER_TESTS_MINUTES=30`` begins no test later than that: the others are skipped, and counted
+   in the summary. CI runs on machines of which some are half as fast as others, in limited time.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -37,6 +40,21 @@ PROGRAMS = re.compile(
 )  # some 5 CPU seconds each
 ON_RAY = re.compile(r"[\[-]ray\b")
 RAY_SHARE = 1  # of the tests of a file that run on Ray, too; each actor takes some 6 CPU seconds to start
+
+MINUTES = "MUSTER_TESTS_MINUTES"
+DEADLINE = "MUSTER_TESTS_DEADLINE"  # of the monotonic clock; what processes of `-n` are told
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    minutes = os.environ.get(MINUTES)
+    if minutes and not hasattr(config, "workerinput"):
+        os.environ[DEADLINE] = str(time.monotonic() + 60 * float(minutes))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    if time.monotonic() > float(os.environ.get(DEADLINE, "inf")):
+        pytest.skip(f"not begun in the {os.environ[MINUTES]} minutes of {MINUTES}")
 
 
 @pytest.hookimpl(tryfirst=True)
