@@ -399,9 +399,7 @@ def compare(before: Survey, after: Survey) -> Changes:
                 problem=f"{path} is not a tensor on the device after a rollout"
             )
         if _kind(now) != _kind(tensor):
-            return Changes(
-                problem=f"{path}: {_kind(tensor)} -> {_kind(now)} in a rollout"
-            )
+            return Changes(problem=f"{path}: {_kind(tensor)} -> {_kind(now)}")
         if path in before.fixed:
             return Changes(problem=f"{path} is another tensor after a rollout")
         replaced.append(path)

@@ -448,9 +448,11 @@ class Worker:
                 failed.append(group_state.begin_after_dropped(group, clock))
                 continue
             objects = zip(group.env.objects(), state["envs"], strict=True)
-            reasons = [
-                cut or snapshot.restore(env, taken, trust) for env, taken in objects
-            ]
+            recorder = self._recorders.get(group.number)
+            with nullcontext() if recorder is None else recorder.replacing(loaded=True):
+                reasons = [
+                    cut or snapshot.restore(env, taken, trust) for env, taken in objects
+                ]
             failed.append(group_state.load(group, state["group"], reasons, self.acting))
         for group in self.groups:
             referring = capability(group.env, RefersToParts)
