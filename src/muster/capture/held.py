@@ -99,9 +99,7 @@ class HeldState:
         self._held_layouts = {
             path: _layout(kept) for path, kept in self.tensors.items()
         }
-        self._addresses = {
-            path: tensor.data_ptr() for path, tensor in self.found.tensors.items()
-        }
+        self._addresses = [tensor.data_ptr() for tensor in self.tensors.values()]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -149,9 +147,11 @@ class HeldState:
         for name, root in self._roots.items():
             if roots.get(name) is not root:
                 return f"{name} is another object"
-        for path, tensor in self.found.tensors.items():
-            if tensor.data_ptr() != self._addresses[path]:
-                return f"{path} has other memory"
+        addresses = [tensor.data_ptr() for tensor in self.tensors.values()]
+        if addresses != self._addresses:
+            paths = zip(self.tensors, addresses, self._addresses, strict=True)
+            moved = next(path for path, now, then in paths if now != then)
+            return f"{moved} has other memory"
         if not self.found.has_its_entries:
             now = self.look()
             stale = self._differs(now, left)
