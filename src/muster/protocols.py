@@ -63,9 +63,10 @@ class EnvBatch(Protocol):
     spec: EnvSpec
 
     def store_as(self, spec: EnvSpec) -> None:
-        """Describe the environments by ``spec`` from now on; called before the first reset.
+        """Describe the environments by ``spec`` from now on; called before the first rollout.
 
-        A collector chooses the batch dimensions and the dtypes of stored observations.
+        A collector chooses the batch dimensions and the dtypes of stored observations, and the
+        shapes and dtypes of stored actions.
         """
         self.spec = spec
 

@@ -4,10 +4,14 @@ are refused with the name of the place.
 
 from __future__ import annotations
 
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
@@ -211,3 +215,121 @@ def test_paths_are_unique():
     found = survey({"env": root}, torch.device("cpu"))
     assert sorted(map(id, found.tensors.values())) == sorted(map(id, tensors))
     assert found.places.keys() == found.tensors.keys()
+
+
+class Holds:
+    """Has containers of every kind."""
+
+    shared = "of the class"
+
+    class Slots:
+        __slots__ = ("first", "second")
+
+    def __init__(self) -> None:
+        self.number = 1000.5
+        self.tensor = torch.zeros(1)
+        self.mapping = {"a": 1, "b": 2}
+        self.other = {"c": 3}
+        self.empty: dict[str, Any] = {}
+        self.ordered = OrderedDict(a=1, b=2)
+        self.counter = Counter("aab")
+        self.rows = [1, 2]
+        self.past = deque([1, 2])
+        self.names = {"x"}
+        self.slots = self.Slots()
+        self.slots.first = 1
+        self.objects = np.array([1, None], dtype=object)
+        self.array = np.arange(6.0)
+        self.large = np.zeros(1 << 16)
+        self.host = torch.zeros(3, device="cpu")
+        kept = "kept"
+        self.function = lambda: kept
+
+    def cell(self) -> Any:
+        return self.function.__closure__[0]
+
+
+def rename(held: Holds) -> None:
+    held.mapping["d"] = held.mapping.pop("b")
+
+
+def move(held: Holds) -> None:
+    held.other["b"] = held.mapping.pop("b")
+
+
+def reorder(held: Holds) -> None:
+    held.mapping["a"] = held.mapping.pop("a")
+
+
+CHANGES: dict[str, Callable[[Holds], Any]] = {
+    "number": lambda held: setattr(held, "number", 1000.75),
+    "type": lambda held: setattr(held, "rows", (1, 2)),
+    "equal tensor": lambda held: setattr(held, "tensor", torch.zeros(1)),
+    "new attribute": lambda held: setattr(held, "more", None),
+    "renamed": rename,
+    "moved": move,
+    "order": reorder,
+    "ordered": lambda held: held.ordered.move_to_end("a"),
+    "filled": lambda held: held.empty.update(a=1),
+    "counter": lambda held: held.counter.update("a"),
+    "list": lambda held: held.rows.append(3),
+    "entry": lambda held: held.rows.__setitem__(0, 5),
+    "deque": lambda held: held.past.rotate(1),
+    "set": lambda held: held.names.add("y"),
+    "slot": lambda held: setattr(held.slots, "second", 1),
+    "no slot": lambda held: delattr(held.slots, "first"),
+    "objects": lambda held: held.objects.__setitem__(1, 1),
+    "array": lambda held: held.array.__setitem__(5, 0.0),
+    "shape": lambda held: setattr(held.array, "shape", (2, 3)),
+    "large array": lambda held: held.large.fill(1.0),
+    "host": lambda held: held.host.add_(1),
+    "cell": lambda held: setattr(held.cell(), "cell_contents", "other"),
+    "no cell": lambda held: delattr(held.cell(), "cell_contents"),
+    "class": lambda held: setattr(type(held), "shared", "changed"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_noticed_before_a_replay(monkeypatch, change):
+    """Also by the comparison by identity, which is made from the second look on."""
+    monkeypatch.setattr(Holds, "shared", "of the class")
+    held = Holds()
+    found = survey({"env": held}, torch.device("meta"))
+    for _ in range(3):
+        assert found.has_its_entries
+    CHANGES[change](held)
+    for _ in range(3):
+        assert not found.has_its_entries
+
+
+def test_an_equal_constant_is_no_change():
+    held = Holds()
+    found = survey({"env": held}, torch.device("meta"))
+    assert found.has_its_entries
+    before = held.number
+    held.number = float("1000.5")
+    assert held.number is not before
+    for _ in range(3):
+        assert found.has_its_entries
+    held.number = 1001.5
+    assert not found.has_its_entries
+
+
+def test_a_look_before_a_replay_takes_few_calls():
+    """However many modules a policy has: modules have twenty containers each."""
+    calls = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
+    found = survey({"policy": net}, torch.device("cpu"))
+    assert len(found.entries) > 1000
+    assert found.has_its_entries
+    sys.setprofile(count)
+    try:
+        assert found.has_its_entries
+    finally:
+        sys.setprofile(None)
+    assert calls < 10

@@ -603,3 +603,18 @@ def test_what_a_user_writes_into_a_batch_is_in_no_other():
             for leaf in batch.values(True, True):
                 leaf.fill_(1)
             del batch, leaf
+
+
+@pytest.mark.parametrize("validate", ["fast", "full"])
+def test_memory_of_the_host_is_made_where_an_option_needs_it(validate):
+    given = {"frames_per_batch": 40, "seed": 0, "track_policy_version": True}
+    with Collector(on_device(make()), validate=validate, **given) as collector:
+        for _ in range(3):
+            collector.next()
+        ring = collector._engine.source.bundles[0].ring
+        (lane,) = [lane for slot in ring._live for lane in slot.lanes]
+        assert (len(lane.arrays) > 0) == (validate == "full")
+        # ... and it counts as there
+        assert ("next", "reward") in lane.arrays
+        assert lane.arrays["next", "reward"].shape == (8, 5)
+        assert lane.arrays.get(("observation",)) is None

@@ -7,7 +7,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -355,6 +357,75 @@ def test_actions_have_the_shape_and_dtype_of_the_policy(made_by: str) -> None:
         assert (first["action"] == 1).all()
         collector.next()
         assert (collector.next()["action"] == 2).all()
+
+
+class FloatActions(Constant):
+    """Its actions are of the environment's shape, and floats."""
+
+    def forward(self, td: Any) -> Any:
+        return td.set("action", self.weight.expand(*td.shape, 1).clone())
+
+
+@pytest.mark.parametrize("policy", [Constant, FloatActions])
+def test_random_actions_are_the_environments_in_the_form_of_the_policys(
+    policy: type[Constant],
+) -> None:
+    """``CountingEnv`` has the actions 0 and 1."""
+    expected = (40,) if policy is Constant else (40, 1)
+    with ours.DistributedCollector(
+        [CountingEnv],
+        policy(),
+        frames_per_batch=40,
+        init_random_frames=40,
+        launcher="mp",
+        tcp_port=str(free_port()),
+    ) as collector:
+        batch = collector.next()
+        action = batch["action"]
+        assert (action.shape, action.dtype) == (expected, torch.float32)
+        assert action.unique().tolist() == [0, 1]
+        counted = batch["next", "observation"] - batch["observation"]
+        assert torch.equal(counted.reshape(-1), action.reshape(-1).int())
+        assert (collector.next()["action"] == 1).all()
+
+
+def test_random_actions_in_this_process_are_in_the_form_of_the_policys() -> None:
+    collector = Collector(
+        CountingEnv(), Constant(), frames_per_batch=40, init_random_frames=40
+    )
+    action = collector.next()["action"]
+    assert (action.shape, action.dtype) == ((40,), torch.float32)
+    assert action.unique().tolist() == [0, 1]
+    assert (collector.next()["action"] == 1).all()
+    collector.shutdown()
+
+
+class AnyForm(Constant):
+    returns_any_actions = True
+
+
+def test_a_server_stores_actions_as_they_are_also_of_a_worker_that_was_restarted() -> (
+    None
+):
+    """What the collectors over nodes do with an ``InferenceServer`` of TorchRL's."""
+    with muster.MultiSyncCollector(
+        [CountingEnv] * 2,
+        AnyForm(),
+        frames_per_batch=16,
+        init_random_frames=16,
+        inference="server",
+        trust_policy=True,
+        on_failure="restart",
+    ) as collector:
+        random = collector.next()["action"]
+        assert (random.shape, random.dtype) == ((2, 8), torch.float32)
+        assert set(random.unique().tolist()) <= {0.0, 1.0}
+        assert (collector.next()["action"] == 1).all()
+        os.kill(collector.stats().workers[1].pid, signal.SIGKILL)
+        while not collector.stats().restarts:
+            action = collector.next()["action"]
+            assert (action.shape, action.dtype) == ((2, 8), torch.float32)
+        assert (collector.next()["action"] == 1).all()
 
 
 class Moded(Constant):

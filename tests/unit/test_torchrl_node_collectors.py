@@ -5,6 +5,7 @@ paths, hooks, weight updaters and numbers.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import subprocess
@@ -22,11 +23,14 @@ pytest.importorskip("gymnasium.envs.classic_control")
 
 import torchrl.collectors.distributed as theirs
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModuleBase
 from torch.distributed import rpc
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import SerialEnv
+from torchrl.testing.mocking_classes import CountingEnv
 
 import muster.compat.torchrl.collectors.distributed as ours
+from muster.compat.torchrl import Collector
 from muster.compat.torchrl.node_collectors import (
     NodeCollector,
     calls_of,
@@ -560,6 +564,175 @@ def test_a_policy_that_an_inference_server_serves(ray_cluster: Any) -> None:
                 BadOption, match="the learner of learner_backend='ray' publishes"
             ):
                 collector.update_policy_weights_(zeros)
+
+
+class Constant(TensorDictModuleBase):
+    """Its actions have no last dimension, and are floats; those of ``CountingEnv`` are ``[1]`` and
+    int8.
+    """
+
+    in_keys: list[Any] = []  # noqa: RUF012
+    out_keys = ["action"]  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, td: Any) -> Any:
+        return td.set("action", self.weight.expand(td.shape).clone())
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_actions_of_a_service_are_stored_as_they_are(
+    ray_cluster: Any, workers: int
+) -> None:
+    """Two workers' environments are acted for in one call."""
+    from torchrl.modules.inference_server import InferenceServer
+
+    with (
+        InferenceServer(
+            policy_factory=Constant,
+            service_backend="ray",
+            service_backend_options={"remote_config": {"num_cpus": 0.5}},
+        ) as server,
+        ours.RayCollector(
+            [CountingEnv],
+            server,
+            frames_per_batch=40,
+            init_random_frames=40,
+            num_workers_per_collector=workers,
+            collector_class="single" if workers == 1 else "sync",
+            sync=True,
+            remote_configs=ACTOR,
+        ) as collector,
+    ):
+        action = collector.next()["action"]
+        assert (action.shape, action.dtype) == ((1, 40), torch.float32)
+        assert action.unique().tolist() == [0, 1]
+        batch = collector.next()
+        assert (batch["action"].shape, batch["action"].dtype) == (
+            (1, 40),
+            torch.float32,
+        )
+        counted = batch["next", "observation"] - batch["observation"]
+        assert (counted == 1).all()
+        assert (batch["action"] == 1).all()
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_service_and_a_replay_buffer_on_ray(ray_cluster: Any) -> None:
+    """As in TorchRL's tests: nothing of the loop is in this process."""
+    from torchrl import service_backend
+    from torchrl.data import TensorDictReplayBuffer
+    from torchrl.modules.inference_server import InferenceServer
+
+    owner = {"remote_config": {"num_cpus": 0}}
+    with service_backend("ray"):
+        buffer = TensorDictReplayBuffer(
+            storage=partial(LazyTensorStorage, 100),
+            batch_size=4,
+            service_backend_options=owner,
+            transport="auto",
+        )
+        server = InferenceServer(
+            policy_factory=Constant, service_backend_options=owner, transport="auto"
+        )
+        collector = Collector(
+            create_env_fn=CountingEnv,
+            num_collectors=1,
+            policy=server,
+            replay_buffer=buffer,
+            backend_options={"remote_configs": ACTOR},
+            frames_per_batch=8,
+            total_frames=16,
+            sync=True,
+        )
+    with contextlib.ExitStack() as made:
+        made.callback(buffer.shutdown)
+        made.callback(server.shutdown)
+        made.enter_context(collector)
+        assert list(collector) == [None, None]
+        assert len(buffer) == 16
+        assert buffer.sample()["action"].shape == (4,)
+
+
+# --- evaluation in an actor of Ray's ----------------------------------------------------------------
+
+
+class Rewarding(CountingEnv):
+    """The reward is the action."""
+
+    def _step(self, tensordict: Any) -> Any:
+        return super()._step(tensordict).set("reward", tensordict["action"].reshape(1))
+
+
+def rewarding_env() -> Any:
+    """Ends after five steps."""
+    return Rewarding(max_steps=5)
+
+
+def raising_env() -> Any:
+    raise RuntimeError("no simulator here")
+
+
+def made_for(env: Any) -> Constant:
+    assert env.action_spec.shape == (1,)
+    return Constant()
+
+
+def weight(value: float) -> TensorDict:
+    return TensorDict({"weight": torch.tensor(value)})
+
+
+@needs_ray
+@pytest.mark.slow
+def test_evaluation_in_an_actor_while_a_collector_collects(ray_cluster: Any) -> None:
+    """``RayEvalWorker``: weights are sent, and the result is asked for later, also from elsewhere."""
+    told: dict[str, Any] = {"num_gpus": 0, "num_cpus": 0.5}
+    evaluation = ours.RayEvalWorker(
+        None, rewarding_env, made_for, name="muster-evaluation", **told
+    )
+    try:
+        assert evaluation.poll() is None
+        with ours.RayCollector(
+            [rewarding_env], Constant(), frames_per_batch=12, remote_configs=ACTOR
+        ) as collector:
+            for _ in range(2):
+                collector.next()
+                policy = collector.local_policy()
+                evaluation.submit(TensorDict.from_module(policy).data, max_steps=3)
+            assert evaluation.poll(timeout=60.0) == {"reward": 1.0, "frames": None}
+            assert evaluation.poll() is None, "a result is told once"
+            assert collector.next()["action"].unique().tolist() == [1]
+
+        elsewhere = ours.RayEvalWorker.from_name("muster-evaluation")
+        elsewhere.submit(weight(2.0), max_steps=100)
+        result = elsewhere.poll(timeout=60.0)
+        assert result == {"reward": 2.0, "frames": None}, (
+            "of the weights that were sent"
+        )
+    finally:
+        evaluation.shutdown()
+        evaluation.shutdown()
+    with pytest.raises(ValueError, match="Failed to look up actor"):
+        ours.RayEvalWorker.from_name("muster-evaluation")
+
+
+@needs_ray
+@pytest.mark.slow
+def test_an_environment_that_cannot_be_made_for_evaluation(ray_cluster: Any) -> None:
+    import ray
+
+    evaluation = ours.RayEvalWorker(
+        None, raising_env, made_for, num_gpus=0, num_cpus=0.5
+    )
+    evaluation.submit(weight(1.0), max_steps=3)
+    with pytest.raises(ray.exceptions.RayActorError, match="no simulator here"):
+        evaluation.poll(timeout=60.0)
+    evaluation.shutdown()
 
 
 # --- a learner on Ray, and the collector's own policy ---------------------------------------------

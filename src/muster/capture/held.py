@@ -6,8 +6,8 @@ replaced tensors back into the held ones, and afterwards the names of the enviro
 held tensors again. Eager rollouts, resets and loads between two replays leave other tensors there:
 ``take_in`` copies these, and sets the names back, before the next replay.
 
-Only what rollouts replace is copied. If anything else was replaced, it is the user's: who may
-change it later, where it is. Then the graph is recorded again, with it.
+Only what rollouts or resets replace is copied. If anything else was replaced, it is the user's: who
+may change it later, where it is. Then the graph is recorded again, with it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from muster.capture.left import Left
 from muster.capture.state import (
     Changes,
     Survey,
@@ -65,6 +66,7 @@ class HeldState:
         device: the device of the graphs.
         changes: what a rollout does: the paths of tensors, containers and objects that it replaces.
         lane: memory of the rollout; tensors that environments or policy keep may be rows of it.
+        left: what resets and loads have left.
 
     Attributes:
         found: what was reachable when it was made.
@@ -79,6 +81,7 @@ class HeldState:
         device: torch.device,
         changes: Changes,
         lane: torch.Tensor,
+        left: Left,
     ) -> None:
         self._roots = dict(roots)
         self._device = device
@@ -92,12 +95,11 @@ class HeldState:
         for path in sorted(self._replaced):
             if self._needs_own_memory(path, lane):
                 self.found.own(path)
+        self._reset, self._reset_objects = self._of_resets(left, lane)
         self._held_layouts = {
             path: _layout(kept) for path, kept in self.tensors.items()
         }
-        self._addresses = {
-            path: tensor.data_ptr() for path, tensor in self.found.tensors.items()
-        }
+        self._addresses = [tensor.data_ptr() for tensor in self.tensors.values()]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -129,13 +131,14 @@ class HeldState:
         for target, source in moved:
             target.detach().copy_(source)
 
-    def take_in(self, roots: Mapping[str, Any]) -> str:
+    def take_in(self, roots: Mapping[str, Any], left: Left) -> str:
         """Make the held tensors the present state; return why they cannot be, "" if they are.
 
         If nothing has changed since the last replay, this only compares.
 
         Args:
             roots: the present objects.
+            left: what resets and loads have left.
 
         Raises:
             Unlike: the state has the same tensors, but not as rollouts leave them; a rollout row by
@@ -144,12 +147,14 @@ class HeldState:
         for name, root in self._roots.items():
             if roots.get(name) is not root:
                 return f"{name} is another object"
-        for path, tensor in self.found.tensors.items():
-            if tensor.data_ptr() != self._addresses[path]:
-                return f"{path} has other memory"
+        addresses = [tensor.data_ptr() for tensor in self.tensors.values()]
+        if addresses != self._addresses:
+            paths = zip(self.tensors, addresses, self._addresses, strict=True)
+            moved = next(path for path, now, then in paths if now != then)
+            return f"{moved} has other memory"
         if not self.found.has_its_entries:
             now = self.look()
-            stale = self._differs(now)
+            stale = self._differs(now, left)
             if stale:
                 return stale
             unlike = self.unlike(now)
@@ -157,20 +162,47 @@ class HeldState:
                 raise Unlike(unlike)
             self.copy_back(now)
             self.set_back()
+            left.settle(self.found, self._reset, self._reset_objects)
         return ""
 
-    def _differs(self, now: Survey) -> str:
-        """Return what is there now that no rollout leaves; "": nothing."""
+    def _differs(self, now: Survey, left: Left) -> str:
+        """Return what is there now that neither a rollout nor a reset leaves; "": nothing."""
         changes = compare(self.found, now)
         if changes.problem:
             return changes.problem
         for path in changes.moved:
-            if path not in self._moved:
+            is_left = left.has_object(path, now.objects[path])
+            if path not in self._moved and not (
+                path in self._reset_objects and is_left
+            ):
                 return f"{path} is another object"
         for path in changes.replaced:
-            if path not in self._replaced:
+            is_left = left.has_tensor(path, now.tensors[path])
+            if path not in self._replaced and not (path in self._reset and is_left):
                 return f"{path} is another tensor"
         return ""
+
+    def _of_resets(
+        self, left: Left, lane: torch.Tensor
+    ) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the paths of tensors and of objects that only resets replace, and that nothing else
+        knows: what a further reset leaves can be copied into these tensors.
+        """
+        tensors, objects = left.of_resets(self.found)
+        others = {
+            storage_of(kept)
+            for path, kept in self.tensors.items()
+            if path not in tensors
+        }
+        found = {
+            path
+            for path in tensors - self._replaced
+            if storage_of(self.tensors[path]) not in others
+            and not share_memory(self.tensors[path], lane)
+            and not self.tensors[path].requires_grad
+            and distinct(self.tensors[path]).shape == self.tensors[path].shape
+        }
+        return frozenset(found), objects - self._moved
 
     def unlike(self, now: Survey) -> str:
         """Return which tensors are not as a rollout leaves them; "": all are.

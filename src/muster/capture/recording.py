@@ -14,7 +14,8 @@ The life of a lane's graph, for one policy:
    counts: nothing of the trial is visible, whether it has succeeded or not.
 5. From then on, rollouts of the lane are replays, if they make all rows, with nothing to do between
    two rows, the same functions of policy and environments, and an unchanged Python state. All other
-   rollouts run row by row.
+   rollouts run row by row. What resets and loads of saved states leave between them is taken over
+   (``replacing``).
 6. The graph is in ``lane.cache``: it goes when the lane goes, or when the lanes' views are made
    again. ``MOST_GRAPHS`` bounds their number.
 
@@ -26,8 +27,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ import torch
 from muster.capabilities import MayWait, capability
 from muster.capture.graph import Graph, GraphPool, default_generator
 from muster.capture.held import HeldState, Unlike
+from muster.capture.left import Left
 from muster.capture.modes import difference, modes
 from muster.capture.state import Changes, Contents, Survey, compare, same_bits
 from muster.capture.walk import survey
@@ -60,6 +62,7 @@ BESIDE = (
     " use them during a recording. start() makes batches in your thread until rollouts are recorded,"
     " and those of this policy were not"
 )
+MOST_SURVEYED = 16  # times around resets before anything is recorded
 UNUSED = 4 * MOST_GRAPHS  # replays of others after which a graph makes room
 
 _log = logging.getLogger("muster.capture")
@@ -110,6 +113,8 @@ class GraphRecorder:
         self._lose = lose
         self._held: dict[Policy, HeldState] = {}
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._left = Left()
+        self._surveyed = 0  # times around resets since something was recorded
         self._refused = ""
         self._tries = 0
         self._unlike = 0  # rollouts since the last replay that could not begin with one
@@ -140,7 +145,11 @@ class GraphRecorder:
         key = (self, prepared.policy)
         found = lane.cache.get(key)
         if self._refused or not self._is_whole(running):
-            by_rows()
+            if running.request.rule is None:
+                by_rows()
+            else:
+                with self.replacing():  # the host resets environments between two rows
+                    by_rows()
             lane.cache.setdefault(key, FILLED)
             return
         if isinstance(found, RecordedRollout):
@@ -170,6 +179,36 @@ class GraphRecorder:
         else:
             self._try(running, prepared, by_rows)
 
+    @contextmanager
+    def replacing(self, *, loaded: bool = False) -> Iterator[None]:
+        """Environments are reset meanwhile, or a state is ``loaded``: what they leave is theirs.
+
+        If this cannot be known, what they have replaced makes a graph be recorded again.
+        """
+        before = self._survey_envs()
+        yield
+        if before is not None:
+            after = self._survey_envs()
+            if after is not None:
+                self._left.note(before, after, loaded=loaded)
+
+    def _survey_envs(self) -> Survey | None:
+        """Return the present state of the environments; None: it is not known, or of no use."""
+        if self._refused:
+            return None
+        for held in self._held.values():
+            if held.found.has_its_entries:
+                return held.found
+        if not self._held:
+            self._surveyed += 1
+            if self._surveyed > MOST_SURVEYED:
+                return None
+        try:
+            return survey(self._env_roots(), self._device)
+        except Exception:  # noqa: BLE001 (of objects that cannot be looked at; a trial says which)
+            self._left.forget()
+            return None
+
     def _present_hindrance(self) -> str:
         """Return why no rollout can be recorded that was not known before the first one."""
         if runs_beside_user():
@@ -188,7 +227,7 @@ class GraphRecorder:
             return changed
         if found.held is not self._held.get(policy):
             return "the state has other memory"
-        stale = found.held.take_in(self._roots(policy))
+        stale = found.held.take_in(self._roots(policy), self._left)
         if stale:
             del self._held[policy]
         return stale
@@ -251,18 +290,21 @@ class GraphRecorder:
         for found in list(self._graphs):
             self._release(found)
         self._held.clear()
+        self._left.forget()
         if is_news and self._mode == "auto":
             _log.warning("capture: rollouts run row by row: %s", reason)
 
     # --- recording --------------------------------------------------------------------------------
 
     def _roots(self, policy: Policy) -> Mapping[str, Any]:
+        return {**self._env_roots(), "policy": policy}
+
+    def _env_roots(self) -> dict[str, Any]:
         roots: dict[str, Any] = {}
         objects = self._env.objects()
         for number, env in enumerate(objects):
             roots["env" if len(objects) == 1 else f"env[{number}]"] = env
         roots["adapter"] = self._env
-        roots["policy"] = policy
         return roots
 
     def _try(
@@ -286,7 +328,7 @@ class GraphRecorder:
             assert self._pool is not None
             held = self._held.get(prepared.policy)
             try:
-                found = trial.record(self._pool.graph(), prepared, held)
+                found = trial.record(self._pool.graph(), prepared, held, self._left)
             except _Unequal as error:
                 problem = str(error)
             except Exception as error:  # noqa: BLE001 (of the user's code, or of the device)
@@ -296,6 +338,7 @@ class GraphRecorder:
                 while len(self._held) >= MOST_POLICIES:
                     del self._held[next(iter(self._held))]
                 self._held[prepared.policy] = found.held
+                self._surveyed = 0
                 lane.cache[self, prepared.policy] = found
                 self._graphs.add(found)
                 return
@@ -388,7 +431,7 @@ class Trial:
         return ""
 
     def record(
-        self, graph: Graph, prepared: Prepared, held: HeldState | None
+        self, graph: Graph, prepared: Prepared, held: HeldState | None, left: Left
     ) -> RecordedRollout:
         """Record the rollout, and compare two replays with it and the one after it.
 
@@ -404,8 +447,10 @@ class Trial:
         block = self._block.clone()
         tensors = after.tensors
         try:
-            if held is None or not self._is_held_by(held):
-                held = HeldState(self._roots, self._device, self._changes, self._block)
+            if held is None or not self._is_held_by(held, left):
+                held = HeldState(
+                    self._roots, self._device, self._changes, self._block, left
+                )
             if self._completion is not None:
                 self._completion()
             first = self._contents(after.tensors), self._block.clone()
@@ -475,10 +520,10 @@ class Trial:
             graph, held, act, step, completion is not None, modes(self._device), 0
         )
 
-    def _is_held_by(self, held: HeldState) -> bool:
+    def _is_held_by(self, held: HeldState, left: Left) -> bool:
         """Make the tensors of another graph the present state; return whether they can be."""
         try:
-            return not held.take_in(self._roots)
+            return not held.take_in(self._roots, left)
         except Unlike:
             return False
 

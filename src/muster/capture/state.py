@@ -24,15 +24,19 @@ import threading
 import types
 import weakref
 import zlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import numpy as np
 import torch
 
 from muster.memory.slots import Lane, Slot
+from muster.memory.specs import Array
 
 SHOWN = 60  # characters of a value in a message
 SMALL_BYTES = (
@@ -79,6 +83,8 @@ WITHOUT_STATE = (
     Lane,
     Slot,
 )
+# containers that Python's own functions iterate over
+ITERATED = (dict, OrderedDict, list, deque, set)
 _MISSING = object()
 
 
@@ -161,6 +167,100 @@ class Entries:
         return {name: getattr(container, name) for name in slots_of(container)}
 
 
+class Unchanged:
+    """The entries of containers, classes and globals at one moment, compared in a few calls.
+
+    There are hundreds before each replay, and nearly always all of them are the same objects. So
+    the entries of containers of the usual types are compared as one sequence, by identity, and most
+    containers are empty. What looks like a difference may be none: an equal constant.
+
+    Args:
+        entries: of the containers.
+        shared: see ``Survey``.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[Entries],
+        shared: Iterable[tuple[type | dict[str, Any], str, Any]],
+    ) -> None:
+        self._empty: list[Any] = []
+        self._dicts: list[Any] = []
+        self._sequences: list[Any] = []
+        self._cells: list[Any] = []
+        self._others: list[Entries] = []
+        for each in entries:
+            container = each.container
+            kind = type(container)
+            if kind is types.CellType and each.saved:
+                self._cells.append(container)
+            elif kind not in ITERATED:
+                self._others.append(each)
+            elif not container:
+                self._empty.append(container)
+            elif kind in (dict, OrderedDict):
+                self._dicts.append(container)
+            else:
+                self._sequences.append(container)
+        self._shared = [
+            (vars(owner) if isinstance(owner, type) else owner, name)
+            for owner, name, _ in shared
+        ]
+        self._lengths = self._lengths_now()
+        self._keys = list(chain.from_iterable(self._dicts))
+        self._entries = self._entries_now()
+
+    @property
+    def is_so(self) -> bool:
+        """Whether all of them are the same objects as then."""
+        if any(self._empty) or self._lengths_now() != self._lengths:
+            return False
+        if list(chain.from_iterable(self._dicts)) != self._keys:
+            return False
+        try:
+            now = self._entries_now()
+        except ValueError:  # a variable of a closure has no value any more
+            return False
+        # not ``==``, which tensors do in their own way
+        if len(now) != len(self._entries) or not all(map(is_, now, self._entries)):
+            return False
+        return all(each.is_current for each in self._others)
+
+    def _lengths_now(self) -> list[int]:
+        return [*map(len, self._dicts), *map(len, self._sequences)]
+
+    def _entries_now(self) -> list[Any]:
+        found: list[Any] = []
+        for each in self._dicts:
+            found += each.values()
+        found += chain.from_iterable(self._sequences)
+        found += [cell.cell_contents for cell in self._cells]
+        found += [names.get(name, _MISSING) for names, name in self._shared]
+        return found
+
+
+class Watched:
+    """An array or a tensor in host memory, with its contents at one moment; of a large one, a sample
+    of them.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self._is_plain = type(array) is np.ndarray
+        self._then = self._now()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it still has these contents."""
+        return bool(self._now() == self._then)
+
+    def _now(self) -> Any:
+        array = self._array
+        if self._is_plain:
+            return array.shape, array.dtype, _sample(array, SMALL_BYTES).tobytes()
+        return digest(array, SMALL_BYTES)
+
+
 @dataclass
 class Survey:
     """What is reachable from some objects at one moment, by path.
@@ -173,8 +273,7 @@ class Survey:
         entries: entries of all mutable containers.
         objects: mutable containers, and objects with attributes.
         shared: attributes of classes, and globals of functions: owner, name and value.
-        arrays: arrays and tensors in host memory that are compared before each replay, with a
-            digest of a sample.
+        arrays: arrays and tensors in host memory that are compared before each replay.
         places: the entries and the key of each tensor that is directly in a mutable container.
         fixed: tensors whose names cannot be set back.
         opaque: types of objects that cannot be looked into.
@@ -187,11 +286,12 @@ class Survey:
     entries: list[Entries] = field(default_factory=list)
     shared: list[tuple[type | dict[str, Any], str, Any]] = field(default_factory=list)
     objects: dict[str, Any] = field(default_factory=dict)
-    arrays: dict[str, tuple[Any, Digest]] = field(default_factory=dict)
+    arrays: list[Watched] = field(default_factory=list)
     places: dict[str, tuple[Entries, Any]] = field(default_factory=dict)
     fixed: set[str] = field(default_factory=set)
     opaque: dict[str, str] = field(default_factory=dict)
     problem: str = ""
+    _unchanged: Unchanged | None = None
 
     def give_up(self, problem: str) -> None:
         """The state cannot be known; the first problem is kept."""
@@ -206,7 +306,7 @@ class Survey:
         path = self.free(path, self.values)
         self.values[path] = digest(array)
         if watched:
-            self.arrays[path] = array, digest(array, SMALL_BYTES)
+            self.arrays.append(Watched(array))
 
     @staticmethod
     def free(path: str, taken: Mapping[str, Any]) -> str:
@@ -232,6 +332,7 @@ class Survey:
         with torch.inference_mode(False):  # the environment may write into it
             self.tensors[path] = self.tensors[path].detach().clone()
         entries.put(key, self.tensors[path])
+        self._unchanged = None
 
     def set_back(self) -> None:
         """Let all containers, classes and globals have their entries of that moment."""
@@ -248,6 +349,14 @@ class Survey:
     @property
     def has_its_entries(self) -> bool:
         """Whether all containers, classes, globals and small arrays are as at that moment."""
+        if self._unchanged is None or not self._unchanged.is_so:
+            if not self._has_equal_entries():
+                return False
+            self._unchanged = Unchanged(self.entries, self.shared)
+        return all(array.is_current for array in self.arrays)
+
+    def _has_equal_entries(self) -> bool:
+        """Whether all entries are the same objects, or equal constants."""
         for entries in self.entries:
             if not entries.is_current:
                 return False
@@ -255,10 +364,7 @@ class Survey:
             now = _looked_up(owner, name)
             if now is not value and not _is_same_constant(value, now):
                 return False
-        return all(
-            digest(array, SMALL_BYTES) == sample
-            for array, sample in self.arrays.values()
-        )
+        return True
 
 
 def _looked_up(owner: type | dict[str, Any], name: str) -> Any:
@@ -310,10 +416,16 @@ def digest(array: Any, most: int = LARGE_BYTES) -> Digest:
     else:
         with memoryview(array) as view:
             return Digest(zlib.crc32(view.tobytes(), view.nbytes))
-    if array.nbytes > most:
-        flat_array = array.reshape(-1) if array.flags.c_contiguous else array
-        array = flat_array[:: -(-array.nbytes // most)]
-    return Digest(zlib.crc32(np.ascontiguousarray(array).tobytes(), zlib.crc32(about)))
+    contents = np.ascontiguousarray(_sample(array, most)).tobytes()
+    return Digest(zlib.crc32(contents, zlib.crc32(about)))
+
+
+def _sample(array: Array, most: int) -> Array:
+    """Return an array, or some of its values if it has more than ``most`` bytes."""
+    if array.nbytes <= most:
+        return array
+    flat_array = array.reshape(-1) if array.flags.c_contiguous else array
+    return flat_array[:: -(-array.nbytes // most)]
 
 
 def is_from(obj: Any, packages: Iterable[str]) -> bool:
@@ -324,14 +436,19 @@ def is_from(obj: Any, packages: Iterable[str]) -> bool:
 
 def slots_of(obj: Any) -> list[str]:
     """Return the names of an object's slots that have values."""
+    names = _slot_names(type(obj))  # type: ignore[arg-type] # a class is hashable
+    return [name for name in names if hasattr(obj, name)]
+
+
+@lru_cache(maxsize=1024)
+def _slot_names(kind: Any) -> tuple[str, ...]:
     names: list[str] = []
-    for cls in type(obj).__mro__:
+    for cls in kind.__mro__:
         own = cls.__dict__.get("__slots__", ())
         for name in [own] if isinstance(own, str) else own:
             is_private = name.startswith("__") and not name.endswith("__")
             names.append(f"_{cls.__name__.lstrip('_')}{name}" if is_private else name)
-    hidden = ("__dict__", "__weakref__")
-    return [name for name in names if name not in hidden and hasattr(obj, name)]
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def _is_same_constant(a: Any, b: Any) -> bool:
@@ -399,9 +516,7 @@ def compare(before: Survey, after: Survey) -> Changes:
                 problem=f"{path} is not a tensor on the device after a rollout"
             )
         if _kind(now) != _kind(tensor):
-            return Changes(
-                problem=f"{path}: {_kind(tensor)} -> {_kind(now)} in a rollout"
-            )
+            return Changes(problem=f"{path}: {_kind(tensor)} -> {_kind(now)}")
         if path in before.fixed:
             return Changes(problem=f"{path} is another tensor after a rollout")
         replaced.append(path)

@@ -155,7 +155,13 @@ class TorchRLEnvs(
         if self._draw is not None:
             drawn = {}
             for i, (key, draw) in enumerate(self._draw.items()):
-                drawn[key] = draw(rng.stream(i), shape)
+                actions = draw(rng.stream(i), shape)
+                spec = self.spec.action_specs[key]
+                form = spec.shape, spec.dtype
+                if (actions.shape[len(shape) :], actions.dtype) != form:
+                    # they are stored as a policy returns them
+                    actions = actions.reshape((*shape, *spec.shape)).astype(spec.dtype)
+                drawn[key] = actions
             return drawn
         rows = int(np.prod(shape, dtype=int)) // self.spec.num_envs
         out = self._no_actions((rows, self.spec.num_envs))

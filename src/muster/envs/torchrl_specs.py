@@ -333,6 +333,12 @@ def _drawer(spec: TensorSpec, row: ArraySpec, dims: int) -> Draw | None:
         row = replace(row, low=low, high=high)
     if not alike or row.low is None:
         return None
+    if kind in (Categorical, Binary, MultiCategorical) and dtype.kind == "f":
+        assert row.high is not None
+        low, high = row.low.astype(np.int64), row.high.astype(np.int64)
+        whole = ArraySpec(shape, np.dtype(np.int64), low, high)
+        # the numbers of choices, not all floats between them
+        return lambda rng, size: draw(whole, rng, size).astype(dtype)
     return partial(draw, row)
 
 

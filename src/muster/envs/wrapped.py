@@ -36,7 +36,12 @@ class WrappedEnvs(Wraps, CountsSteps):
         own = self.inner.spec
         observed = {key: spec.observation_specs[key] for key in own.observation_specs}
         self.inner.store_as(
-            replace(own, batch_shape=spec.batch_shape, observation_specs=observed)
+            replace(
+                own,
+                batch_shape=spec.batch_shape,
+                observation_specs=observed,
+                action_specs=spec.action_specs,
+            )
         )
 
     def reset(

@@ -121,6 +121,38 @@ class Layout:
         return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+class _Mirrors(dict[Key, "Array"]):
+    """The arrays of a lane on a device: those of ``host`` columns are made when they are first used,
+    and count as entries before.
+
+    Args:
+        pinned: copies take a tenth of the time then.
+    """
+
+    def __init__(self, layout: Layout, *, pinned: bool) -> None:
+        super().__init__()
+        self._layout = layout
+        self._pinned = pinned
+        self._columns = {c.key: c for c in layout.tensor_columns if c.host}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._columns or super().__contains__(key)
+
+    def __missing__(self, key: Key) -> Array:
+        column = self._columns[key]
+        shape = (self._layout.rows(column), self._layout.B, *column.shape)
+        dtype = torch_dtype(column.dtype)
+        mirror = torch.zeros(shape, dtype=dtype, pin_memory=self._pinned, device="cpu")
+        made: Array = mirror.numpy()
+        self[key] = made
+        return made
+
+    def get(self, key: Key, default: Any = None) -> Any:
+        if key in self:
+            return self[key]
+        return default
+
+
 class Lane:
     """The memory of one rollout: time-major arrays, and views of their rows made once.
 
@@ -128,8 +160,9 @@ class Lane:
         block: the bytes of all tensor columns.
         tensors: ``[T, B, *shape]`` per tensor column (``[T + 1, ...]`` if carried).
         arrays: the same memory as NumPy arrays, and the object columns. On a device, only ``host``
-            columns have an array, in host memory; ``pull`` and ``push`` copy it. Rows that are
-            completed on the device are not in it before ``bring_to_host``.
+            columns have an array, in host memory, which is made when it is first used; ``pull`` and
+            ``push`` copy it. Rows that are completed on the device are not in it before
+            ``bring_to_host``.
         data: arrays if the lane is in host memory, else tensors (and arrays of objects).
         done_steps: number of rows with complete transitions; a rollout continues there after an
             error.
@@ -146,6 +179,8 @@ class Lane:
         self.T = layout.T
         self.B = layout.B
         self.arrays: dict[Key, Array] = {}
+        if not isinstance(block, np.ndarray):
+            self.arrays = _Mirrors(layout, pinned=block.is_cuda)
         tensors: dict[Key, torch.Tensor] = {}
         self.cache: dict[Any, Any] = {}
         self.mirrored = not isinstance(block, np.ndarray)
@@ -162,10 +197,6 @@ class Lane:
                 continue
             dtype = torch_dtype(column.dtype)
             tensors[column.key] = part.view(dtype).reshape(shape)
-            if column.host:
-                pin = part.is_cuda  # copies take a tenth of the time
-                mirror = torch.zeros(shape, dtype=dtype, pin_memory=pin, device="cpu")
-                self.arrays[column.key] = mirror.numpy()
         for column in layout.object_columns:
             self.arrays[column.key] = np.empty((layout.rows(column), self.B), OBJECT)
         if self.mirrored:

@@ -21,7 +21,7 @@ from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import IS_INIT, RESERVED, Key, dotted, next_of
 from muster.memory.cells import assemble, is_uneven, take
 from muster.memory.objects import copied_cells
-from muster.memory.slots import Lane
+from muster.memory.slots import Lane, numpy_dtype
 from muster.memory.specs import OBJECT, Array, ArraySpec, Column
 from muster.policies.checks import (
     PolicySetting,
@@ -48,8 +48,13 @@ class TensorDictPolicy:
     that begins with ``_``. Modules draw from torch's global generator, which has the group's own
     state during a rollout.
 
+    A module with a true attribute ``returns_any_actions`` may return actions of any shape and
+    dtype, which are stored as they are: ``own_actions`` describes them.
+
     Attributes:
         keeps_private: also store keys with such a part. Counts at the first call.
+        own_actions: of such a module, the specs of actions that are not as the environments'
+            specs. Known after the first call.
 
     Raises:
         BadOption: an unknown exploration type.
@@ -66,7 +71,9 @@ class TensorDictPolicy:
         if isinstance(module, torch.nn.Module):
             self.name = type(module).__name__
         obs_specs = setting.obs_specs
-        self._action_specs = setting.action_specs
+        self._action_specs = dict(setting.action_specs)
+        self._takes_any_actions = bool(getattr(module, "returns_any_actions", False))
+        self.own_actions: dict[Key, ArraySpec] = {}
         self._lead = setting.batch_shape
         self._obs_keys = list(obs_specs)
         self._object_keys = [
@@ -381,7 +388,14 @@ class TensorDictPolicy:
                 f" {spec}"
             )
         problem = action_problem(action, spec, self._lead)
-        if problem:
+        dims = len(self._lead)
+        if self._takes_any_actions and action.shape[:dims] == self._lead:
+            own = ArraySpec(
+                tuple(action.shape[dims:]), numpy_dtype(action.dtype), inner=spec.inner
+            )
+            if (own.shape, own.dtype) != (spec.shape, spec.dtype):
+                self.own_actions[key] = own
+        elif problem:
             raise BadPolicyOutput(
                 f"policy {self.name} returned {dotted(key)} {problem}"
             )

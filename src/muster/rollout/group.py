@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -275,10 +276,15 @@ class Group:
         if self.agent_returns is not None:
             self.agent_returns.abandon(which)
         self.carry.begin_anew(which)
-        for part, seeds in self.due.parts(undone):
-            self.reset_envs(
-                self.carry, 0, part, self.seeding.seeds_of(part, seeds), reports
-            )
+        around: AbstractContextManager[None] = nullcontext()
+        # what reset() makes of its options may be the user's
+        if self.on_device is not None and not self.can.has_reset_options:
+            around = self.on_device.around_resets()
+        with around:
+            for part, seeds in self.due.parts(undone):
+                self.reset_envs(
+                    self.carry, 0, part, self.seeding.seeds_of(part, seeds), reports
+                )
         self.carry.discard_call()
         self.due.done(early=early)
         return which

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -30,7 +31,6 @@ TERMINATED = next_of(("terminated",))
 TRUNCATED = next_of(("truncated",))
 DONE = next_of(("done",))
 
-
 Rows = Any  # arrays, or tensors on a device
 Fill = Callable[[Any], Any]
 
@@ -39,7 +39,12 @@ Fill = Callable[[Any], Any]
 class LaneViews:
     """The parts of a lane that a group reads and writes in every rollout; made once per slot.
 
+    Parts of ``lane.arrays`` are made when they are used first: of rows on a device, most rollouts
+    need no memory of the host.
+
     Attributes:
+        arrays: those of the lane.
+        reward_key: see ``EnvSpec``.
         observed: keys of the columns that the environments carry on.
         next_rows: columns of ``next`` observations, and the rows that are copied into them.
         copied_every: number of rows that are copied at once; these are still in the CPU's cache.
@@ -47,7 +52,8 @@ class LaneViews:
             *shape]``.
         states: rows of carried columns that the environments do not write, and their values at a
             reset.
-        marks: columns of ``marks_of``, and the values.
+        marked: values of ``marks_of``.
+        marks: these columns, and the values; ``marks_there``: those that are not arrays.
         fills: functions that fill these columns, and the values; those of a device if the rows are
             there.
         host_fills: the same for the arrays of columns on a device.
@@ -58,23 +64,65 @@ class LaneViews:
         version_there, resumed_there: the same columns where the rows are.
     """
 
+    arrays: dict[Key, Array]
+    reward_key: Key
     observed: list[Key]
     next_rows: list[tuple[Rows, Rows]]
     copied_every: int
     carried: list[tuple[Key, Rows, Rows, Rows]]
     states: list[tuple[Rows, bool]]
-    marks: list[tuple[Rows, bool]]
+    marked: dict[Key, bool]
+    marks_there: list[tuple[Rows, bool]]
     fills: list[tuple[Fill, bool]]
-    host_fills: list[tuple[Fill, bool]]
     is_fine: Callable[[], bool] | None
     mirrored: list[Key]
-    flags: list[Array]
-    version: Array | None
-    valid: Array | None
-    resumed: Array | None
-    seed: Array | None
     version_there: Rows
     resumed_there: Rows
+
+    @cached_property
+    def marks(self) -> list[tuple[Rows, bool]]:
+        """See ``LaneViews``."""
+        here = [
+            (self.arrays[key], value)
+            for key, value in self.marked.items()
+            if key in self.arrays
+        ]
+        return [*self.marks_there, *here]
+
+    @cached_property
+    def host_fills(self) -> list[tuple[Fill, bool]]:
+        """See ``LaneViews``."""
+        return [
+            (self.arrays[key].fill, value)
+            for key, value in self.marked.items()
+            if key in self.arrays and self.mirrored
+        ]
+
+    @cached_property
+    def flags(self) -> list[Array]:
+        """See ``LaneViews``."""
+        keys = (self.reward_key, DONE, TERMINATED, TRUNCATED, TRAJ_IDS)
+        return [self.arrays[key] for key in keys]
+
+    @cached_property
+    def version(self) -> Array | None:
+        """See ``LaneViews``."""
+        return self.arrays.get(POLICY_VERSION)
+
+    @cached_property
+    def valid(self) -> Array | None:
+        """See ``LaneViews``."""
+        return self.arrays.get(VALID)
+
+    @cached_property
+    def resumed(self) -> Array | None:
+        """See ``LaneViews``."""
+        return self.arrays.get(RESUMED)
+
+    @cached_property
+    def seed(self) -> Array | None:
+        """See ``LaneViews``."""
+        return self.arrays.get(SEED)
 
 
 def views_of(
@@ -84,7 +132,6 @@ def views_of(
     carried columns.
     """
     data = lane.data
-    arrays = lane.arrays
     of_env = env.spec.carried_specs
     next_rows = []
     copied_every = NEVER
@@ -105,35 +152,24 @@ def views_of(
         if key not in of_env:
             states.append((rows, key == IS_INIT))
     values = marks_of(lane)
-    marks = []
-    for part in (data, arrays) if lane.mirrored else (arrays,):
-        for key, value in values.items():
-            if key in part:
-                marks.append((part[key], value))
-    host_fills: list[tuple[Fill, bool]] = []
+    marks_there: list[tuple[Rows, bool]] = []
     mirrored: list[Key] = []
     if lane.mirrored:
-        host_fills = [
-            (arrays[key].fill, values[key]) for key in values if key in arrays
-        ]
+        marks_there = [(data[key], value) for key, value in values.items()]
         mirrored = [column.key for column in lane.layout.tensor_columns if column.host]
-    flags = (env.spec.reward_key, DONE, TERMINATED, TRUNCATED, TRAJ_IDS)
     return LaneViews(
+        arrays=lane.arrays,
+        reward_key=env.spec.reward_key,
         observed=list(of_env),
         next_rows=next_rows,
         copied_every=copied_every,
         carried=carried,
         states=states,
-        marks=marks,
+        marked=values,
+        marks_there=marks_there,
         fills=_fills(lane, values),
-        host_fills=host_fills,
         is_fine=quick_check(lane, env.spec, options.validate),
         mirrored=mirrored,
-        flags=[arrays[key] for key in flags],
-        version=arrays.get(POLICY_VERSION),
-        valid=arrays.get(VALID),
-        resumed=arrays.get(RESUMED),
-        seed=arrays.get(SEED),
         version_there=data.get(POLICY_VERSION),
         resumed_there=data.get(RESUMED),
     )

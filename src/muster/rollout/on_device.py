@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -125,6 +126,8 @@ class OnDevice:
     Attributes:
         needs: see ``needs_of_group``.
         clock: the clock on tensors.
+        around_resets: makes what is entered while environments are reset before a rollout, but for
+            resets with options.
     """
 
     def __init__(
@@ -148,6 +151,11 @@ class OnDevice:
         self._bad: tuple[int, BadReward] | None = None
         self._computed: DeviceRows | None = None
         self._steps_before: Array | None = None  # the rollout
+        self.around_resets: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def watch_resets(self, around: Callable[[], AbstractContextManager[None]]) -> None:
+        """Set ``around_resets``."""
+        self.around_resets = around
 
     def begin(self) -> None:
         """A rollout begins: what was computed for an earlier one is not used any more."""

@@ -158,16 +158,16 @@ class Rollout:
             self.reports.progress.mark_unwritten(lane, group.env.spec.reward_key, 0)
         for fill, value in views.fills:
             fill(value)
-        version = views.version
-        resumed = views.resumed
         if group.on_device is not None:
             self._there = self._rows_there(group.on_device)
-            if self._there is None:
-                for fill, value in views.host_fills:
-                    fill(value)
-            else:
-                version = views.version_there
-                resumed = views.resumed_there
+        if self._there is None:
+            version = views.version
+            resumed = views.resumed
+            for fill, value in views.host_fills:
+                fill(value)
+        else:
+            version = views.version_there
+            resumed = views.resumed_there
         if resumed is not None:
             resumed[...] = False
             which = group.carry.take_resumed()

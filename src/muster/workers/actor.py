@@ -20,7 +20,7 @@ from muster.env_spec import EnvSpec
 from muster.errors import BadOption
 from muster.keys import AGENT, INFO, IS_INIT, POLICY_VERSION, Key, dotted
 from muster.memory.slots import Lane, Layout, Slot
-from muster.memory.specs import Array, Column
+from muster.memory.specs import Array
 from muster.policies.adapt import place
 from muster.policies.gradients import gradients_enabled
 from muster.protocols import Act, Policy
@@ -32,6 +32,7 @@ from muster.weights.names import named_tensors
 from muster.weights.transport import Subscriber
 from muster.workers.build import fit_policy
 from muster.workers.options import WorkerSetting
+from muster.workers.requests import ServedOutputs
 from muster.workers.streams import ServedStreams
 
 # maximum size of a buffer with several steps; policies prepare for its steps at once
@@ -136,7 +137,7 @@ class Actor:
         ] = {}  # by number of environments and of steps
         # likewise; used if runs need not be reproducible
         self._prepared: dict[tuple[int, int], _Prepared] = {}
-        self._columns: list[Column] = []
+        self._outputs = ServedOutputs()
         self._grad = False
         self._epoch = (
             0  # grows with each change after which policies have to prepare again
@@ -153,8 +154,8 @@ class Actor:
 
     def adopt(
         self, groups: Mapping[int, tuple[dict[Key, Array], dict[str, Any]]], acts: bool
-    ) -> list[Column]:
-        """Return the columns that the policy writes.
+    ) -> ServedOutputs:
+        """Return what the policy writes.
 
         A policy that was not called yet is called once to determine them.
 
@@ -173,8 +174,10 @@ class Actor:
             self._take_weights()
             rng = self._streams.restored(number, state)
             policy = self._policy_for(lead, lambda: tensors, rng)
-            self._columns = list(policy.columns())
-        return self._columns
+            columns = list(policy.columns())
+            actions = getattr(policy, "own_actions", {})
+            self._outputs = ServedOutputs(columns, actions)
+        return self._outputs
 
     # --- random streams ---------------------------------------------------------------------------
 
@@ -440,7 +443,7 @@ class Actor:
 
         ``is_init`` is not among them: only resets write it.
         """
-        keys = {column.key for column in self._columns}
+        keys = {column.key for column in self._outputs.columns}
         keys.update(self._any_info().action_specs)
         return keys - {IS_INIT}
 

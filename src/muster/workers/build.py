@@ -242,13 +242,16 @@ def recorders_for(
             "interruptor": group.options.interruptor is not None,
             "cudagraph_policy": options.cudagraph_policy not in (None, False),
         }
-        recorders[group.number] = recorder_for(
+        recorder = recorder_for(
             group.env,
             options.capture,
             group.reset,
             GRAPHS,
             next((name for name, is_given in between.items() if is_given), ""),
         )
+        if group.on_device is not None:
+            group.on_device.watch_resets(recorder.replacing)
+        recorders[group.number] = recorder
     return recorders
 
 

@@ -366,8 +366,8 @@ class WorkerProxy(Proxy):
             self.under_way.report(message)
 
     def _with_columns(self, server: InferenceServer, request: Request) -> Request:
-        """Add the columns that the server's policy writes to a ``LayOut`` request; return other
-        requests unchanged.
+        """Add what the server's policy writes to a ``LayOut`` request; return other requests
+        unchanged.
         """
         if not isinstance(request, LayOut):
             return request

@@ -8,10 +8,11 @@ a function for each.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from muster.memory.specs import Column
+from muster.keys import Key
+from muster.memory.specs import ArraySpec, Column
 from muster.restore.pickling import dumps, loads
 
 
@@ -28,6 +29,19 @@ class Call(Request):
 
 
 @dataclass(frozen=True)
+class ServedOutputs:
+    """What the policy of an inference server writes.
+
+    Attributes:
+        columns: columns besides actions.
+        actions: specs of actions that are not as the environments' specs.
+    """
+
+    columns: Sequence[Column] = ()
+    actions: Mapping[Key, ArraySpec] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class LayOut(Request):
     """Prepare the next rollouts; the answer has their layouts by group."""
 
@@ -35,7 +49,7 @@ class LayOut(Request):
     T: Mapping[int, int]  # number of time steps, by group
     # of the weights; None: the worker sets it when it takes the weights
     version: int | str | None = None
-    served: Sequence[Column] = ()  # columns that an inference server writes
+    served: ServedOutputs | None = None  # None: there is no inference server
     grad: bool = False  # the policy makes its first call with gradients enabled
 
 

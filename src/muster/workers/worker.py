@@ -15,7 +15,7 @@ from muster.episodes.record import NO_EPISODES, Episodes
 from muster.errors import BadOption, MusterError
 from muster.keys import Key
 from muster.memory.slots import Lane, Layout
-from muster.memory.specs import Array
+from muster.memory.specs import Array, ArraySpec
 from muster.observing.profiling import ProfileConfig, RolloutProfiler
 from muster.policies.random import RandomPolicy
 from muster.protocols import Policy
@@ -143,8 +143,9 @@ class Worker:
         from that call. Rollouts of "random" have the columns of "policy".
         """
         served = self.policies["policy"]
-        if isinstance(served, ServedPolicy):
-            served.learn(columns.served)
+        if isinstance(served, ServedPolicy) and columns.served is not None:
+            served.learn(columns.served.columns)
+            self._store_actions_as(columns.served.actions)
         policy = self._adopt(columns.policy, columns.version, grad=columns.grad)
         made = [
             Layout(
@@ -231,6 +232,14 @@ class Worker:
             with _gradients(policy, enabled=grad):
                 self._known = policy, probe(self.groups[0], policy).objects
         random.learn(policy.columns(), self._known[1])
+
+    def _store_actions_as(self, own: Mapping[Key, ArraySpec]) -> None:
+        """Store actions with these specs, which a server's policy returns."""
+        for group in self.groups:
+            spec = group.env.spec
+            every = {**spec.action_specs, **own}
+            if every != spec.action_specs:
+                group.env.store_as(replace(spec, action_specs=every))
 
     def run(self, request: RolloutRequest, lane: Lane) -> RolloutResult:
         """Make the rollout of a request. An error is returned in the result."""
@@ -448,9 +457,11 @@ class Worker:
                 failed.append(group_state.begin_after_dropped(group, clock))
                 continue
             objects = zip(group.env.objects(), state["envs"], strict=True)
-            reasons = [
-                cut or snapshot.restore(env, taken, trust) for env, taken in objects
-            ]
+            recorder = self._recorders.get(group.number)
+            with nullcontext() if recorder is None else recorder.replacing(loaded=True):
+                reasons = [
+                    cut or snapshot.restore(env, taken, trust) for env, taken in objects
+                ]
             failed.append(group_state.load(group, state["group"], reasons, self.acting))
         for group in self.groups:
             referring = capability(group.env, RefersToParts)

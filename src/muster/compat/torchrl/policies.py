@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -155,6 +156,20 @@ def take_actions_as_they_are(
     group.env.store_as(replace(group.env.spec, action_specs=specs))
 
 
+def _in_form_of(action: torch.Tensor, spec: Any) -> Any:
+    """Return the spec of an action with the shape and dtype of actions that a policy returns.
+
+    Random actions are then still from the environment's distribution, if the shapes have the same
+    number of entries.
+    """
+    if action.numel() == spec.shape.numel():
+        try:
+            return spec.reshape(action.shape).to(action.dtype)
+        except (IndexError, ValueError, RuntimeError, NotImplementedError):
+            pass  # this kind of spec has no such shape
+    return Unbounded(action.shape, device=spec.device, dtype=action.dtype)
+
+
 class CopiedEnv:
     """Function that makes copies of an environment: TorchRL's collectors send environments to
     nodes, too.
@@ -210,9 +225,7 @@ class ActedOn:
             spec = env.full_action_spec[key]
             if (action.shape, action.dtype) != (spec.shape, spec.dtype):
                 specs = base.full_action_spec.clone()
-                specs[key] = Unbounded(
-                    action.shape, device=spec.device, dtype=action.dtype
-                )
+                specs[key] = _in_form_of(action, spec)
                 base.full_action_spec = specs
                 env.empty_cache()
         return env
@@ -321,21 +334,23 @@ class RandomWithZeros:
         env: Any = group.env.objects()[0]
         self._env = env
         self._zeros = zeros
-        kinds = {
-            key: torch_dtype(spec.dtype)
-            for key, spec in group.env.spec.action_specs.items()
-            if spec.is_tensor
-        }
-        self._other = {
-            key: kind
-            for key, kind in kinds.items()
-            if kind != env.full_action_spec[key].dtype
-        }
+        self._other: dict[Any, tuple[tuple[int, ...], torch.dtype]] = {}
+        for key, spec in group.env.spec.action_specs.items():
+            if not spec.is_tensor:
+                continue
+            shape = (*group.env.spec.batch_shape, *spec.shape)
+            kind = torch_dtype(spec.dtype)
+            own = env.full_action_spec[key]
+            if (tuple(own.shape), own.dtype) != (shape, kind):
+                self._other[key] = shape, kind
 
     def __call__(self, td: Any) -> Any:
         td = self._env.rand_action(td)
-        for key, kind in self._other.items():
-            td.set(key, td.get(key).to(kind))
+        for key, (shape, kind) in self._other.items():
+            action = td.get(key).to(kind)
+            if action.numel() == math.prod(shape):
+                action = action.reshape(shape)
+            td.set(key, action)
         for key, value in self._zeros.items():
             td.set(key, value)
         return td

@@ -27,9 +27,15 @@ def is_service(policy: Any) -> bool:
 class ServedModule:
     """The policy of nodes: calls the service with a client of this process.
 
+    Attributes:
+        returns_any_actions: see ``muster.policies.tensordict.TensorDictPolicy``: TorchRL stores
+            actions of any shape and dtype.
+
     Args:
         service: an ``InferenceServer``.
     """
+
+    returns_any_actions = True
 
     def __init__(self, service: Any) -> None:
         self._owner = service._actor
