@@ -5,6 +5,7 @@ nothing lost.
 from __future__ import annotations
 
 import sys
+import threading
 from functools import partial
 
 import pytest
@@ -19,7 +20,7 @@ from muster.errors import (
     RemoteError,
     WorkerError,
 )
-from muster.testing import Fault, OracleEnv, check_stream
+from muster.testing import CountingEnv, Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, run
 from tests.fakes.node_runs import NODE_KINDS, sync_nodes
@@ -431,3 +432,34 @@ def test_after_an_error_of_a_random_rollout_the_policy_does_not_reset_again(
     check_stream(batches)
     assert_accounted(collector)
     collector.shutdown()
+
+
+def lock_of(env: object) -> object:
+    """A result that cannot leave its process."""
+    return threading.Lock()
+
+
+def raising(env: object) -> None:
+    raise KeyError("planned")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_a_function_for_environments_costs_no_worker(kind, mode):
+    """Its errors, and results that cannot be sent, are the caller's: no worker is lost by them."""
+    with kind(
+        [partial(CountingEnv, 5)] * 2, None, frames_per_batch=FRAMES, on_failure=mode
+    ) as c:
+        c.next()
+        pids = [worker.pid for worker in c.stats().workers]
+        with pytest.raises(BadOption, match="cannot be pickled, so a worker cannot"):
+            c.map_envs(lock_of)
+        with pytest.raises(WorkerError, match="planned") as raised:
+            c.map_envs(raising)
+        assert isinstance(raised.value.__cause__, KeyError)
+        with pytest.raises(BadOption, match="which cannot be pickled"):
+            c.map_envs(id, threading.Lock())
+        assert len(c.map_envs(id)) == 2
+        c.next()
+        assert [worker.pid for worker in c.stats().workers] == pids
+        assert_accounted(c)

@@ -640,7 +640,8 @@ class BaseCollector(ABC):
             environments together has one. Environments of dropped workers have none.
 
         Raises:
-            BadOption: ``function`` is no function, or it or an argument cannot be pickled.
+            BadOption: ``function`` is no function, or it, an argument or a result cannot be
+                pickled.
         """
         if not callable(function):
             raise BadOption(

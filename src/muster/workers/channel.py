@@ -31,6 +31,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from muster.errors import BadOption, described
 from muster.memory.shared import Arena
 from muster.rollout.progress import CELLS
 
@@ -46,6 +47,10 @@ _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _TRUNCATED = int(socket.MSG_CTRUNC)
 _NOTHING = memoryview(b"")
 _ONE = (1).to_bytes(8, sys.byteorder)
+
+
+class NotSent(BadOption):
+    """A message that cannot be pickled."""
 
 
 class Channel:
@@ -86,9 +91,16 @@ class Channel:
             TimeoutError: the other end has not read within ``timeout`` seconds. An unsent message
                 is withdrawn. Of a partly sent message the rest is sent before the next one.
             EOFError: the other end is closed.
+            NotSent: the object cannot be pickled. Nothing was sent.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        try:
+            payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise NotSent(
+                f"a result cannot be pickled, so a worker cannot return it: {described(error)}."
+                " Return arrays, numbers or text instead"
+            ) from error
         ancillary = (
             [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
             if fds

@@ -39,7 +39,7 @@ from muster.workers.build import (
     make_group,
     on_this_machine,
 )
-from muster.workers.channel import Channel, StatusPage
+from muster.workers.channel import Channel, NotSent, StatusPage
 from muster.workers.config import WorkerConfig, WorkerPlace
 from muster.workers.effects import run_request
 from muster.workers.failures import SentError, env_index_of, pack
@@ -278,7 +278,11 @@ class WorkerMain:
     def _send(self, message: RolloutResult | Answer) -> None:
         """Send a message to the parent; SIGTERM takes effect after all of it is sent."""
         self.ending.begin_to_send()
-        self.channel.send(message)
+        try:
+            self.channel.send(message)
+        except NotSent:
+            self.ending.end_sending()
+            raise
         self.ending.end_sending()
 
     def _answer(self, number: int, function: Callable[[], Any]) -> bool:
@@ -287,11 +291,18 @@ class WorkerMain:
         except (EOFError, Terminated):
             raise
         except BaseException as error:  # noqa: BLE001 (raised in the parent)
-            phase = Phase(self.progress.cells[PHASE]).name.lower()
-            self._send(Answer(number, failure=self._pack(error, phase)))
+            self._send_failure(number, error)
             return False
-        self._send(Answer(number, result))
+        try:
+            self._send(Answer(number, result))
+        except NotSent as error:  # what the user's function has returned
+            self._send_failure(number, error)
+            return False
         return True
+
+    def _send_failure(self, number: int, error: BaseException) -> None:
+        phase = Phase(self.progress.cells[PHASE]).name.lower()
+        self._send(Answer(number, failure=self._pack(error, phase)))
 
     def _pack(self, error: BaseException, phase: str, **where: Any) -> SentError:
         config = self.config
