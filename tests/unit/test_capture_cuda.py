@@ -19,6 +19,7 @@ from muster.testing import TorchCartPole, TorchGridWorld, TorchPendulum
 from tests.fakes import hiding_envs, torch_envs
 from tests.fakes.hiding_envs import RECORDED, REFUSED
 from tests.fakes.recorded_policies import Chooses, Recurrent, Sampling
+from tests.fakes.resetting_envs import Goals
 from tests.fakes.twins import Twins as TwinsOnTheHost
 from tests.tools import assert_same
 
@@ -182,6 +183,23 @@ def test_generators_are_usable_after_a_recording_that_failed():
         twins.alike(4)
         assert torch.equal(before, torch.cuda.get_rng_state())
         assert torch.rand(3, device=CUDA).isfinite().all()
+    # ... and what is recorded next is not disturbed
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    with Twins(cart_pole(), POLICIES["module"], frames_per_batch=8 * 64) as twins:
+        twins.alike(4)
+        assert twins.replays == 2
+
+
+def test_a_graph_survives_resets_that_replace_tensors():
+    make = partial(Goals, 64, CUDA)
+    policy = partial(policies.categorical, net(inputs=2))
+    with Twins(make, policy, frames_per_batch=64 * 8) as twins:
+        twins.alike(4)
+        for call in (lambda c: c.reset(), lambda c: c.reset([1, 3])):
+            before = twins.replays
+            twins.do(call)
+            twins.alike(3)
+            assert twins.replays == before + 3
 
 
 class Sampling2(nn.Module):

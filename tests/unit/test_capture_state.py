@@ -174,6 +174,26 @@ def test_modes_of_torch_that_change_between_rollouts(pools):
         assert len(pools[0].made) == 3
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch < 2.9"
+)
+def test_a_precision_of_matrix_products_that_is_set_between_rollouts(pools):
+    """By the attribute after which torch refuses to say the precision by its older name."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    with Twins(partial(torch_envs.Remembers, B), head) as twins:
+        try:
+            twins.alike(4)
+            matmul.fp32_precision = "tf32"
+            with pytest.raises(RuntimeError):
+                torch.get_float32_matmul_precision()
+            twins.alike(4)
+        finally:
+            matmul.fp32_precision = before
+        assert twins.replays >= 4
+        assert len(pools[0].made) == 2
+
+
 def test_a_state_that_is_never_as_rollouts_leave_it(pools):
     """Then rollouts run row by row, and the reason says so."""
     with Twins(partial(hiding_envs.Resets, B), head, capture="auto") as twins:

@@ -19,6 +19,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from muster import policies
 from muster.envs.torch_batch import TorchEnvs
@@ -37,6 +38,7 @@ from muster.rollout.request import RolloutRequest
 from muster.rollout.running import Rollout
 from muster.rollout.tally import Tally
 from muster.testing import TorchCartPole
+from muster.utils.devices import moved
 from tests.fakes.waiting import Waits
 from tests.tools import assert_same
 
@@ -549,3 +551,29 @@ def test_cuda_itself_sees_nothing_that_waits_in_a_step(kind):
                 step(t)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+class SeesCopies(TorchDispatchMode):
+    """Notes of each copy to a device whether the host goes on meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on: list[bool] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.goes_on.append((kwargs or {}).get("non_blocking", False))
+            return torch.zeros(3)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_for_what_comes_into_its_memory():
+    """Else a policy in host memory reads observations before they are there."""
+    here = torch.zeros(3)
+    there = torch.zeros(3, device="meta")
+    with SeesCopies() as copies:
+        moved(here, torch.device("meta"))
+        moved(there, torch.device("cpu"))
+    assert copies.goes_on == [True, False]

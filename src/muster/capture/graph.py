@@ -7,11 +7,16 @@ was recorded with, and runs no Python.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
 import torch
 
 from muster.utils.devices import with_index
+
+# Graphs whose recording failed. The allocator refers to them without owning them, until the end of
+# a recording that they never have.
+_failed: list[Any] = []
 
 
 class Graph(Protocol):
@@ -106,32 +111,51 @@ class CudaGraph:
         self, function: Callable[[], None], generators: Iterable[torch.Generator]
     ) -> None:
         device = self._stream.device
-        for generator in generators:
+        known = list(generators)
+        for generator in known:
             self._graph.register_generator_state(generator)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(device)
-        # Other threads may use the device meanwhile; only this one must not synchronize.
-        recording = torch.cuda.graph(
-            self._graph,
-            pool=self._pool,
-            stream=self._stream,
-            capture_error_mode="thread_local",
-        )
         failed: BaseException | None = None
         try:
-            with recording:
+            # the end of a recording that failed leaves its stream the current one
+            back = torch.cuda.stream(torch.cuda.current_stream(device))
+            with back, self._recording(self._graph, pool=self._pool):
                 try:
                     function()
                 except BaseException as error:
                     failed = error
                     raise
         except BaseException:
-            if (
-                failed is not None
-            ):  # the end of the failed recording raises another error
+            _failed.append(self._graph)
+            with suppress(Exception):  # the reason is the first error
+                self._free_generators(known)
+            if failed is not None:
+                # the end of the failed recording raises another error
                 raise failed  # noqa: B904
             raise
         self._note(torch.cuda.memory_reserved(device) - before)
+
+    def _recording(self, graph: Any, **pool: Any) -> AbstractContextManager[None]:
+        # Other threads may use the device meanwhile; only this one must not synchronize.
+        recording: AbstractContextManager[None] = torch.cuda.graph(
+            graph, stream=self._stream, capture_error_mode="thread_local", **pool
+        )
+        return recording
+
+    def _free_generators(self, generators: Iterable[torch.Generator]) -> None:
+        """Let generators draw again after a recording that failed: before torch 2.13, they wait for
+        its end, and setting their states is not enough. A recording that succeeds ends it.
+        """
+        device = self._stream.device
+        graph: Any = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        number = torch.zeros(1, device=device)
+        back = torch.cuda.stream(torch.cuda.current_stream(device))
+        with back, self._recording(graph):
+            number.zero_()
+        graph.reset()
 
     def replay(self) -> None:
         self._graph.replay()

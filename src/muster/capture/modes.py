@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,18 +17,29 @@ def modes(device: torch.device) -> dict[str, Any]:
         "autocast": torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
         "the default dtype": torch.get_default_dtype(),
         "the precision of matrix products": (
-            torch.get_float32_matmul_precision(),
+            _of_legacy(torch.get_float32_matmul_precision),
+            getattr(matmul, "fp32_precision", None),  # since torch 2.9
             matmul.allow_fp16_reduced_precision_reduction,
             matmul.allow_bf16_reduced_precision_reduction,
         ),
         "cudnn": (
             cudnn.enabled,
-            cudnn.allow_tf32,
+            _of_legacy(lambda: cudnn.allow_tf32),
+            getattr(getattr(cudnn, "conv", None), "fp32_precision", None),
+            getattr(getattr(cudnn, "rnn", None), "fp32_precision", None),
             cudnn.benchmark,
             cudnn.deterministic,
         ),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
     }
+
+
+def _of_legacy(mode: Callable[[], Any]) -> Any:
+    """Return a mode; None: the user has set ``fp32_precision``, after which torch raises here."""
+    try:
+        return mode()
+    except RuntimeError:
+        return None
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> str:

@@ -45,6 +45,7 @@ from muster.policies.states import StateDims, initial_of, said_dim, state_dims
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
 from muster.utils.attributes import name_of
+from muster.utils.devices import moved
 
 STATE_NAMES = frozenset({"state", "hidden", "carry"})
 Leaves = dict[Key, Any]
@@ -329,9 +330,7 @@ class FunctionPolicy:
         if self._device is not None:
             device = self._device
             obs = {
-                key: value.to(device, non_blocking=True)
-                if torch.is_tensor(value)
-                else value
+                key: moved(value, device) if torch.is_tensor(value) else value
                 for key, value in obs.items()
             }
             if state:

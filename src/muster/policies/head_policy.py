@@ -22,6 +22,7 @@ from muster.policies.inputs import InputRows, unchanged_inputs
 from muster.policies.sampling import ActionRows, Emit
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
+from muster.utils.devices import moved
 
 
 class HeadPolicy:
@@ -247,7 +248,7 @@ class HeadPolicy:
 
     def _input(self, leaves: Sequence[torch.Tensor]) -> Any:
         if self._device is not None:
-            leaves = [leaf.to(self._device, non_blocking=True) for leaf in leaves]
+            leaves = [moved(leaf, self._device) for leaf in leaves]
         if len(leaves) == 1:
             return leaves[0]
         by_key = zip(self._obs_keys, leaves, strict=True)

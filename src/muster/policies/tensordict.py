@@ -35,6 +35,7 @@ from muster.policies.states import begins_with_environments
 from muster.policies.tensordict_program import TensorDictProgram, Values, as_key, fuse
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
+from muster.utils.devices import moved
 
 Rows = Sequence[torch.Tensor]
 
@@ -505,8 +506,9 @@ class TensorDictPolicy:
         return self._move(own)
 
     def _move(self, value: Any) -> Any:
-        stays = self._device is None or not torch.is_tensor(value)
-        return value if stays else value.to(self._device, non_blocking=True)
+        if self._device is None or not torch.is_tensor(value):
+            return value
+        return moved(value, self._device)
 
 
 def _name(key: Key) -> Any:

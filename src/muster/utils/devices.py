@@ -1,4 +1,4 @@
-"""Names of devices."""
+"""Names of devices, and tensors that move to one."""
 
 from __future__ import annotations
 
@@ -15,3 +15,10 @@ def with_index(device: torch.device) -> torch.device:
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device. The host goes on meanwhile, unless the device is the host's
+    memory: what is in it before the end of the copy is anything.
+    """
+    return tensor.to(device, non_blocking=device.type != "cpu")
