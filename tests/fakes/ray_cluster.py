@@ -134,7 +134,10 @@ class Remote:
 def _remote() -> Remote:
     try:
         return Remote()
-    except TimeoutError:  # of a busy machine: a second start mostly succeeds
+    except (
+        TimeoutError,
+        RuntimeError,
+    ):  # of a busy machine: a second start mostly succeeds
         return Remote()
 
 
