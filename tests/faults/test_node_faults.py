@@ -20,7 +20,7 @@ from functools import partial
 import pytest
 import torch
 
-from muster import MultiSyncCollector, Restart
+from muster import DistributedCollector, MultiSyncCollector, Restart
 from muster.cluster.launchers import MpLauncher
 from muster.cluster.token import write_token
 from muster.errors import CollectorTimeout, WorkerDied, WorkerHung
@@ -673,6 +673,36 @@ def test_random_kills_of_nodes_and_workers_lose_nothing_and_double_nothing(
         tmp_path / "counts",
         kind,
         Killer(RANDOM_KILLS, random.Random(7), 1.5, kills_a_node_or_worker),
+    )
+
+
+def unequal_nodes(create_env_fn, policy=None, *, sync, frames_per_batch, **options):
+    """A node with one worker of four environments, and one with three workers of two each."""
+    path = create_env_fn[0].args[0]
+    return DistributedCollector(
+        [EnvFactory(path, 500 * node, None) for node in range(2)],
+        policy,
+        launcher="mp",
+        sync=sync,
+        frames_per_batch=200 if sync else [40, 240],
+        **({"cat_results": "cat"} if sync else {}),
+        num_workers_per_collector=[1, 3],
+        collector_class=["single", "sync"],
+        collector_kwargs=[{"num_envs": 4}, {"num_envs": 2}],
+        **options,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("sync", [True, False])
+def test_random_kills_of_nodes_that_differ_lose_nothing_and_double_nothing(
+    tmp_path, sync
+):
+    check_random_kills(
+        tmp_path / "counts",
+        partial(unequal_nodes, sync=sync),
+        Killer(RANDOM_KILLS, random.Random(5), 1.5, kills_a_node_or_worker),
     )
 
 
