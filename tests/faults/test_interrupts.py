@@ -4,6 +4,7 @@ on.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -441,6 +442,55 @@ def test_an_answer_that_nobody_waits_for_any_more_is_not_taken_for_another():
             collector.collect(n_episode=2).n_collected_episodes == 2
         )  # asks workers this and that
         assert collector.next().numel() == 6
+
+
+class Gated(OracleEnv):
+    """Makes a step for every byte that it can read."""
+
+    def __init__(self, path, number, gate):
+        super().__init__(path, number)
+        self.gate = os.open(gate, os.O_RDWR)
+
+    def step(self, action):
+        os.read(self.gate, 1)
+        return super().step(action)
+
+    def close(self):
+        os.close(self.gate)
+
+
+@contextlib.contextmanager
+def interrupted():
+    """A call that waits for what does not happen, until Ctrl-C is pressed."""
+    timer = threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    timer.join()
+
+
+def test_a_batch_that_interrupted_calls_give_up_is_no_part_of_the_next_one(tmp_path):
+    counts, gate = tmp_path / "counts", tmp_path / "gate"
+    os.mkfifo(gate)
+    factories = [partial(Gated, counts, 0, gate), partial(OracleEnv, counts, 1)]
+    steps = os.open(gate, os.O_RDWR)
+    with MultiSyncCollector(factories, None, frames_per_batch=8) as collector:
+        with interrupted():
+            collector.next()
+        with interrupted():
+            on_demand(collector)  # another length: gives the batch up
+        os.write(steps, b"." * 4)  # the rest of that batch
+        with interrupted():
+            on_demand(collector)
+        os.write(steps, b"." * 40)
+        batch = on_demand(collector)
+        now, after = batch["observation"], batch["next", "observation"]
+        assert (after[..., 4] - now[..., 4] == 1).all()
+        assert (now[:, 1:, 4] - now[:, :-1, 4] == 1).all()
+        stats = collector.stats()
+        assert_balanced(stats, in_flight=0)
+        assert stats.executed == OracleEnv.read(counts)[:, 2].sum()
+    os.close(steps)
 
 
 # --- the books ------------------------------------------------------------------------------------

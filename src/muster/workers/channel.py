@@ -31,7 +31,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from muster.errors import BadOption, described
 from muster.memory.shared import Arena
 from muster.rollout.progress import CELLS
 
@@ -49,8 +48,8 @@ _NOTHING = memoryview(b"")
 _ONE = (1).to_bytes(8, sys.byteorder)
 
 
-class NotSent(BadOption):
-    """A message that cannot be pickled."""
+class NotSent(TypeError):
+    """A message that cannot be pickled; the cause says why."""
 
 
 class Channel:
@@ -97,10 +96,7 @@ class Channel:
         try:
             payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         except Exception as error:
-            raise NotSent(
-                f"a result cannot be pickled, so a worker cannot return it: {described(error)}."
-                " Return arrays, numbers or text instead"
-            ) from error
+            raise NotSent("a message cannot be pickled") from error
         ancillary = (
             [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
             if fds

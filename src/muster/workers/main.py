@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from muster.env_spec import EnvSpec
-from muster.errors import BadOption
+from muster.errors import BadOption, described
 from muster.keys import TERMINATED, TRUNCATED, next_of
 from muster.memory.shared import Arena
 from muster.memory.slots import Lane, Layout, Slot
@@ -296,7 +296,12 @@ class WorkerMain:
         try:
             self._send(Answer(number, result))
         except NotSent as error:  # what the user's function has returned
-            self._send_failure(number, error)
+            why = described(error.__cause__ or error)
+            bad = BadOption(
+                f"a result cannot be pickled, so a worker cannot return it: {why}. Return arrays,"
+                " numbers or text instead"
+            )
+            self._send_failure(number, bad)
             return False
         return True
 

@@ -294,13 +294,19 @@ class Schedule(ABC):
 
         Return whether it has changed.
         """
-        T = self._usual_T if rows is None else [rows] * len(self.T)
-        if self.T == T:
+        if self._has_length(rows):
             return False
-        self.T = list(T)
+        self.T = self._length(rows)
         for bundle in self.bundles:
             bundle.lay_out_again()
         return True
+
+    def _has_length(self, rows: int | None) -> bool:
+        """Return whether rollouts have this number of time steps."""
+        return self._length(rows) == self.T
+
+    def _length(self, rows: int | None) -> list[int]:
+        return list(self._usual_T) if rows is None else [rows] * len(self.T)
 
     def _batch_groups(self) -> Sequence[int]:
         return range(len(self.pool.counters))

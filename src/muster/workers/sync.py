@@ -74,6 +74,8 @@ class Sync(Schedule):
         self.preempts = enough is not None
         self._streams = streams
         self._batch: SyncBatch | None = None
+        # rollouts were discarded, and environments may be in the middle of their steps
+        self._must_reset = False
         # Of every group: index of its bundle, lane in the bundle's slots, number.
         self._places: list[tuple[int, int, int]] = [
             (i, lane, group)
@@ -93,8 +95,11 @@ class Sync(Schedule):
         if local is None:
             self.pool.check_alive()
         policy = wanted.policy(0)
-        if self._resize(wanted.rows):
+        if self._must_reset:
+            self.abandon("interrupted")
+        if not self._has_length(wanted.rows):
             self.abandon("resized")
+            self._resize(wanted.rows)
         batch = self._batch
         if batch is not None and not _is_like(batch.wanted, wanted):
             self.abandon("interrupted")
@@ -250,14 +255,29 @@ class Sync(Schedule):
 
     @postponed()
     def abandon(self, reason: str) -> None:
-        """See ``Schedule``. Resets the environments if rollouts have begun."""
-        if self._batch is None:
+        """See ``Schedule``. If rollouts have begun, waits for them, and resets the environments.
+
+        After Ctrl-C, another call does what is left.
+
+        Raises:
+            MusterError: an abandoned rollout has failed; everything else is done.
+        """
+        if self._batch is None and not self._must_reset:
             return
+        failed: RolloutResult | None = None
+        while self.pool.outstanding:
+            result = self.pool.next_result()
+            if result.error is not None:
+                failed = failed or result
+        self._must_reset = True
         self._discard(reason)
         every = {}
         for group, counts in enumerate(self.pool.counters):
             every[group] = range(counts.info.num_envs)
         self.pool.call(Reset(every))
+        self._must_reset = False
+        if failed is not None:
+            _raise_error_of(failed)
 
     def layout(self, policy: str, version: int | str | None = None) -> Layout:
         if self._batch is not None and self._batch.policy == policy:
@@ -268,6 +288,8 @@ class Sync(Schedule):
     @postponed()
     def state_dict(self, version: int | str | None) -> dict[str, Any]:
         """See ``Schedule``. Completes a batch that Ctrl-C has interrupted."""
+        if self._must_reset:
+            self.abandon("interrupted")
         state: dict[str, Any] = {"rollouts": [], "T": list(self.T)}
         batch = self._batch
         if batch is None or batch.has_failed:
