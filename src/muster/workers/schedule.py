@@ -296,17 +296,16 @@ class Schedule(ABC):
         """
         if self._has_length(rows):
             return False
-        self.T = self._length(rows)
+        self.T = list(self._usual_T) if rows is None else [rows] * len(self.T)
         for bundle in self.bundles:
             bundle.lay_out_again()
         return True
 
     def _has_length(self, rows: int | None) -> bool:
         """Return whether rollouts have this number of time steps."""
-        return self._length(rows) == self.T
-
-    def _length(self, rows: int | None) -> list[int]:
-        return list(self._usual_T) if rows is None else [rows] * len(self.T)
+        if rows is None:
+            return self._usual_T == self.T
+        return all(T == rows for T in self.T)
 
     def _batch_groups(self) -> Sequence[int]:
         return range(len(self.pool.counters))
