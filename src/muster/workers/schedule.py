@@ -305,7 +305,7 @@ class Schedule(ABC):
         """Return whether rollouts have this number of time steps."""
         if rows is None:
             return self._usual_T == self.T
-        return all(T == rows for T in self.T)
+        return all(length == rows for length in self.T)
 
     def _batch_groups(self) -> Sequence[int]:
         return range(len(self.pool.counters))
