@@ -42,9 +42,8 @@ ON_RAY = re.compile(r"[\[-]ray\b")
 RAY_SHARE = 1  # of the tests of a file that run on Ray, too; each actor takes some 6 CPU seconds to start
 
 MINUTES = "MUSTER_TESTS_MINUTES"
-DEADLINE = (
-    "MUSTER_TESTS_DEADLINE"  # of the monotonic clock; what processes of `-n` are told
-)
+# of the monotonic clock; what processes of `-n` are told
+DEADLINE = "MUSTER_TESTS_DEADLINE"
 
 
 def pytest_configure(config: pytest.Config) -> None:

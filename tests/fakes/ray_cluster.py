@@ -134,11 +134,8 @@ class Remote:
 def _remote() -> Remote:
     try:
         return Remote()
-    except (
-        TimeoutError,
-        RuntimeError,
-    ):  # of a busy machine: a second start mostly succeeds
-        return Remote()
+    except (TimeoutError, RuntimeError):
+        return Remote()  # on a busy machine, a second start mostly succeeds
 
 
 @functools.cache

@@ -44,6 +44,7 @@ from muster.errors import BadOption, BadWeights, CollectorClosed
 from tests.fakes.pendulum import env_maker, linear
 from tests.fakes.ray_cluster import needs_ray, ray_cluster
 from tests.fakes.telling import made_with, telling
+from tests.fakes.torchrl_policies import Constant
 
 __all__ = ["ray_cluster"]  # a fixture
 needs_rpc = pytest.mark.skipif(
@@ -306,20 +307,6 @@ def test_arguments_without_effect_are_accepted() -> None:
         [env_maker] * 2, linear(), frames_per_batch=4, **options
     ) as collector:
         assert collector.next().shape == (2, 2)
-
-
-class Constant(TensorDictModuleBase):
-    """Its actions have no last dimension, and are floats."""
-
-    in_keys: list[Any] = []  # noqa: RUF012
-    out_keys = ["action"]  # noqa: RUF012
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, td: Any) -> Any:
-        return td.set("action", self.weight.expand(td.shape).clone())
 
 
 class CountingPolicy(TensorDictModuleBase):

@@ -23,7 +23,6 @@ pytest.importorskip("gymnasium.envs.classic_control")
 
 import torchrl.collectors.distributed as theirs
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModuleBase
 from torch.distributed import rpc
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import SerialEnv
@@ -40,6 +39,7 @@ from muster.errors import BadOption, BadWeights, CollectorClosed, WorkerDied
 from tests.fakes.pendulum import env_maker, linear
 from tests.fakes.ray_cluster import needs_ray, ray_cluster
 from tests.fakes.stats import stats, worker
+from tests.fakes.torchrl_policies import Constant
 
 __all__ = ["ray_cluster"]  # a fixture
 PUBLIC = (
@@ -564,22 +564,6 @@ def test_a_policy_that_an_inference_server_serves(ray_cluster: Any) -> None:
                 BadOption, match="the learner of learner_backend='ray' publishes"
             ):
                 collector.update_policy_weights_(zeros)
-
-
-class Constant(TensorDictModuleBase):
-    """Its actions have no last dimension, and are floats; those of ``CountingEnv`` are ``[1]`` and
-    int8.
-    """
-
-    in_keys: list[Any] = []  # noqa: RUF012
-    out_keys = ["action"]  # noqa: RUF012
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, td: Any) -> Any:
-        return td.set("action", self.weight.expand(td.shape).clone())
 
 
 @needs_ray

@@ -36,20 +36,19 @@ class Left:
         if before.problem or after.problem:
             self.forget()
             return
+        changed: set[str] = set()
         for path, tensor in after.tensors.items():
-            if before.tensors.get(path) is tensor:
-                continue
-            self._tensors[path] = weakref.ref(tensor)
-            self._loaded.discard(path)
-            if loaded:
-                self._loaded.add(path)
+            if before.tensors.get(path) is not tensor:
+                self._tensors[path] = weakref.ref(tensor)
+                changed.add(path)
         for path, obj in after.objects.items():
-            if before.objects.get(path) is obj:
-                continue
-            self._objects[path] = obj
-            self._loaded.discard(path)
-            if loaded:
-                self._loaded.add(path)
+            if before.objects.get(path) is not obj:
+                self._objects[path] = obj
+                changed.add(path)
+        if loaded:
+            self._loaded |= changed
+        else:
+            self._loaded -= changed
         self._drop_others(after)
 
     def settle(

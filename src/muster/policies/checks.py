@@ -56,6 +56,22 @@ class PolicySetting:
         return self.exploration_type != "random"
 
 
+def spec_as_returned(
+    action: torch.Tensor, spec: ArraySpec, lead: tuple[int, ...]
+) -> ArraySpec | None:
+    """Return the spec of a returned action of any shape and dtype: ``spec`` itself if the action is
+    as it says; None if its first dimensions are not ``lead``.
+    """
+    dims = len(lead)
+    if action.shape[:dims] != lead:
+        return None
+    shape = tuple(action.shape[dims:])
+    dtype = numpy_dtype(action.dtype)
+    if (shape, dtype) == (spec.shape, spec.dtype):
+        return spec
+    return ArraySpec(shape, dtype, inner=spec.inner)
+
+
 def action_problem(
     action: torch.Tensor,
     spec: ArraySpec,

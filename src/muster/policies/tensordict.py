@@ -21,7 +21,7 @@ from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import IS_INIT, RESERVED, Key, dotted, next_of
 from muster.memory.cells import assemble, is_uneven, take
 from muster.memory.objects import copied_cells
-from muster.memory.slots import Lane, numpy_dtype
+from muster.memory.slots import Lane
 from muster.memory.specs import OBJECT, Array, ArraySpec, Column
 from muster.policies.checks import (
     PolicySetting,
@@ -29,6 +29,7 @@ from muster.policies.checks import (
     called_first,
     columns_of,
     init_column,
+    spec_as_returned,
 )
 from muster.policies.inputs import InputRows, unchanged_inputs
 from muster.policies.states import begins_with_environments
@@ -72,7 +73,7 @@ class TensorDictPolicy:
         if isinstance(module, torch.nn.Module):
             self.name = type(module).__name__
         obs_specs = setting.obs_specs
-        self._action_specs = dict(setting.action_specs)
+        self._action_specs = setting.action_specs
         self._takes_any_actions = bool(getattr(module, "returns_any_actions", False))
         self.own_actions: dict[Key, ArraySpec] = {}
         self._lead = setting.batch_shape
@@ -389,12 +390,11 @@ class TensorDictPolicy:
                 f" {spec}"
             )
         problem = action_problem(action, spec, self._lead)
-        dims = len(self._lead)
-        if self._takes_any_actions and action.shape[:dims] == self._lead:
-            own = ArraySpec(
-                tuple(action.shape[dims:]), numpy_dtype(action.dtype), inner=spec.inner
-            )
-            if (own.shape, own.dtype) != (spec.shape, spec.dtype):
+        own: ArraySpec | None = None
+        if self._takes_any_actions:
+            own = spec_as_returned(action, spec, self._lead)
+        if own is not None:
+            if own is not spec:
                 self.own_actions[key] = own
         elif problem:
             raise BadPolicyOutput(

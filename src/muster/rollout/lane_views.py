@@ -82,20 +82,21 @@ class LaneViews:
     @cached_property
     def marks(self) -> list[tuple[Rows, bool]]:
         """See ``LaneViews``."""
-        here = [
-            (self.arrays[key], value)
-            for key, value in self.marked.items()
-            if key in self.arrays
-        ]
-        return [*self.marks_there, *here]
+        return [*self.marks_there, *self._marks_here]
 
     @cached_property
     def host_fills(self) -> list[tuple[Fill, bool]]:
         """See ``LaneViews``."""
+        if not self.mirrored:
+            return []
+        return [(array.fill, value) for array, value in self._marks_here]
+
+    @cached_property
+    def _marks_here(self) -> list[tuple[Array, bool]]:
         return [
-            (self.arrays[key].fill, value)
+            (self.arrays[key], value)
             for key, value in self.marked.items()
-            if key in self.arrays and self.mirrored
+            if key in self.arrays
         ]
 
     @cached_property

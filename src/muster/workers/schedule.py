@@ -289,17 +289,13 @@ class Schedule(ABC):
         finally:
             self._discard("shutdown")
 
-    def _resize(self, rows: int | None) -> bool:
-        """Set the number of time steps per rollout (None: the usual one).
-
-        Return whether it has changed.
-        """
+    def _resize(self, rows: int | None) -> None:
+        """Set the number of time steps per rollout (None: the usual one)."""
         if self._has_length(rows):
-            return False
+            return
         self.T = list(self._usual_T) if rows is None else [rows] * len(self.T)
         for bundle in self.bundles:
             bundle.lay_out_again()
-        return True
 
     def _has_length(self, rows: int | None) -> bool:
         """Return whether rollouts have this number of time steps."""

@@ -21,9 +21,9 @@ from torchrl.modules import (
 
 from muster.keys import FLAGS, IS_INIT, Key, next_of
 from muster.memory.cells import assemble
-from muster.memory.slots import numpy_dtype, torch_dtype
-from muster.memory.specs import ArraySpec
+from muster.memory.slots import torch_dtype
 from muster.policies.adapt import takes_tensordict
+from muster.policies.checks import spec_as_returned
 from muster.policies.tensordict_program import as_key
 from muster.restore.pickling import dumps, loads
 from muster.rollout.group import Group
@@ -143,16 +143,11 @@ def take_actions_as_they_are(
             raise
         return
     specs = dict(group.env.spec.action_specs)
-    dims = len(group.env.spec.batch_shape)
     for key, spec in specs.items():
         action = (td if out is None else out).get(key, None) if spec.is_tensor else None
-        if (
-            isinstance(action, torch.Tensor)
-            and action.shape[:dims] == group.env.spec.batch_shape
-        ):
-            shape, dtype = tuple(action.shape[dims:]), numpy_dtype(action.dtype)
-            if (shape, dtype) != (spec.shape, spec.dtype):
-                specs[key] = ArraySpec(shape, dtype, inner=spec.inner)
+        if isinstance(action, torch.Tensor):
+            own = spec_as_returned(action, spec, group.env.spec.batch_shape)
+            specs[key] = spec if own is None else own
     group.env.store_as(replace(group.env.spec, action_specs=specs))
 
 
