@@ -48,10 +48,6 @@ _NOTHING = memoryview(b"")
 _ONE = (1).to_bytes(8, sys.byteorder)
 
 
-class NotSent(TypeError):
-    """A message that cannot be pickled; the cause says why."""
-
-
 class Channel:
     """One end of a channel. At any time one thread may send and one may receive.
 
@@ -84,19 +80,28 @@ class Channel:
     def send(
         self, message: Any, fds: Sequence[int] = (), timeout: float | None = None
     ) -> None:
-        """Send an object that can be pickled, and duplicates of descriptors (at most 253).
+        """Send an object, and duplicates of descriptors (at most 253).
+
+        Raises what ``packed`` and ``send_packed`` raise.
+        """
+        self.send_packed(self.packed(message), fds, timeout)
+
+    @staticmethod
+    def packed(message: Any) -> bytes:
+        """Return the object as ``send_packed`` sends it; raises whatever pickling raises."""
+        return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+
+    def send_packed(
+        self, payload: bytes, fds: Sequence[int] = (), timeout: float | None = None
+    ) -> None:
+        """Send an object that ``packed`` has pickled, and duplicates of descriptors.
 
         Raises:
             TimeoutError: the other end has not read within ``timeout`` seconds. An unsent message
                 is withdrawn. Of a partly sent message the rest is sent before the next one.
             EOFError: the other end is closed.
-            NotSent: the object cannot be pickled. Nothing was sent.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        try:
-            payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        except Exception as error:
-            raise NotSent("a message cannot be pickled") from error
         ancillary = (
             [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
             if fds
@@ -128,13 +133,14 @@ class Channel:
         length, count = _HEADER.unpack_from(self._data)
         end = _HEADER.size + length
         fds = self._fds[:count]
+        payload = bytes(self._data[_HEADER.size : end])
         message: list[Any] = []
-        loading = map(pickle.loads, (bytes(self._data[_HEADER.size : end]),))
         try:
-            message.extend(loading)
+            message.extend(map(pickle.loads, (payload,)))
         except Exception:
-            # drop an unreadable message. Otherwise a signal handler raised: keep the message.
-            if not message:
+            # A signal handler may have raised, during the call or after it: then the message is
+            # kept for the next call. One that cannot be read, again, is dropped.
+            if not message and not _can_be_read(payload):
                 del self._data[:end]
                 del self._fds[:count]
                 for fd in fds:
@@ -401,3 +407,11 @@ class StatusPage:
     def close(self) -> None:
         """Close the descriptor; idempotent. ``cells`` stay readable."""
         self._arena.close()
+
+
+def _can_be_read(payload: bytes) -> bool:
+    try:
+        pickle.loads(payload)
+    except Exception:  # noqa: BLE001 (of the classes of the message)
+        return False
+    return True

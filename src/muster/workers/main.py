@@ -39,7 +39,7 @@ from muster.workers.build import (
     make_group,
     on_this_machine,
 )
-from muster.workers.channel import Channel, NotSent, StatusPage
+from muster.workers.channel import Channel, StatusPage
 from muster.workers.config import WorkerConfig, WorkerPlace
 from muster.workers.effects import run_request
 from muster.workers.failures import SentError, env_index_of, pack
@@ -277,12 +277,11 @@ class WorkerMain:
 
     def _send(self, message: RolloutResult | Answer) -> None:
         """Send a message to the parent; SIGTERM takes effect after all of it is sent."""
+        self._send_packed(self.channel.packed(message))
+
+    def _send_packed(self, message: Any) -> None:
         self.ending.begin_to_send()
-        try:
-            self.channel.send(message)
-        except NotSent:
-            self.ending.end_sending()
-            raise
+        self.channel.send_packed(message)
         self.ending.end_sending()
 
     def _answer(self, number: int, function: Callable[[], Any]) -> bool:
@@ -294,15 +293,15 @@ class WorkerMain:
             self._send_failure(number, error)
             return False
         try:
-            self._send(Answer(number, result))
-        except NotSent as error:  # what the user's function has returned
-            why = described(error.__cause__ or error)
+            message = self.channel.packed(Answer(number, result))
+        except Exception as error:  # noqa: BLE001 (of what the user's function has returned)
             bad = BadOption(
-                f"a result cannot be pickled, so a worker cannot return it: {why}. Return arrays,"
-                " numbers or text instead"
+                "a result cannot be pickled, so a worker cannot return it:"
+                f" {described(error)}. Return arrays, numbers or text instead"
             )
             self._send_failure(number, bad)
             return False
+        self._send_packed(message)
         return True
 
     def _send_failure(self, number: int, error: BaseException) -> None:

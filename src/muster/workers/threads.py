@@ -135,7 +135,11 @@ class _ThreadEnd:
         self._thread = thread
         self._requests = requests
 
-    def send(self, message: Any) -> None:
+    @staticmethod
+    def packed(message: Any) -> Any:
+        return message  # threads share objects
+
+    def send_packed(self, message: Any) -> None:
         if self._thread.closed:
             raise EOFError("This thread is not listened to any more.")
         self._thread.arrived.append(message)
