@@ -43,7 +43,8 @@ EPISODE = re.compile(r"global_step=(\d+), episodic_return=\[?(-?[\d.]+)")
 class Curve:
     """An example, its number of frames, and CleanRL's script with equal hyperparameters.
 
-    ``python`` is the kind of environments that the script needs: "gym" 0.23 or "gymnasium" 0.28.
+    ``example`` is the name of its file if that is not the curve's. ``python`` is the kind of
+    environments that CleanRL's script needs: "gym" 0.23 or "gymnasium" 0.28.
     """
 
     title: str
@@ -54,9 +55,25 @@ class Curve:
     options: str = "--eval-episodes 1"  # of the example
     window: int = 20  # episodes of a point, as the example prints them
     gymnasium: bool = False  # CleanRL's script with environments of Gymnasium, by ``benchmarks.gym_envs``
+    example: str = ""
 
 
-_MUJOCO = "--env-id HalfCheetah-v5 --batch-size 256"
+def _mujoco(algorithm: str, title: str, env: str, arguments: str) -> Curve:
+    return Curve(
+        f"{title}, {env} (MuJoCo)",
+        100_000,
+        "gym",
+        f"{algorithm}_continuous_action.py",
+        f"--env-id {env} --batch-size 256 {arguments}",
+        f"--eval-episodes 1 --env {env}",
+        window=4,
+        gymnasium=True,
+        example=algorithm,
+    )
+
+
+_SAC = "--learning-starts 5000 --policy-frequency 2"
+_TD3 = "--learning-starts 25000 --learning-rate 3e-4"
 CURVES = {
     "ppo_cartpole": Curve(
         "PPO, CartPole-v1",
@@ -85,26 +102,10 @@ CURVES = {
     "self_play": Curve(
         "PPO against itself, tic-tac-toe (PettingZoo)", 160_000, options=""
     ),
-    "sac": Curve(
-        "SAC, HalfCheetah-v5 (MuJoCo)",
-        102_400,
-        "gym",
-        "sac_continuous_action.py",
-        _MUJOCO + " --learning-starts 5000 --policy-frequency 2",
-        "--eval-episodes 1 --env HalfCheetah-v5",
-        window=4,
-        gymnasium=True,
-    ),
-    "td3": Curve(
-        "TD3, HalfCheetah-v5 (MuJoCo)",
-        102_400,
-        "gym",
-        "td3_continuous_action.py",
-        _MUJOCO + " --learning-starts 25000 --learning-rate 3e-4",
-        "--eval-episodes 1 --env HalfCheetah-v5",
-        window=4,
-        gymnasium=True,
-    ),
+    "sac": _mujoco("sac", "SAC", "HalfCheetah-v5", _SAC),
+    "sac_hopper": _mujoco("sac", "SAC", "Hopper-v5", _SAC),
+    "td3": _mujoco("td3", "TD3", "HalfCheetah-v5", _TD3),
+    "td3_hopper": _mujoco("td3", "TD3", "Hopper-v5", _TD3),
     "ppo_atari": Curve(
         "PPO, Boxing (Atari)",
         102_400,
@@ -158,7 +159,7 @@ def ours(name: str, seed: int, frames: int) -> dict[str, Any]:
     command = [
         sys.executable,
         "-u",
-        str(ROOT / "examples" / f"{name}.py"),
+        str(ROOT / "examples" / f"{CURVES[name].example or name}.py"),
         "--seed",
         str(seed),
     ]
@@ -239,7 +240,7 @@ def table(results: dict[str, Any]) -> str:
             mean, half = interval([run["rows"][-1][1] for run in runs])
             digits = 0 if abs(mean) >= 10 else 2
             cells = [
-                f"`{name}.py`",
+                f"{results[name]['title']} (`{CURVES[name].example or name}.py`)",
                 f"{runs[0]['rows'][-1][0]:,}",
                 str(len(runs)),
                 system,

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +19,18 @@ import torch
 from tensordict.nn import TensorDictModule
 
 import muster
-from muster import Collector, MultiAsyncCollector, MultiSyncCollector, delayed_interrupt
+from muster import (
+    Collector,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    ReplayMemory,
+    delayed_interrupt,
+)
 from muster.testing import CountingEnv, OracleEnv, check_stream
 from muster.utils import interrupts
 from muster.utils.interrupts import allowed, postponed
-from tests.tools import assert_balanced
+from tests.storms import storm
+from tests.tools import assert_accounted, assert_balanced
 from tests.waits import without_gc
 
 ROOT = Path(muster.__file__).parent
@@ -85,6 +94,103 @@ def test_the_second_one_is_raised_at_once():
         press()
         done.append(2)
     assert done == [1]
+
+
+def press_in(*modules: str) -> None:
+    """Press Ctrl-C in the last module, which the one before it calls, and so on."""
+    call = partial(signal.raise_signal, signal.SIGINT)
+    for module in reversed(modules):
+        scope = {"__name__": module, "inner": call}
+        exec("def call():\n    inner()\n", scope)
+        call = scope["call"]
+    call()
+
+
+@pytest.mark.parametrize(
+    ("modules", "waits"),
+    [
+        (("muster.rollout.loop",), True),
+        (("muster.memory.ring", "torch.utils", "contextlib"), True),
+        (("muster.workers.sync", "namedtuple_FilledSlot"), True),
+        (("muster.envs.gym", "gymnasium.core"), False),
+        (("muster.envs.gym", "__main__", "numpy.random"), False),
+        (("muster.envs.gym", "muster.testing.envs"), False),
+        (("torch.utils",), False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_second_one_waits_between_two_lines_of_musters_own(modules, waits):
+    done = []
+    with pytest.raises(KeyboardInterrupt), postponed():
+        press_in("muster.rollout.loop")
+        press_in(*modules)
+        done.append(1)
+        press_in(*modules)
+        done.append(2)
+    assert done == ([1, 2] if waits else [])
+
+
+def test_lines_of_musters_own_delay_it_for_some_seconds_only(monkeypatch):
+    monkeypatch.setattr(interrupts, "GRACE_S", 0.0)
+    press_again = threading.Event()
+    with pytest.raises(KeyboardInterrupt), postponed():
+        press_in("muster.rollout.loop")
+        press_again.wait(60)
+        pytest.fail("it is sent again when its time is over")
+    with pytest.raises(KeyboardInterrupt), delayed_interrupt():
+        press_in("__main__")
+        with postponed():
+            press_in("muster.rollout.loop")
+            press_again.wait(60)
+            pytest.fail("the second one starts the time")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frames", [1, 8])
+@pytest.mark.parametrize("make", [Collector, MultiSyncCollector])
+def test_many_of_them_leave_every_step_once_in_the_memory(make, frames, tmp_path):
+    def interrupt(*_) -> None:
+        if armed:
+            raise KeyboardInterrupt
+
+    armed, interrupted, chance = False, 0, random.Random(frames)
+    memory = ReplayMemory(400, seed=0)
+    factories = [partial(OracleEnv, tmp_path / "counts", i) for i in range(2)]
+    options = {"frames_per_batch": 2 * frames, "replay_buffer": memory, "seed": 1}
+    calls = [
+        lambda: [collector.next() for _ in range(5)],
+        lambda: memory.sample(32),
+        lambda: memory[:],
+        lambda: collector.collect(n_step=6),
+        lambda: collector.state_dict(),
+        lambda: memory.state_dict(),
+        lambda: collector.reset(),
+        lambda: collector.stats(),
+    ]
+    with make(factories, None, **options) as collector:
+        for call in calls:  # an import that is interrupted can leave Python's lock of the module
+            call()
+        with storm(interrupt, signal.SIGINT, together=3, pause_s=2e-3):
+            deadline = time.monotonic() + 60
+            while interrupted < 80 and time.monotonic() < deadline:
+                try:
+                    armed = True
+                    for call in chance.choices(calls, k=20):
+                        call()
+                except KeyboardInterrupt:
+                    interrupted += 1
+                finally:
+                    armed = False
+                assert_accounted(collector)
+                rows = memory[:]
+                before, after = rows["observation"], rows["next", "observation"]
+                one_step = torch.tensor([0, 0, 0, 1, 1])
+                assert (after[:, :5] == before[:, :5] + one_step).all()
+                made = before[:, [0, 1, 4]]
+                assert len(torch.unique(made, dim=0)) == len(made), "a row is doubled"
+        assert interrupted > 10
+        collector.next()
+        assert_accounted(collector)
 
 
 def test_contexts_may_be_entered_inside_one_another():

@@ -29,6 +29,7 @@ from muster.workers import lifelines
 from muster.workers.channel import Channel, StatusPage
 from muster.workers.launch import UNKNOWN, launch, shutdown_forkserver
 from tests.fakes.fault_runs import alive, all_gone
+from tests.storms import storm
 from tests.waits import descriptors_left
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -376,30 +377,6 @@ def test_a_closed_channel_closes_what_nobody_took_and_says_so(pair):
 
 class Interrupt(Exception):
     """What a signal handler raises in the tests, as Python's own raises KeyboardInterrupt."""
-
-
-@contextlib.contextmanager
-def storm(handler):
-    """SIGUSR2 for this process, thousands of times a second."""
-    hook, sys.unraisablehook = (
-        sys.unraisablehook,
-        lambda _: None,
-    )  # it may hit finalizers, and such hooks
-    code = (
-        "import os, select, signal\n"
-        f"while os.getppid() == {os.getpid()}:\n"
-        f"    os.kill({os.getpid()}, signal.SIGUSR2)\n"
-        "    select.select([], [], [], 1e-4)\n"
-    )
-    previous = signal.signal(signal.SIGUSR2, handler)
-    sender = subprocess.Popen([sys.executable, "-S", "-c", code])
-    try:
-        yield
-    finally:
-        sender.kill()
-        sender.wait()
-        signal.signal(signal.SIGUSR2, previous)
-        sys.unraisablehook = hook
 
 
 @pytest.mark.slow

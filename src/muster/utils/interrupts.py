@@ -6,9 +6,12 @@ The life of one Ctrl-C in the main thread, while a ``postponed`` context is acti
 2. It takes effect in the next ``allowed`` context (waits, hooks), at the next ``checkpoint`` (the
    loop has one after each row), or at the end of the outermost context. The user's handler is
    called, which raises KeyboardInterrupt unless the user has set another.
-3. A second Ctrl-C takes effect at once. So does the first one ``GRACE_S`` seconds after it was
-   noted, unless the outermost context is the user's (``delayed_interrupt``): an environment that
-   hangs does not keep the program.
+3. A second Ctrl-C takes effect at once if it interrupts an environment, a policy or other code of
+   the user. Between two lines of Muster's own it changes nothing: these write rows and their
+   counters, and take microseconds.
+4. ``GRACE_S`` seconds after the first one was noted, it takes effect wherever the program is, unless
+   the outermost context is the user's (``delayed_interrupt``): an environment that hangs does not
+   keep the program.
 
 Other threads never handle signals: there, nothing of this has an effect.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from _thread import start_new_thread
@@ -32,6 +36,14 @@ except ImportError:
 
 SIGINT: int = _signal.SIGINT
 GRACE_S = 3.0  # seconds for which a row that is being made may delay Ctrl-C
+# Packages whose code runs on behalf of whoever calls it.
+_LIBRARIES = sys.stdlib_module_names | {
+    "cloudpickle",
+    "numpy",
+    "safetensors",
+    "tensordict",
+    "torch",
+}
 
 
 class _Interrupts:
@@ -43,6 +55,8 @@ class _Interrupts:
         usual: the user's handler.
         noted: a Ctrl-C has not taken effect yet.
         count: number of those that were noted so far.
+        deadline: when the noted one takes effect anywhere, in seconds of ``time.monotonic``; None:
+            it may wait for as long as the user's outermost context.
     """
 
     def __init__(self) -> None:
@@ -51,6 +65,7 @@ class _Interrupts:
         self.usual: Any = None
         self.noted = False
         self.count = 0
+        self.deadline: float | None = None
         self.handler = self._handle
 
     def begin(self, before: Any) -> None:
@@ -69,19 +84,37 @@ class _Interrupts:
 
     def limit_delay(self) -> None:
         """Start the grace period of the noted Ctrl-C."""
+        self.deadline = time.monotonic() + GRACE_S
         # Not ``threading.Thread``: the handler may have interrupted code that holds the lock of
         # that module.
         start_new_thread(self._repeat, (self.count,))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.noted or not self.contexts or self.contexts[-1]:
-            self.noted = False
-            self.usual(number, frame)
+        if not self.contexts or self.contexts[-1]:
+            self._take_effect(number, frame)
+            return
+        if self.noted:
+            if not self._keeps_waiting(frame):
+                self._take_effect(number, frame)
             return
         self.noted = True
         self.count += 1
+        self.deadline = None
         if len(self.contexts) > self.patient:
             self.limit_delay()
+
+    def _keeps_waiting(self, frame: FrameType | None) -> bool:
+        """Return whether another Ctrl-C, which comes while one is noted, waits as well."""
+        if len(self.contexts) == self.patient or not _is_ours(frame):
+            return False
+        if self.deadline is None:
+            self.limit_delay()
+            return True
+        return time.monotonic() < self.deadline
+
+    def _take_effect(self, number: int, frame: FrameType | None) -> None:
+        self.noted = False
+        self.usual(number, frame)
 
     def begin_patient(self) -> None:
         """Note that the outermost context is the user's."""
@@ -93,6 +126,20 @@ class _Interrupts:
         thread = _main_thread
         if self.noted and self.count == count and thread is not None:
             signal.pthread_kill(thread, SIGINT)
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """Return whether a line of Muster is executed, by itself or by a library that it calls."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__") or ""
+        package = name.partition(".")[0]
+        if package == "muster":
+            return not name.startswith("muster.testing")  # environments
+        # a constructor that ``NamedTuple`` has written belongs to no module
+        if package not in _LIBRARIES and not package.startswith("namedtuple_"):
+            return False
+        frame = frame.f_back
+    return False
 
 
 _interrupts = _Interrupts()
