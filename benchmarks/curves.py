@@ -1,14 +1,15 @@
 """Learning curves of the examples, beside CleanRL's scripts of the same algorithm and
 hyperparameters.
 
-    python -m benchmarks.curves [--example NAME ...] [--seeds 3] [--frames N] [--gym PYTHON]
+    python -m benchmarks.curves [--example NAME ...] [--seeds 3] [--add] [--frames N] [--gym PYTHON]
     [--gymnasium PYTHON]
 
 Each run is a process of its own, one at a time; seed by seed, an example and then CleanRL's script.
 A point is the mean return of the last episodes (``Curve.window``) while training. Seconds are those
 of the whole process with its imports, and its processor time. CleanRL 1.2.0 needs older packages:
 benchmarks/README.md has the two environments for it. Results are added to
-``benchmarks/results/curves.json`` after every run; the table of docs/examples.md is made from it.
+``benchmarks/results/curves.json`` after every seed; the table of docs/examples.md is made from it.
+With ``--add``, seeds that are there with as many frames are not run again.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ def ours(name: str, seed: int, frames: int) -> dict[str, Any]:
             rows.append(
                 [int(found[1].replace(",", "")), float(found[2]), round(seconds, 1)]
             )
-    return {"seed": seed, "cpu_s": round(cpu, 1), "rows": rows}
+    return {"seed": seed, "frames": frames, "cpu_s": round(cpu, 1), "rows": rows}
 
 
 def cleanrl(curve: Curve, python: str, seed: int, frames: int) -> dict[str, Any]:
@@ -214,7 +215,7 @@ def cleanrl(curve: Curve, python: str, seed: int, frames: int) -> dict[str, Any]
     rows.append(
         [frames, round(statistics.fmean(returns[-curve.window :]), 1), round(ended, 1)]
     )
-    return {"seed": seed, "cpu_s": round(cpu, 1), "rows": rows}
+    return {"seed": seed, "frames": frames, "cpu_s": round(cpu, 1), "rows": rows}
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -261,6 +262,20 @@ def read() -> dict[str, Any]:
     return found
 
 
+def with_results_of(
+    name: str, runs: dict[str, list[Any]], frames: int
+) -> dict[str, list[Any]]:
+    """Return the runs of the results with so many frames, if there are as many of each system."""
+    known = read().get(name, {"runs": {}})["runs"]
+    if known.keys() != runs.keys():
+        return runs
+    kept = {
+        system: [run for run in done if run.get("frames") == frames]
+        for system, done in known.items()
+    }
+    return kept if len({len(done) for done in kept.values()}) == 1 else runs
+
+
 def write(results: dict[str, Any]) -> None:
     """Write the results, and the table into the page."""
     OUTPUT.write_text(
@@ -284,6 +299,11 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
+        "--add",
+        action="store_true",
+        help="run only the seeds that the results do not have",
+    )
+    parser.add_argument(
         "--frames", type=int, help="of each run, in place of the example's own number"
     )
     parser.add_argument(
@@ -304,7 +324,10 @@ def main() -> None:
         runs: dict[str, list[Any]] = {"Muster": []} | (
             {"CleanRL": []} if python else {}
         )
-        for seed in range(1, options.seeds + 1):
+        if options.add:
+            runs = with_results_of(name, runs, frames)
+        done_seeds = min(len(done) for done in runs.values())
+        for seed in range(done_seeds + 1, options.seeds + 1):
             for system, done in runs.items():
                 done.append(
                     ours(name, seed, frames)
