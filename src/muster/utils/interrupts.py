@@ -131,7 +131,7 @@ class _Interrupts:
 def _is_ours(frame: FrameType | None) -> bool:
     """Return whether a line of Muster is executed, by itself or by a library that it calls."""
     while frame is not None:
-        name = frame.f_globals.get("__name__") or ""
+        name = str(frame.f_globals.get("__name__"))
         package = name.partition(".")[0]
         if package == "muster":
             return not name.startswith("muster.testing")  # environments
