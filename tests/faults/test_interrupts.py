@@ -168,7 +168,8 @@ def test_many_of_them_leave_every_step_once_in_the_memory(make, frames, tmp_path
         lambda: collector.stats(),
     ]
     with make(factories, None, **options) as collector:
-        for call in calls:  # an import that is interrupted can leave Python's lock of the module
+        # An import that is interrupted can leave Python's lock of the module.
+        for call in calls:
             call()
         with storm(interrupt, signal.SIGINT, together=3, pause_s=2e-3):
             deadline = time.monotonic() + 60
