@@ -36,7 +36,7 @@ except ImportError:
 
 SIGINT: int = _signal.SIGINT
 GRACE_S = 3.0  # seconds for which a row that is being made may delay Ctrl-C
-# Packages whose code runs on behalf of whoever calls it.
+# Packages whose code runs on behalf of the code that calls it.
 _LIBRARIES = sys.stdlib_module_names | {
     "cloudpickle",
     "numpy",
