@@ -277,11 +277,8 @@ class WorkerMain:
 
     def _send(self, message: RolloutResult | Answer) -> None:
         """Send a message to the parent; SIGTERM takes effect after all of it is sent."""
-        self._send_packed(self.channel.packed(message))
-
-    def _send_packed(self, message: Any) -> None:
         self.ending.begin_to_send()
-        self.channel.send_packed(message)
+        self.channel.send(message)
         self.ending.end_sending()
 
     def _answer(self, number: int, function: Callable[[], Any]) -> bool:
@@ -301,7 +298,9 @@ class WorkerMain:
             )
             self._send_failure(number, bad)
             return False
-        self._send_packed(message)
+        self.ending.begin_to_send()
+        self.channel.send_packed(message)
+        self.ending.end_sending()
         return True
 
     def _send_failure(self, number: int, error: BaseException) -> None:

@@ -135,15 +135,17 @@ class _ThreadEnd:
         self._thread = thread
         self._requests = requests
 
-    @staticmethod
-    def packed(message: Any) -> Any:
-        return message  # threads share objects
-
-    def send_packed(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         if self._thread.closed:
             raise EOFError("This thread is not listened to any more.")
         self._thread.arrived.append(message)
         self._thread._wake_up.ring(self._thread)
+
+    @staticmethod
+    def packed(message: Any) -> Any:
+        return message  # threads share objects
+
+    send_packed = send
 
     def receive(self) -> tuple[Any, list[int]]:
         content: tuple[Any, list[int]] | None = self._requests.get()
