@@ -119,6 +119,11 @@ CURVES = {
 }
 
 
+def example_of(name: str) -> str:
+    """Return the name of the file of a curve's example."""
+    return f"{CURVES[name].example or name}.py"
+
+
 def lines(command: list[str]) -> Iterator[tuple[float, str]]:
     """Run a program; yield what it prints, with the seconds since its start, and last ("cpu", its
     processor time).
@@ -160,7 +165,7 @@ def ours(name: str, seed: int, frames: int) -> dict[str, Any]:
     command = [
         sys.executable,
         "-u",
-        str(ROOT / "examples" / f"{CURVES[name].example or name}.py"),
+        str(ROOT / "examples" / example_of(name)),
         "--seed",
         str(seed),
     ]
@@ -241,7 +246,7 @@ def table(results: dict[str, Any]) -> str:
             mean, half = interval([run["rows"][-1][1] for run in runs])
             digits = 0 if abs(mean) >= 10 else 2
             cells = [
-                f"{results[name]['title']} (`{CURVES[name].example or name}.py`)",
+                f"{results[name]['title']} (`{example_of(name)}`)",
                 f"{runs[0]['rows'][-1][0]:,}",
                 str(len(runs)),
                 system,

@@ -79,8 +79,7 @@ class _Interrupts:
     def deliver(self) -> None:
         """Let a noted Ctrl-C take effect."""
         if self.noted:
-            self.noted = False
-            self.usual(SIGINT, None)
+            self._take_effect(SIGINT, None)
 
     def limit_delay(self) -> None:
         """Start the grace period of the noted Ctrl-C."""
