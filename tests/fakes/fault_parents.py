@@ -82,6 +82,16 @@ def hung(folder: Path, way: Any = faults.holds_the_gil) -> None:
             pass
 
 
+def stopped_midway(folder: Path) -> None:
+    """For a step that takes as long as there is no file "go", with a deadline of 3 s."""
+    fault = Fault(faults.WaitsFor(folder / "go"), at=30)
+    made = collector(folder, fault, timeouts={"step": 3.0}, total_frames=8 * T)
+    print(*(worker.pid for worker in made.stats().workers), flush=True)
+    watch(folder)
+    with made:
+        print(sum(batch.numel() for batch in made), flush=True)
+
+
 def has_child(folder: Path, *, detached: bool) -> Fault:
     """Every environment starts a program; ``detached``: in a session of its own."""
     return Fault(

@@ -59,6 +59,17 @@ class KilledAndNoted:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class WaitsFor:
+    """Waits until a file exists."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, honest: Any) -> Any:
+        wait_until(self.path.exists)
+        return honest
+
+
 class WaitsForTheEnd:
     """Waits until the process whose pid is in the file ``path`` has ended."""
 

@@ -14,6 +14,7 @@ import threading
 import time
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,14 +22,15 @@ import torch
 
 from muster import MultiSyncCollector, Restart
 from muster.errors import WorkerHung
-from muster.rollout.progress import Phase
+from muster.rollout.progress import PHASE, Phase
 from muster.testing import CountingEnv, Fault, OracleEnv, check_stream
 from muster.workers.proxy import WorkerProxy
+from muster.workers.under_way import UnderWay
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, alive, deadlines, run
 from tests.fakes.node_runs import NODE_KINDS, async_nodes, sync_nodes
 from tests.tools import assert_balanced
-from tests.waits import without_delays
+from tests.waits import wait_until, without_delays
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
@@ -164,6 +166,115 @@ def test_a_hang_in_the_policy_says_so(tmp_path, way, backend, at):
     got = run(tmp_path, None, alone, policy=policy, backend=backend, timeouts=timeouts)
     got.check()
     assert_said(got.error, "policy", WAYS[way])
+
+
+class PolicyOfSuccessor(torch.nn.Module):
+    """Waits in its first call for an environment's second run until there is a file "on"."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, obs):
+        if obs[..., 1] == 1 and not (self.folder / "acting").exists():
+            (self.folder / "acting").touch()
+            wait_until((self.folder / "on").exists)
+        return torch.ones(obs.shape[:-1], dtype=torch.int64)
+
+
+def made_slowly_again(path, go):
+    env = OracleEnv(
+        path, 0, 1, Fault(faults.KilledAndNoted(go.with_name("pid")), at=30)
+    )
+    if env.run:
+        wait_until(go.exists)
+    return env
+
+
+def test_time_in_one_phase_does_not_count_for_the_next(tmp_path, monkeypatch):
+    """The successor's construction takes longer than the deadline of its policy, and it goes on
+    from one to the other while the supervisor looks.
+    """
+    go, constructs = tmp_path / "go", []
+    read = UnderWay.signs
+
+    def signs(under_way, cells):
+        found = read(under_way, cells)
+        runs = OracleEnv.read(tmp_path / "counts")[:1, 0]
+        if runs.sum() < 2:
+            return found
+        if cells[PHASE] == Phase.CONSTRUCT and not go.exists():
+            constructs.append(time.monotonic())
+            if constructs[-1] - constructs[0] > 2 * SHORT_S:
+                go.touch()
+                wait_until((tmp_path / "acting").exists)
+        elif (tmp_path / "acting").exists():
+            (tmp_path / "on").touch()
+        return found
+
+    monkeypatch.setattr(UnderWay, "signs", signs)
+    counts = tmp_path / "counts"
+    got = run(
+        tmp_path,
+        None,
+        counts=counts,
+        create_env_fn=[
+            partial(made_slowly_again, counts, go),
+            partial(OracleEnv, counts, 1),
+        ],
+        policy=PolicyOfSuccessor(tmp_path),
+        on_failure="restart",
+        timeouts={**deadlines(60.0), "policy": SHORT_S},
+    )
+    got.check()
+    assert (tmp_path / "on").exists()
+    assert (got.errors, got.stats.restarts) == ([], 1)
+    assert list(got.stats.discarded) == ["worker_died"]
+
+
+@pytest.mark.slow  # a program of its own
+def test_a_program_that_was_stopped_with_its_workers_does_not_take_that_for_a_hang(
+    tmp_path,
+):
+    """As ``docker pause``, Slurm's suspend or a debugger do it."""
+    program = subprocess.Popen(
+        [sys.executable, "-m", "tests.fakes.fault_parents", "stopped_midway", tmp_path],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,
+    )
+    pids = list(map(int, program.stdout.readline().split()))
+    try:
+        assert program.stdout.readline() == "ready\n"
+        wait_until_it_has_looked(program.pid)
+        for pid in (program.pid, *pids):
+            os.kill(pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        wait_until(lambda: time.monotonic() - stopped > 4.0)  # the deadline is 3 s
+        os.kill(program.pid, signal.SIGCONT)
+        wait_until_it_has_looked(program.pid)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        (tmp_path / "go").touch()
+        assert program.stdout.readline() == f"{8 * T}\n"
+        assert program.wait(60.0) == 0
+    finally:
+        program.kill()
+        program.wait()
+        program.stdout.close()
+
+
+def wait_until_it_has_looked(pid):
+    """Which it does between two waits."""
+
+    def waits():
+        text = Path(f"/proc/{pid}/status").read_text()
+        return int(re.search(r"\nvoluntary_ctxt_switches:\s*(\d+)", text)[1])
+
+    before = waits()
+    wait_until(lambda: waits() > before + 5)
 
 
 class Noting:

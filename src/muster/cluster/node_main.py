@@ -45,7 +45,7 @@ from muster.workers.channel import WakeUp
 from muster.workers.config import WorkerPlace
 from muster.workers.failures import send_error
 from muster.workers.gaps import Gaps
-from muster.workers.launch import has_fork_server
+from muster.workers.launch import START_S, has_fork_server
 from muster.workers.main import carry_out
 from muster.workers.messages import Answer, RolloutResult
 from muster.workers.proxy import status_of
@@ -250,7 +250,10 @@ class NodeMain:
                 caller=self,
                 write=None if self._sink is None else self._sink.write,
             )
-        workers.start()
+        # A fork server that begins imports torch, which is no construction; `workers` ends it
+        # itself if it takes longer.
+        with self._attention.at_least(START_S):
+            workers.start()
         self._infos = workers.built()
         self.say(infos=self._infos)
 

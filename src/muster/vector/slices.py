@@ -326,6 +326,9 @@ class _Caller:
     def check(self) -> None:
         """Do nothing: the user has no deadline."""
 
+    def excuse(self, seconds: float) -> None:
+        """Do nothing, for the same reason."""
+
     def lost(self, worker: int, groups: Sequence[int]) -> None:
         self.mailbox.reset(worker)
 

@@ -38,6 +38,38 @@ from muster.workers.under_way import UnderWay
 LOST_S = 5.0  # timeout for a call of the policy that may write into the lane of a lost worker
 
 
+class _CallTime:
+    """How long the present call of the policy takes, without the time for which this process was
+    stopped.
+
+    The thread that calls the policy begins and ends; another one asks and excuses.
+    """
+
+    def __init__(self) -> None:
+        self._excused_s = 0.0
+        self._begun: float | None = None  # None: between two calls
+
+    def begin(self) -> None:
+        """Begin, also again: a coroutine has a deadline of its own."""
+        self._begun = self._now()
+
+    def end(self) -> None:
+        """Note that the call has ended."""
+        self._begun = None
+
+    def excuse(self, seconds: float) -> None:
+        """Take so many seconds out of the present call."""
+        self._excused_s += seconds
+
+    def seconds(self) -> float:
+        """Return the seconds since the call has begun; 0 between calls."""
+        begun = self._begun
+        return 0.0 if begun is None else max(0.0, self._now() - begun)
+
+    def _now(self) -> float:
+        return time.monotonic() - self._excused_s
+
+
 class InferenceServer:
     """Acts for the workers of a pool, in a thread of its own, with a policy of its own.
 
@@ -72,7 +104,7 @@ class InferenceServer:
         )
         self._rollouts: dict[int, ServedRollout] = {}  # incomplete rollouts, by request
         self._acting = threading.Lock()
-        self._acting_since: float | None = None
+        self._call_time = _CallTime()
         self._raised: Exception | None = (
             None  # the last error that was put into a result
         )
@@ -157,19 +189,17 @@ class InferenceServer:
         longest = LOST_S
         if self._deadline_s is not None:
             longest = min(longest, self._deadline_s)
-        left = max(0.0, longest - self.acting_for())
+        left = max(0.0, longest - self._call_time.seconds())
         while_held(self._acting, left, lambda held: function())
 
-    def acting_for(self) -> float:
-        """Return the seconds since the start of the present call of the policy; 0 between calls."""
-        since = self._acting_since
-        return 0.0 if since is None else time.monotonic() - since
+    def excuse(self, seconds: float) -> None:
+        self._call_time.excuse(seconds)
 
     def check(self) -> None:
         """Raise ``WorkerHung`` if the policy does not return, ``MusterError`` if the thread has
         ended.
         """
-        seconds, deadline = self.acting_for(), self._deadline_s
+        seconds, deadline = self._call_time.seconds(), self._deadline_s
         if deadline is not None and seconds > deadline:
             raise server_hung(self._thread.ident, seconds=seconds, deadline=deadline)
         if not self._thread.is_alive():
@@ -187,7 +217,7 @@ class InferenceServer:
 
         Return whether the server is closing.
         """
-        self._acting_since = time.monotonic()
+        self._call_time.begin()
         return self._closing
 
     def stats(self) -> InferenceStats:
@@ -231,12 +261,12 @@ class InferenceServer:
         while not self._closing:
             while self._calls:
                 future, function = self._calls.pop(0)
-                self._acting_since = time.monotonic()
+                self._call_time.begin()
                 try:
                     future.set_result(function())
                 except BaseException as error:  # noqa: BLE001 (raised in the calling thread)
                     future.set_exception(error)
-                self._acting_since = None
+                self._call_time.end()
             if self._has_work():
                 chosen, self._chosen = self._chosen, []
                 if chosen:
@@ -268,7 +298,8 @@ class InferenceServer:
             ]
             if not questions:  # the workers were lost
                 return
-            began = self._acting_since = time.monotonic()
+            began = time.monotonic()
+            self._call_time.begin()
             error: Exception | None = None
             asked: list[tuple[ServedRollout, int]] = []
             try:
@@ -284,7 +315,7 @@ class InferenceServer:
                 error.__cause__ = unknown
             for rollout, _ in asked:
                 rollout.end_call(error)
-            self._acting_since = None
+            self._call_time.end()
             self._stats = self._stats.plus(
                 sum(client.envs for client, _ in questions), time.monotonic() - began
             )

@@ -80,7 +80,7 @@ class Life:
         self._fruitless = 0  # number of restarts since the last complete rollout
         # time of the first of the last starts that failed; None: the last did not
         self._failing_since: float | None = None
-        self._signs: tuple[Any, ...] = ()  # the last signs of life
+        self._signs: Any = ()  # the last signs of life
         self._signs_since = 0.0  # time of their last change
 
     # --- states -----------------------------------------------------------------------------------
@@ -162,7 +162,11 @@ class Life:
         """Let the deadline of the present phase begin again."""
         self._signs = ()
 
-    def silent_for(self, signs: tuple[Any, ...]) -> float:
+    def excuse(self, seconds: float) -> None:
+        """Take so many seconds out of the silence: this process could not look."""
+        self._signs_since += seconds
+
+    def silent_for(self, signs: Any) -> float:
         """Return the seconds since the last change of the signs of life."""
         now = time.monotonic()
         if signs != self._signs:

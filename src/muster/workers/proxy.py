@@ -137,7 +137,20 @@ class WorkerProxy(Proxy):
     @property
     def phase(self) -> Phase:
         """The phase of its process; one that has not begun yet is in that of its first work."""
-        phase = phase_of(self.process.status_page.cells)
+        return self._phase_in(self.process.status_page.cells)
+
+    def look(self) -> tuple[Phase, Any]:
+        """Return its phase and its signs of life, of the same moment.
+
+        The process goes on meanwhile: signs of one phase and the deadline of the next would make a
+        hang of a slow construction.
+        """
+        cells = list(self.process.status_page.cells)
+        phase = self._phase_in(cells)
+        return phase, (phase, self.under_way.signs(cells))
+
+    def _phase_in(self, cells: Any) -> Phase:
+        phase = phase_of(cells)
         if phase is Phase.IDLE and self.infos is None:
             return Phase.CONSTRUCT
         return phase

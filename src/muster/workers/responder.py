@@ -25,6 +25,9 @@ class Responder(Protocol):
     def check(self) -> None:
         """Raise an error if there will be no more answers, or one takes too long."""
 
+    def excuse(self, seconds: float) -> None:
+        """Take so many seconds out of what the present answer has taken: this process was stopped."""
+
     def lost(self, worker: int, groups: Sequence[int]) -> None:
         """Forget the question of a lost worker with these groups."""
 

@@ -185,7 +185,7 @@ class UnderWay:
         )
 
     def signs(self, cells: Any) -> tuple[Any, ...]:
-        """Return values that change while the worker makes progress."""
+        """Return values that change while the worker makes progress, the phase among them."""
         in_row = self.steps_seen(cells) if cells[PHASE] == Phase.STEP else 0
         return (
             *(cells[i] for i in (PHASE, ORDER, ACTING, STEPPING, LOOKED)),

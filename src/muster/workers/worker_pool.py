@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from muster.memory.slots import Slot
 
 SAMPLED_EVERY = 0.2  # seconds
+# A wait that takes so many seconds too long: this process was stopped, and maybe the whole machine,
+# or a job with all its processes.
+STOPPED_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -234,8 +237,12 @@ class WorkerPool(SupervisedPool):
         due_s = self._until_due(SAMPLED_EVERY, timeout)
         if in_threads is not None and in_threads.unattended:
             due_s = 0.0
+        begun = time.monotonic()
         with allowed():
             ready = poller.poll(due_s * 1000)
+        late_s = time.monotonic() - begun - due_s
+        if late_s > STOPPED_S:
+            self._excuse(late_s)
         if (
             in_threads is not None and ready
         ):  # do not clear a wake-up rung after the poll
@@ -281,6 +288,13 @@ class WorkerPool(SupervisedPool):
             self._listening = self.changes, poller, of
         return self._listening[1:]
 
+    def _excuse(self, seconds: float) -> None:
+        """Let no deadline run out because of a time in which this process was stopped."""
+        for handle in self.handles:
+            handle.life.excuse(seconds)
+        if self._responder is not None:
+            self._responder.excuse(seconds)
+
     def _look_for_hangs(self) -> None:
         now = time.monotonic()
         if now < self._look_at:
@@ -302,15 +316,15 @@ class WorkerPool(SupervisedPool):
             if handle.process.child.exit_code() is not None:
                 self._has_ended(handle)
                 continue
-            if handle.phase is Phase.WAIT:  # the thread at work has a deadline
+            phase, signs = handle.look()
+            if phase is Phase.WAIT:  # the thread at work has a deadline
                 handle.life.forget_signs()
                 continue
-            signs = handle.under_way.signs(handle.process.status_page.cells)
             seconds = handle.life.silent_for(signs)
-            phase = handle.phase.name.lower()
-            deadline = self.config.timeout(phase)
+            name = phase.name.lower()
+            deadline = self.config.timeout(name)
             if deadline is not None and seconds > deadline:
-                self._hung(handle, phase, seconds, deadline)
+                self._hung(handle, name, seconds, deadline)
 
     def _is_served(self, handle: WorkerProxy) -> bool:
         """Return whether a worker waits for the responder; raises if that exceeds its deadline or
