@@ -85,4 +85,40 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             self.workqueue.move_to_end(best[2], last=False)
             super()._assign_work_unit(node)
 
+        # --- after a process has crashed, where pytest-xdist 3.8 runs the test again, or stands still
+
+        def remove_node(self, node: Any) -> str | None:
+            """What a crashed process has left is for the others, but for the test that it was at."""
+            units = self.assigned_work.pop(node)
+            left = [
+                (unit, test)
+                for unit in units.values()
+                for test, has_run in unit.items()
+                if not has_run
+            ]
+            if not left:
+                return None
+            unit, crashed = left[0]
+            unit[crashed] = True
+            for scope, unit in units.items():
+                if not all(unit.values()):
+                    self.workqueue[scope] = unit
+            for other in self.nodes:
+                self._reschedule(other)
+            return str(crashed)
+
+        def _reschedule(self, node: Any) -> None:
+            """A process begins a test when it knows the next one, or that there is none."""
+            if node not in self.registered_collections:
+                return  # it has just begun, and comes here when it knows all tests
+            super()._reschedule(node)
+            while (
+                self.workqueue
+                and not node.shutting_down
+                and self._pending_of(self.assigned_work[node]) < 2
+            ):
+                super()._reschedule(node)
+            if not self.workqueue and not node.shutting_down:
+                node.shutdown()
+
     return Apart(config, log)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import importlib.util
 import os
@@ -163,7 +164,7 @@ def cluster() -> Remote:
     import ray
 
     if not ray.is_initialized():
-        with _on_loopback():
+        with _on_loopback(), _ended_if_it_hangs():
             ray.init(address=made.address, log_to_driver=False)
     return made
 
@@ -181,6 +182,18 @@ def leave() -> None:
 def ray_cluster() -> Remote:
     """The cluster; what a test adds to it, the test removes."""
     return cluster()
+
+
+@contextlib.contextmanager
+def _ended_if_it_hangs() -> Iterator[None]:
+    """End this process after ``START_S``: now and then a raylet never answers a driver, and Ray
+    waits for it for ever, in C++, where no signal of a test's time limit gets through.
+    """
+    faulthandler.dump_traceback_later(START_S, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @contextlib.contextmanager

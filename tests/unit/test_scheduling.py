@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.scheduling import kind_of, kinds_for
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -50,3 +57,39 @@ def test_every_kind_has_a_process_and_those_that_count_are_apart_from_nodes(
         "ray",
         "any",
     ]  # replaces another
+
+
+CRASHES = """
+import os, pathlib, pytest
+
+@pytest.mark.parametrize("n", range(4))
+def test_crashes(n):
+    pathlib.Path(f"{__file__}.{n}").open("a").write("x")
+    if n in (1, 3):
+        os._exit(1)
+"""
+PASSES = """
+import pytest
+
+@pytest.mark.parametrize("n", range(20))
+def test_passes(n): pass
+"""
+
+
+def test_processes_that_crash_are_replaced_and_every_test_runs_once(tmp_path):
+    """Also the last test of all. The crashed test has failed, and is not tried again."""
+    (tmp_path / "test_crashes.py").write_text(CRASHES)
+    (tmp_path / "test_passes.py").write_text(PASSES)
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n", "2", "-p", "tests.scheduling"]
+        + ["-c", os.devnull, "--rootdir", tmp_path, tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
+    )
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert "2 failed, 22 passed" in run.stdout, run.stdout
+    for n in range(4):
+        assert (tmp_path / f"test_crashes.py.{n}").read_text() == "x"
