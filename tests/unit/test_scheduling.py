@@ -80,9 +80,9 @@ def test_processes_that_crash_are_replaced_and_every_test_runs_once(tmp_path):
     """Also the last test of all. The crashed test has failed, and is not tried again."""
     (tmp_path / "test_crashes.py").write_text(CRASHES)
     (tmp_path / "test_passes.py").write_text(PASSES)
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "tests.scheduling"]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "2", "-p", "tests.scheduling"]
-        + ["-c", os.devnull, "--rootdir", tmp_path, tmp_path],
+        [*command, "-c", os.devnull, "--rootdir", tmp_path, tmp_path],
         cwd=ROOT,
         capture_output=True,
         text=True,
