@@ -68,6 +68,24 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
+class _FailuresAtOnce:
+    """Writes the name of what has failed: a run that is killed, or hangs, has no summary."""
+
+    def __init__(self, reporter: Any) -> None:
+        self._reporter = reporter
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._reporter.write_line(f"\n{report.nodeid} has failed ({report.when})")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    plugins = session.config.pluginmanager
+    reporter = plugins.get_plugin("terminalreporter")
+    if reporter is not None:  # there is none in the processes of `-n`
+        plugins.register(_FailuresAtOnce(reporter))
+
+
 @pytest.fixture
 def closing() -> Iterator[Callable[[Any], Any]]:
     """A function that returns what is passed to it, and closes it after the test.
