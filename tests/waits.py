@@ -25,6 +25,12 @@ def wait_until(happened: Callable[[], Any], within_s: float = 60.0) -> Any:
     return found
 
 
+def wait_for_time(seconds: float) -> None:
+    """For tests of deadlines: until it has passed."""
+    begun = time.monotonic()
+    wait_until(lambda: time.monotonic() - begun > seconds)
+
+
 def open_files() -> int:
     """How many descriptors this process has, without those that garbage of other tests holds.
 

@@ -86,7 +86,6 @@ def stopped_midway(folder: Path) -> None:
     """For a step that takes as long as there is no file "go", with a deadline of 3 s."""
     fault = Fault(faults.WaitsFor(folder / "go"), at=30)
     made = collector(folder, fault, timeouts={"step": 3.0}, total_frames=8 * T)
-    print(*(worker.pid for worker in made.stats().workers), flush=True)
     watch(folder)
     with made:
         print(sum(batch.numel() for batch in made), flush=True)

@@ -30,7 +30,7 @@ from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, alive, deadlines, run
 from tests.fakes.node_runs import NODE_KINDS, async_nodes, sync_nodes
 from tests.tools import assert_balanced
-from tests.waits import wait_until, without_delays
+from tests.waits import wait_for_time, wait_until, without_delays
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
@@ -235,35 +235,22 @@ def test_time_in_one_phase_does_not_count_for_the_next(tmp_path, monkeypatch):
 
 @pytest.mark.slow  # a program of its own
 def test_a_program_that_was_stopped_with_its_workers_does_not_take_that_for_a_hang(
-    tmp_path,
+    tmp_path, start
 ):
     """As ``docker pause``, Slurm's suspend or a debugger do it."""
-    program = subprocess.Popen(
-        [sys.executable, "-m", "tests.fakes.fault_parents", "stopped_midway", tmp_path],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        start_new_session=True,
-    )
-    pids = list(map(int, program.stdout.readline().split()))
-    try:
-        assert program.stdout.readline() == "ready\n"
-        wait_until_it_has_looked(program.pid)
-        for pid in (program.pid, *pids):
-            os.kill(pid, signal.SIGSTOP)
-        stopped = time.monotonic()
-        wait_until(lambda: time.monotonic() - stopped > 4.0)  # the deadline is 3 s
-        os.kill(program.pid, signal.SIGCONT)
-        wait_until_it_has_looked(program.pid)
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-        (tmp_path / "go").touch()
-        assert program.stdout.readline() == f"{8 * T}\n"
-        assert program.wait(60.0) == 0
-    finally:
-        program.kill()
-        program.wait()
-        program.stdout.close()
+    program = start("stopped_midway")
+    main, others = program.process.pid, program.family()
+    wait_until_it_has_looked(main)
+    for pid in (main, *others):
+        os.kill(pid, signal.SIGSTOP)
+    wait_for_time(4.0)  # the deadline is 3 s
+    os.kill(main, signal.SIGCONT)
+    wait_until_it_has_looked(main)
+    for pid in others:
+        os.kill(pid, signal.SIGCONT)
+    (tmp_path / "go").touch()
+    assert program.process.stdout.readline() == f"{8 * T}\n"
+    assert program.end()[1] == 0
 
 
 def wait_until_it_has_looked(pid):
