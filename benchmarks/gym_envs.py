@@ -19,7 +19,7 @@ import numpy as np
 from gym.envs.registration import register
 from gym.utils import seeding
 
-IDS = ("HalfCheetah-v5", "BoxingNoFrameskip-v4")
+IDS = ("HalfCheetah-v5", "Hopper-v5", "BoxingNoFrameskip-v4")
 
 
 class OldApi(gym.Env):

@@ -39,15 +39,18 @@ def kind_of(test: str) -> str:
     return "counts" if COUNTS.search(test.partition("::")[0]) else "any"
 
 
-def kinds_for(number: int, processes: int, *, counting: bool = True) -> list[str]:
+def kinds_for(
+    number: int, processes: int, *, counting: bool = True, alone: bool = False
+) -> list[str]:
     """The kinds of tests that a process may run, the first ones first.
 
     Args:
         number: of the process; one that replaces a crashed one has a number beyond the others.
         processes: how many there are.
         counting: whether tests that count are left.
+        alone: all other processes have ended: pytest-xdist ends those that have nothing to do.
     """
-    if processes == 1 or number >= processes:
+    if processes == 1 or number >= processes or alone:
         return ["counts", "nodes", "ray", "any"]
     if number < processes // 2:
         return ["counts", "any"] if counting else ["any", "nodes", "ray"]
@@ -72,7 +75,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _assign_work_unit(self, node: Any) -> None:
             number = int(node.gateway.id.removeprefix("gw"))
             counting = any(scope.startswith("counts:") for scope in self.workqueue)
-            kinds = kinds_for(number, self.numnodes, counting=counting)
+            alone = all(other is node or other.shutting_down for other in self.nodes)
+            kinds = kinds_for(number, self.numnodes, counting=counting, alone=alone)
             best: tuple[int, int, str] | None = None
             for scope, tests in self.workqueue.items():
                 kind = scope.partition(":")[0]

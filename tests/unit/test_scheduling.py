@@ -57,6 +57,8 @@ def test_every_kind_has_a_process_and_those_that_count_are_apart_from_nodes(
         "ray",
         "any",
     ]  # replaces another
+    for number in range(processes):
+        assert len(kinds_for(number, processes, alone=True)) == 4
 
 
 CRASHES = """
@@ -76,19 +78,50 @@ def test_passes(n): pass
 """
 
 
-def test_processes_that_crash_are_replaced_and_every_test_runs_once(tmp_path):
-    """Also the last test of all. The crashed test has failed, and is not tried again."""
-    (tmp_path / "test_crashes.py").write_text(CRASHES)
-    (tmp_path / "test_passes.py").write_text(PASSES)
+# Process gw0 is ready after gw1, and is the one that pytest-xdist ends if there is one file.
+IN_ORDER = """
+import os, pathlib
+
+ready = pathlib.Path(__file__).with_name("ready")
+process = os.environ.get("PYTEST_XDIST_WORKER")
+
+def pytest_configure():
+    while process == "gw0" and not ready.exists():
+        pass
+
+def pytest_collection():
+    if process == "gw1":
+        ready.touch()
+"""
+
+
+def in_two_processes(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the tests in a folder."""
     command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "tests.scheduling"]
-    run = subprocess.run(
-        [*command, "-c", os.devnull, "--rootdir", tmp_path, tmp_path],
+    return subprocess.run(
+        [*command, "-c", os.devnull, "--rootdir", folder, folder],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=100,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
     )
+
+
+def test_the_only_process_runs_what_others_would_have_run(tmp_path):
+    (tmp_path / "conftest.py").write_text(IN_ORDER)
+    folder = tmp_path / "tests" / "faults"  # whose tests are for the first process
+    folder.mkdir(parents=True)
+    (folder / "test_passes.py").write_text(PASSES)
+    run = in_two_processes(tmp_path)
+    assert "20 passed" in run.stdout, run.stdout + run.stderr
+
+
+def test_processes_that_crash_are_replaced_and_every_test_runs_once(tmp_path):
+    """Also the last test of all. The crashed test has failed, and is not tried again."""
+    (tmp_path / "test_crashes.py").write_text(CRASHES)
+    (tmp_path / "test_passes.py").write_text(PASSES)
+    run = in_two_processes(tmp_path)
     assert run.returncode == 1, run.stdout + run.stderr
     assert "2 failed, 22 passed" in run.stdout, run.stdout
     for n in range(4):

@@ -41,13 +41,13 @@ from muster.restore.registered import installed
 from muster.weights.buffer import Buffer, Manifest
 from muster.weights.shared_memory import SharedMemory, SharedMemoryPublisher
 from muster.weights.transport import Publisher
-from muster.workers.channel import WakeUp
+from muster.workers.channel import Channel, WakeUp
 from muster.workers.config import WorkerPlace
 from muster.workers.failures import send_error
 from muster.workers.gaps import Gaps
 from muster.workers.launch import START_S, has_fork_server
 from muster.workers.main import carry_out
-from muster.workers.messages import Answer, RolloutResult
+from muster.workers.messages import Answer, RolloutResult, seal_objects
 from muster.workers.proxy import status_of
 from muster.workers.requests import LayOut, Request
 from muster.workers.worker_pool import WorkerPool
@@ -142,7 +142,7 @@ class NodeMain:
     def answer(self, number: int, function: Callable[[], Any]) -> None:
         """Call a function, and send its result or its error."""
         try:
-            value = function()
+            value = Channel.sealed(function(), "a result")
         except Exception as error:  # noqa: BLE001 (the main process's to raise)
             self._tell_results()  # they were sent before
             self.say(answer=Answer(number, failure=send_error(error)))
@@ -327,6 +327,8 @@ class NodeMain:
                 self._gaps.begin_with(result.number)
             if result.error is not None:
                 result = replace(result, error=send_error(result.error))
+            if result.objects:
+                result = seal_objects(result, result.objects, Channel.sealed)
             job = self._jobs.pop(result.number, None)
             if job is None:
                 self.say(results=[result])

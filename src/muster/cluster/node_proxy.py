@@ -25,7 +25,7 @@ from muster.cluster.messages import NodeSetup, Told
 from muster.cluster.node_main import NodeMain
 from muster.cluster.nodes import Nodes
 from muster.cluster.session import BEAT_S, Session
-from muster.errors import VersionMismatch
+from muster.errors import BadOption, VersionMismatch
 from muster.memory.slots import Slot
 from muster.observing.stats import WorkerStats
 from muster.restore.crash_report import CrashDirectory
@@ -36,7 +36,13 @@ from muster.workers.config import WorkerPlace
 from muster.workers.counters import FrameCounters, NodeCounts
 from muster.workers.failures import Where, node_lost
 from muster.workers.life import WorkerState
-from muster.workers.messages import CLOSED, RolloutResult, Tell, WorkerStatus
+from muster.workers.messages import (
+    CLOSED,
+    RolloutResult,
+    Tell,
+    WorkerStatus,
+    open_objects,
+)
 from muster.workers.pool import stats_of
 from muster.workers.requests import NOT_FOR_ABSENT, Request
 from muster.workers.supervision import Proxy, SupervisedPool
@@ -203,7 +209,12 @@ class NodeProxy(Proxy):
                 except ValueError as error:
                     self.session.lose(f"its rollout does not fit: {error}")
                     return
-            self._take_note(message)
+            try:
+                results = [open_objects(result) for result in message.results]
+            except BadOption as error:
+                self.session.lose(str(error))
+                return
+            self._take_note(replace(message, results=results) if results else message)
 
     def lose(self, why: str) -> Exception:
         """Handle the end of the session: count the steps of its open requests.

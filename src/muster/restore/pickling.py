@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dis
 import inspect
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -52,6 +54,34 @@ def dumps(obj: Any, what: str, remedy: str | None = None) -> bytes:
                 remedy = "Make it inside the function instead."
         raise BadOption(f"{what}{_culprit(obj, error)} {remedy}") from error
     return data
+
+
+def packed(value: Any, what: str, remedy: str | None = None) -> bytes:
+    """Pickle a value for a process that made the class of it known here, as ``dumps``; in much less
+    time where that class can be imported.
+    """
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception:  # noqa: BLE001 (cloudpickle may be able to)
+        return dumps(value, what, remedy)
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A value of the user's code in a message, pickled by itself: the rest of the message can be read
+    also if the value cannot.
+    """
+
+    data: bytes
+
+
+def opened(given: Any, what: str) -> Any:
+    """Return the value in a ``Sealed``, which comes from a process, or ``given`` as it is, which comes
+    from a thread.
+
+    Raises ``BadOption`` like ``loads``.
+    """
+    return loads(given.data, what) if isinstance(given, Sealed) else given
 
 
 def loads(data: bytes, what: str) -> Any:

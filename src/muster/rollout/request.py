@@ -14,6 +14,7 @@ from muster.rollout.marks import Final
 
 Bootstrap = Literal["last", "truncations"]
 Watch = Callable[[Lane, int], object]
+Seal = Callable[[Any, str], Any]  # a value, and what it is called in errors
 
 
 @dataclass  # not frozen, which would make each one ten times as expensive
@@ -47,6 +48,8 @@ class RolloutRequest:
         stays_open: make one row, and leave the rollout open for the next request for the lane, which
             makes the next row. What follows from a row is done after each: data and records are
             those of rollouts of one row. ``Group.leave`` ends the rollout.
+        seal: pickles what rows have of Python objects, which are sent to another process; raises
+            ``BadOption`` for what cannot be pickled. None: they are not sent.
         is_random_start: random steps before the first batch. They are in no batch, no hook is
             called, and nothing is shown in the worker's progress.
     """
@@ -70,6 +73,7 @@ class RolloutRequest:
     absent: Collection[int] = ()
     is_random_start: bool = False
     stays_open: bool = False
+    seal: Seal | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without field names, in about half of the time."""

@@ -42,7 +42,7 @@ from muster.rollout.progress import BEFORE, KNOWN, Phase, Progress
 from muster.rollout.request import RolloutOutcome, RolloutRequest, Watch
 from muster.rollout.resets import ResetListener
 from muster.rollout.tally import Tally
-from muster.rollout.values import first_bad_value
+from muster.rollout.values import first_bad_value, first_unsent
 
 STOP = -1  # returned instead of a row: the rollout ends here
 
@@ -482,9 +482,14 @@ class Rollout:
         """
         lane = self.lane
         group = self.group
-        found = first_bad_value(
-            lane, group.env.spec, group.options.validate, without, begin
-        )
+        spec = group.env.spec
+        found = first_bad_value(lane, spec, group.options.validate, without, begin)
+        if self.request.seal is not None:
+            kept = first_unsent(
+                lane, self.next_obs.finals, spec, self.request.seal, begin
+            )
+            if kept is not None and (found is None or kept[0] < found[0]):
+                found = kept
         if found is None:
             return
         t, message, by_policy = found
@@ -621,6 +626,7 @@ class Rollout:
         if (
             without is not None
             or n < lane.T
+            or self.request.seal is not None
             or views.is_fine is None
             or not views.is_fine()
         ):

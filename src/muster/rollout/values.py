@@ -5,7 +5,7 @@ their spaces.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,10 +14,13 @@ import numpy as np
 
 from muster.env_spec import EnvSpec
 from muster.envs.checks import values_problem
-from muster.keys import NEXT_OBS_VALID, Key, dotted, next_of
+from muster.errors import BadOption
+from muster.keys import DONE, NEXT_OBS_VALID, Key, dotted, next_of
 from muster.memory.slots import Lane
-from muster.memory.specs import Array, ArraySpec
+from muster.memory.specs import OBJECT, Array, ArraySpec
+from muster.rollout.marks import Final
 from muster.rollout.options import Validate
+from muster.rollout.request import Seal
 
 Lists = list[Callable[[], list[Any]]]
 
@@ -213,6 +216,78 @@ def first_bad_value(
                 f"{env_spec.name}[{b}] (row {t} of the batch): {dotted(key)} {what}",
                 False,
             )
+    return None
+
+
+def first_unsent(
+    lane: Lane,
+    finals: Sequence[Final],
+    env_spec: EnvSpec,
+    seal: Seal,
+    begin: int = 0,
+) -> tuple[int, str, bool] | None:
+    """Find the first row with a Python object that cannot be sent to another process.
+
+    Args:
+        finals: observations that are in no row.
+        seal: see ``RolloutRequest``.
+        begin: first row to be checked.
+
+    Returns:
+        as ``first_bad_value``.
+    """
+    end = lane.done_steps
+    found: list[tuple[int, str, bool]] = []
+    for column in lane.layout.object_columns:
+        key = column.key
+        cells = lane.arrays[key][begin : end + 1]  # observations have a row more
+        place = _first_unsealed(cells, dotted(key), seal)
+        if place is None:
+            continue
+        t, b, why = place
+        row = begin + t
+        # The step before it has returned it, unless it is the first of an episode.
+        if (
+            key in env_spec.observation_specs
+            and t
+            and not lane.arrays[DONE][row - 1, b]
+        ):
+            row -= 1
+        row = min(row, end - 1)
+        by_policy = not _is_of_env(key, env_spec)
+        found.append((row - begin, _unsent(env_spec, row, b, why), by_policy))
+    for final in finals:
+        for key, cells in final.leaves.items():
+            if cells.dtype != OBJECT or final.t < begin:
+                continue
+            place = _first_unsealed(cells[None], dotted(key), seal)
+            if place is not None:
+                env = final.envs[place[1]]
+                message = _unsent(env_spec, final.t, env, place[2])
+                found.append((final.t - begin, message, False))
+    return min(found, key=lambda each: each[0], default=None)
+
+
+def _unsent(env_spec: EnvSpec, row: int, env: int, why: str) -> str:
+    return f"{env_spec.name}[{env}] (row {row} of the batch): {why}"
+
+
+def _is_of_env(key: Key, env_spec: EnvSpec) -> bool:
+    return any(key in (each, next_of(each)) for each in env_spec.observation_specs)
+
+
+def _first_unsealed(cells: Array, what: str, seal: Seal) -> tuple[int, int, str] | None:
+    """Return row and environment of the first object, ``[n, B]``, for which ``seal`` raises, and
+    why.
+    """
+    try:
+        seal(cells, what)
+    except BadOption:
+        for (t, b), value in np.ndenumerate(cells):
+            try:
+                seal(value, what)
+            except BadOption as error:
+                return t, b, str(error).rstrip(".")
     return None
 
 

@@ -20,7 +20,7 @@ from muster.envs.build import advice_for
 from muster.errors import EnvError, UnsupportedEnv, described
 from muster.memory.objects import copied
 from muster.protocols import EnvBatch
-from muster.restore.pickling import dumps
+from muster.restore.pickling import packed
 from muster.rng import GroupRng, UserStreams, seeds_of
 from muster.rollout.progress import ACTING, ORDER, PHASE, STEPPING, STOP, Phase
 from muster.vector.rows import VectorRows, part_of
@@ -33,6 +33,8 @@ Infos = list[
 ]  # of environments, by their number; one can have two
 # the same, pickled at once: the environment may change them in its next call
 PackedInfos = list[tuple[int, bytes]]
+
+RETURNED = "what the environments returned"  # in errors
 
 
 # --- messages to a worker -------------------------------------------------------------------------
@@ -298,7 +300,7 @@ class EnvSlice(EnvBatch):
         info: dict[str, Any],
     ) -> None:
         if info:
-            infos.append((self._first + i, packed(info)))
+            infos.append((self._first + i, packed(info, RETURNED)))
 
     # --- failures ---------------------------------------------------------------------------------
 
@@ -382,7 +384,7 @@ class EnvSlice(EnvBatch):
                 results.append(function(self.envs[i]))
             except Exception as error:
                 raise self._error(i, "the call", error) from error
-        return packed(results)
+        return packed(results, RETURNED)
 
     def close(self) -> None:
         checks.close_all([env.close for env in self.envs])
@@ -445,9 +447,9 @@ class _SharedRows:
     def write(self, half: int, infos: PackedInfos) -> bytes | None:
         """Show the latest observations to the caller; see ``EnvSlice.step`` for the result."""
         if self._halves is None:
-            return packed((infos, self.obs))
+            return packed((infos, self.obs), RETURNED)
         concatenate(self._space, self.obs, self._halves[half])
-        return packed((infos, None)) if infos else None
+        return packed((infos, None), RETURNED) if infos else None
 
 
 class _EnvStreams:
@@ -516,11 +518,3 @@ class _History:
         self._replacements += 1
         if self._seed is not None:
             (self.next_seed,) = seeds_of(self._seed, [env_id], self._replacements)
-
-
-def packed(value: Any, what: str = "what the environments returned") -> bytes:
-    """Pickle a value, called ``what`` in the error about what cannot be pickled."""
-    try:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except Exception:  # noqa: BLE001 (cloudpickle may be able to)
-        return dumps(value, what)

@@ -5,7 +5,6 @@ vector environment.
 from __future__ import annotations
 
 import multiprocessing
-import pickle
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +28,7 @@ from muster.errors import (
     EnvError,
     MusterError,
 )
-from muster.restore.pickling import dumps
+from muster.restore.pickling import dumps, loads
 from muster.rng import seeds_of
 from muster.utils.forks import Owner
 from muster.vector.env_slice import EnvSlice, Infos
@@ -224,8 +223,15 @@ class VectorWorkers:
             self._slices.succeeded(n)
             if answer is None:
                 continue
-            packed_infos, obs = pickle.loads(answer)
-            infos = [(i, pickle.loads(info)) for i, info in packed_infos]
+            try:
+                packed_infos, obs = loads(answer, "the observations of a worker")
+                infos = [
+                    (i, loads(info, f"the info of environment {i}"))
+                    for i, info in packed_infos
+                ]
+            except BadOption as unreadable:
+                self.failure = unreadable
+                raise
             self.infos += infos
             if obs is not None:
                 self._observations.keep(self._slices.parts[n], obs)
@@ -277,7 +283,7 @@ class VectorWorkers:
         results: dict[int, Any] = {}
         for n, answer in answers.items():
             own = [i for i in sent.which if i in self._slices.parts[n]]
-            results.update(zip(own, pickle.loads(answer), strict=True))
+            results.update(zip(own, loads(answer, "a result"), strict=True))
         return [results[i] for i in sent.which]
 
     def set_attribute(self, name: str, values: Mapping[int, Any]) -> None:

@@ -32,6 +32,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from muster.memory.shared import Arena
+from muster.restore.pickling import Sealed, packed
 from muster.rollout.progress import CELLS
 
 _HEADER = struct.Struct("=QQ")
@@ -44,6 +45,7 @@ _NOSIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 _DONTWAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _TRUNCATED = int(socket.MSG_CTRUNC)
+GIVE_PLAIN = "Return arrays, numbers or text instead."
 _NOTHING = memoryview(b"")
 _ONE = (1).to_bytes(8, sys.byteorder)
 
@@ -82,25 +84,13 @@ class Channel:
     ) -> None:
         """Send an object, and duplicates of descriptors (at most 253).
 
-        Raises what ``packed`` and ``send_packed`` raise.
-        """
-        self.send_packed(self.packed(message), fds, timeout)
-
-    @staticmethod
-    def packed(message: Any) -> bytes:
-        """Return the object as ``send_packed`` sends it; raises whatever pickling raises."""
-        return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-
-    def send_packed(
-        self, payload: bytes, fds: Sequence[int] = (), timeout: float | None = None
-    ) -> None:
-        """Send an object that ``packed`` has pickled, and duplicates of descriptors.
-
         Raises:
+            Exception: whatever pickling raises. Nothing was sent.
             TimeoutError: the other end has not read within ``timeout`` seconds. An unsent message
                 is withdrawn. Of a partly sent message the rest is sent before the next one.
             EOFError: the other end is closed.
         """
+        payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         deadline = None if timeout is None else time.monotonic() + timeout
         ancillary = (
             [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
@@ -119,6 +109,14 @@ class Channel:
                     _NOTHING  # no call here, after which another handler could raise
                 )
         self._flush(deadline)
+
+    @staticmethod
+    def sealed(value: Any, what: str) -> Any:
+        """Return a value that the user's code has made, as messages to the parent contain it.
+
+        Raises ``BadOption``, in which it is called ``what``, if it cannot be pickled.
+        """
+        return Sealed(packed(value, what, GIVE_PLAIN))
 
     def receive(self, timeout: float | None = None) -> tuple[Any, list[int]]:
         """Return the next message and its descriptors, which the caller owns and no program

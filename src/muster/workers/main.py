@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from muster.env_spec import EnvSpec
-from muster.errors import BadOption, described
+from muster.errors import BadOption
 from muster.keys import TERMINATED, TRUNCATED, next_of
 from muster.memory.shared import Arena
 from muster.memory.slots import Lane, Layout, Slot
@@ -45,7 +45,14 @@ from muster.workers.effects import run_request
 from muster.workers.failures import SentError, env_index_of, pack
 from muster.workers.gaps import Gaps
 from muster.workers.mailbox import MailboxClient, ServedPolicy
-from muster.workers.messages import BIRTH, CLOSED, Answer, RolloutResult, Tell
+from muster.workers.messages import (
+    BIRTH,
+    CLOSED,
+    Answer,
+    RolloutResult,
+    Tell,
+    seal_objects,
+)
 from muster.workers.options import WorkerSetting
 from muster.workers.requests import Request
 from muster.workers.turns import OneAtATime
@@ -290,17 +297,11 @@ class WorkerMain:
             self._send_failure(number, error)
             return False
         try:
-            message = self.channel.packed(Answer(number, result))
-        except Exception as error:  # noqa: BLE001 (of what the user's function has returned)
-            bad = BadOption(
-                "a result cannot be pickled, so a worker cannot return it:"
-                f" {described(error)}. Return arrays, numbers or text instead"
-            )
-            self._send_failure(number, bad)
+            value = self.channel.sealed(result, "a result")
+        except BadOption as error:
+            self._send_failure(number, error)
             return False
-        self.ending.begin_to_send()
-        self.channel.send_packed(message)
-        self.ending.end_sending()
+        self._send(Answer(number, value))
         return True
 
     def _send_failure(self, number: int, error: BaseException) -> None:
@@ -447,6 +448,8 @@ class WorkerMain:
             group = self.worker.group(request.group)
             lane, shared = self._lanes.of(request, self.worker.laid_out, group)
             begin = lane.done_steps
+            if lane.layout.object_columns and not self.config.in_thread:
+                request = replace(request, seal=self.channel.sealed)
             result = self._completed(self.worker.run(request, lane), lane, begin)
             if lane is not shared and result.error is None:
                 for key, tensor in lane.tensors.items():
@@ -471,13 +474,20 @@ class WorkerMain:
         if error is not None:
             self._gaps.begin_with(result.number)
             error = self._explain(error, result.phase, group, lane)
-        return replace(
+        completed = replace(
             result,
             clock=clock,
             error=error,
-            objects=objects_of(lane),
             anchors=self._anchors[result.group].take(begin, group.pending),
         )
+        return self._with_objects(completed, lane)
+
+    def _with_objects(self, result: RolloutResult, lane: Lane) -> RolloutResult:
+        """Return a result with the Python objects of its rows, if it is complete."""
+        if result.error is not None or not lane.layout.object_columns:
+            return result
+        # the end of the rollout has found that all can be pickled (``RolloutRequest.seal``)
+        return seal_objects(result, objects_of(lane), self.channel.sealed)
 
     def _begin_early(self, group: Group) -> None:
         """Reset environments that wait for the next rollout.

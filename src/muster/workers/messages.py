@@ -5,14 +5,16 @@ stays in the slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from muster.episodes.record import Episodes
 from muster.keys import Key
 from muster.memory.specs import Array
 from muster.observing.stats import CaptureStats
+from muster.restore.pickling import Sealed, opened
 from muster.rollout.marks import Final
+from muster.rollout.request import Seal
 from muster.rollout.tally import Timing
 
 if TYPE_CHECKING:
@@ -30,7 +32,9 @@ class RolloutResult:
         discarded: number of environment steps that are in no batch, by reason.
         finals, steps_before: see ``RolloutOutcome``.
         clock: episode numbers, and steps since the starts of these episodes, ``[2, B]``.
-        objects: columns of Python objects, from a worker in a process or thread of its own.
+        objects: columns of Python objects by key, of a complete rollout from a worker in a process
+            or thread of its own; in transit from a process a ``Sealed``, like ``finals`` and
+            ``values`` beside it.
         values: values of next observations, if the request has ``bootstrap``.
         error: error that interrupted the rollout (in transit, a ``SentError``); the same request
             continues the rollout.
@@ -57,7 +61,7 @@ class RolloutResult:
     episodes: Episodes | None = None
     finals: Sequence[Final] = ()
     clock: Array | None = None
-    objects: dict[Key, Array] = field(default_factory=dict)
+    objects: Any = field(default_factory=dict)
     values: Any = None
     spans: Sequence[Any] = ()
     anchors: Any = None
@@ -76,6 +80,36 @@ class RolloutResult:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without field names, in about half of the time."""
         return RolloutResult, tuple(vars(self).values())
+
+
+def seal_objects(
+    result: RolloutResult, objects: Mapping[Key, Array], seal: Seal
+) -> RolloutResult:
+    """Return a result with columns of Python objects, for its way to another process.
+
+    Raises ``BadOption`` if ``seal`` does; see ``Channel.sealed``.
+    """
+    return replace(
+        result,
+        objects=seal(objects, "the objects of rows"),
+        finals=seal(result.finals, "the last observations"),
+        values=seal(result.values, "the observations to be valued"),
+    )
+
+
+def open_objects(result: RolloutResult) -> RolloutResult:
+    """Return a result with what ``seal_objects`` has sealed.
+
+    Raises ``BadOption`` if it cannot be unpickled here.
+    """
+    if not isinstance(result.objects, Sealed):
+        return result
+    return replace(
+        result,
+        objects=opened(result.objects, "an object of a row"),
+        finals=opened(result.finals, "an object of a last observation"),
+        values=opened(result.values, "an object of an observation"),
+    )
 
 
 @dataclass(frozen=True)
@@ -110,7 +144,9 @@ class Tell:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to the ``Tell`` with this number: a failure or a value."""
+    """The answer to the ``Tell`` with this number: a failure, or a value, which is a ``Sealed`` in
+    transit.
+    """
 
     number: int
     value: Any = None

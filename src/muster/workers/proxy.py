@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from muster.memory.shared import Arena
 from muster.memory.slots import Slot
 from muster.observing.stats import WorkerStats
+from muster.restore.pickling import opened
 from muster.restore.registered import with_later_ids
 from muster.rollout.progress import STOP, Phase
 from muster.rollout.request import RolloutRequest
@@ -108,7 +109,7 @@ class WorkerProxy(Proxy):
         config: config of a successor, except ``generation`` and ``place``.
         process: the most recent process.
         failure: error before any request, while it made its environments or groups.
-        unwritten: why a rollout was not written to its destination, and no later one is.
+        unusable: why a complete rollout was not received, and no later one is.
         deaf_s: seconds for which it has not read a message: it hangs; 0: it has read all.
     """
 
@@ -121,7 +122,7 @@ class WorkerProxy(Proxy):
         self.config = config
         self.process: WorkerProcess
         self.failure: SentError | None = None
-        self.unwritten: Exception | None = None
+        self.unusable: Exception | None = None
         self.deaf_s = 0.0
         self._shared = shared
 
@@ -190,7 +191,7 @@ class WorkerProxy(Proxy):
         self.process = process
         self.infos = None
         self.failure = None
-        self.unwritten = None
+        self.unusable = None
         self.deaf_s = 0.0
         self.question.forget()
         self.under_way.begin_again()
@@ -246,9 +247,9 @@ class WorkerProxy(Proxy):
         self.infos = None
         self.failure = None
 
-    def stop_writing(self, error: Exception) -> None:
-        """Note why a rollout was not written to its destination."""
-        self.unwritten = error
+    def cannot_use(self, error: Exception) -> None:
+        """Note why a complete rollout cannot be received."""
+        self.unusable = error
 
     def end(self) -> None:
         """End the process if it runs, add its steps to the counters, and release its resources."""
@@ -368,7 +369,7 @@ class WorkerProxy(Proxy):
 
     def answered(self, answer: Answer) -> None:
         if answer.number == BIRTH:
-            self.infos = answer.value
+            self.infos = opened(answer.value, "the description of the environments")
             self.failure = answer.failure
         super().answered(answer)
 

@@ -16,6 +16,7 @@ from muster.errors import (
     ForkedProcess,
     MusterError,
 )
+from muster.restore.pickling import opened
 from muster.utils.forks import Owner
 from muster.workers.config import PoolConfig, WorkerPlace
 from muster.workers.effects import place_after
@@ -531,10 +532,13 @@ class SupervisedPool(Pool):
 
 
 def value_of(answer: Answer) -> Any:
-    """Return the value of an answer, or raise its failure."""
+    """Return the value of an answer, or raise its failure.
+
+    Raises ``BadOption`` if the value cannot be unpickled here.
+    """
     if answer.failure is not None:
         raise answer.failure.error()
-    return answer.value
+    return opened(answer.value, "a result")
 
 
 def news(group: int) -> RolloutResult:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from muster.env_spec import EnvSpec
-from muster.errors import MusterError, WorkerError, described
+from muster.errors import BadEnvOutput, BadOption, MusterError, WorkerError, described
 from muster.memory.shared import Arena
 from muster.restore.crash_notes import CrashNotes, Replay
 from muster.rng import seeds_of
@@ -26,7 +26,7 @@ from muster.workers.config import PoolConfig, WorkerPlace
 from muster.workers.fates import Fate
 from muster.workers.inference import InferenceServer
 from muster.workers.launch import in_process
-from muster.workers.messages import RolloutResult
+from muster.workers.messages import RolloutResult, open_objects
 from muster.workers.proxy import Shared, WorkerProxy
 from muster.workers.responder import Responder
 from muster.workers.slow_construction import listed
@@ -376,30 +376,32 @@ class WorkerPool(SupervisedPool):
         if report.clock is not None and not report.unfinished:
             counts.note_clock(report.clock)
         is_complete = report.error is None and not report.lost
+        result = report  # what is counted is the report, and once
         if is_complete:
-            unwritten = self._write_error(handle, report)
-            if unwritten is not None:
+            result = self._received(handle, report)
+            unusable = handle.unusable
+            if unusable is not None:
                 counts.add_lost(report, "worker_died")
                 under_way.end(report)
                 if ending:
                     return None
-                fate = self._decide(handle, unwritten, worker_ends=True)
-                return _Loss(unwritten, "worker_died", fate)
+                fate = self._decide(handle, unusable, worker_ends=True)
+                return _Loss(unusable, "worker_died", fate)
             handle.life.has_completed()
-            self._log_actions(handle, report)
+            self._log_actions(handle, result)
         counts.add(report)
         if report.unfinished or (ending and report.error is not None):
             under_way.end(report)
             return None
         if report.error is not None:
-            report = self._explained(handle, report)
-            fate = self._decide(handle, report.error, worker_ends=False)
+            result = self._explained(handle, report)
+            fate = self._decide(handle, result.error, worker_ends=False)
             if fate is not Fate.RAISED:
                 under_way.end(report)
-                return _Loss(report.error, "env_error", fate)
+                return _Loss(result.error, "env_error", fate)
         elif is_complete:
-            report = self._served(report)
-        under_way.complete(report)
+            result = self._served(result)
+        under_way.complete(result)
         if self.server is not None:
             self.server.forget(report.number)
         return None
@@ -412,27 +414,31 @@ class WorkerPool(SupervisedPool):
         assert self._notes is not None
         self._notes.reported(report, handle.under_way.outstanding[report.number].lane)
 
-    def _write_error(
-        self, handle: WorkerProxy, report: RolloutResult
-    ) -> Exception | None:
-        """Write a rollout to its destination, and return the error that prevented it.
+    def _received(self, handle: WorkerProxy, report: RolloutResult) -> RolloutResult:
+        """Return a complete rollout, with its objects, and written to its destination.
 
-        After an error, later rollouts have the same: they follow a gap.
+        If that is not possible, ``handle.unusable`` says why, and later rollouts are not received,
+        either: they would follow a gap.
         """
-        if self._write is not None and handle.unwritten is None:
-            try:
-                self._write(report, handle.under_way.outstanding[report.number].slot)
-            except WorkerError as error:
-                pid = handle.process.child.pid
-                packed = failures.pack(
-                    error,
-                    phase="call",
-                    worker=handle.index,
-                    pid=pid,
-                    node=self.config.node,
-                )
-                handle.stop_writing(packed.error())
-        return handle.unwritten
+        if handle.unusable is not None:
+            return report
+        try:
+            result = open_objects(report)
+            if self._write is not None:
+                slot = handle.under_way.outstanding[report.number].slot
+                self._write(result, slot)
+        except BadOption as error:
+            self._cannot_use(handle, BadEnvOutput(str(error)), "step")
+        except WorkerError as error:
+            self._cannot_use(handle, error, "call")
+        else:
+            return result
+        return report
+
+    def _cannot_use(self, handle: WorkerProxy, error: Exception, phase: str) -> None:
+        pid = handle.process.child.pid
+        where = {"worker": handle.index, "pid": pid, "node": self.config.node}
+        handle.cannot_use(failures.pack(error, phase=phase, **where).error())
 
     def _explained(self, handle: WorkerProxy, report: RolloutResult) -> RolloutResult:
         """Return a failed report with the exception in the place of the ``SentError``, with a crash
