@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection
 from typing import Any
 
 import gymnasium
 import numpy as np
+import pytest
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
@@ -106,14 +108,23 @@ class TravelEnv(gymnasium.Env[Any, Any]):
         return {"x": np.array([self._number, self._env], np.float32), "who": who}
 
 
-def own_traveller() -> type[Traveller]:
-    """Return a class that no other process can import, like those of a script or notebook."""
+def own_traveller(name: str = "Own") -> type[Traveller]:
+    """Return a class that no other process can import, like those of a function."""
 
     class Own(Traveller):
         def __reduce__(self) -> Any:
-            return Own, (self.number, self.trouble)
+            return type(self), (self.number, self.trouble)
 
+    Own.__qualname__ = Own.__name__ = name
     return Own
+
+
+def traveller_of_script(monkeypatch: pytest.MonkeyPatch) -> type[Traveller]:
+    """Return a class of the program's script, whose name in other processes means nothing."""
+    cls = own_traveller("OfScript")
+    cls.__module__ = "__main__"
+    monkeypatch.setattr(sys.modules["__main__"], "OfScript", cls, raising=False)
+    return cls
 
 
 class InfoEnv(gymnasium.Env[Any, Any]):
@@ -140,6 +151,24 @@ class Numbers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.zeros(x.shape[:-1], dtype=torch.long)
+
+
+class EchoEnv(gymnasium.Env[Any, Any]):
+    """Observations are the last action, a ``Traveller`` of a class."""
+
+    observation_space = Travellers()
+    action_space = Travellers()
+
+    def __init__(self, cls: type[Traveller]) -> None:
+        self._cls = cls
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return self._cls(0, ""), {}
+
+    def step(self, action: Any) -> Any:
+        assert type(action) is self._cls
+        return action, 1.0, False, False, {"who": action}
 
 
 def traveller_of(env: Any, trouble: str) -> Traveller:

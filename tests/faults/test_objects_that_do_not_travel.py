@@ -22,12 +22,14 @@ from tests.fakes.travellers import (
     BAD,
     LENGTH,
     READER,
+    EchoEnv,
     InfoEnv,
     Numbers,
     TravelEnv,
     Traveller,
     own_traveller,
     traveller_of,
+    traveller_of_script,
 )
 from tests.tools import assert_accounted
 
@@ -100,13 +102,18 @@ def test_an_object_that_cannot_be_pickled_is_an_error_of_the_environment(
         assert_accounted(c)
 
 
+def classes(monkeypatch: pytest.MonkeyPatch) -> list[type[Traveller]]:
+    """Classes that a worker cannot import, and knows from the environment."""
+    return [own_traveller(), traveller_of_script(monkeypatch)]
+
+
 @pytest.mark.parametrize("options", [{}, {"compact_obs": True}], ids=["", "compact"])
+@pytest.mark.parametrize("of", [0, 1], ids=["function", "script"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_objects_of_a_class_of_the_script_come_back_as_they_are(
-    kind: Any, options: Any
+def test_objects_of_a_class_of_the_program_come_back_as_they_are(
+    kind: Any, of: int, options: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their class is not importable in a worker, which knows it from the environment."""
-    cls = own_traveller()
+    cls = classes(monkeypatch)[of]
     with collector(kind, "", cls=cls, **options) as c:
         kinds = set()
         for _ in range(6):
@@ -150,6 +157,26 @@ def test_a_result_that_does_not_travel_costs_no_worker(kind: Any, trouble: str) 
         c.next()
         assert [worker.pid for worker in c.stats().workers] == pids
         assert_accounted(c)
+
+
+@pytest.mark.parametrize("of", [0, 1], ids=["function", "script"])
+def test_a_vector_environment_exchanges_objects_of_a_class_of_the_program(
+    of: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cls = classes(monkeypatch)[of]
+    make = partial(EchoEnv, cls)
+    with closing(VectorEnv([make] * 2, num_workers=1, on_failure="restart")) as envs:
+        envs.reset()
+        for number in (1, 2):
+            obs, *_, infos = envs.step((cls(number, ""), cls(number + 1, "")))
+            assert [each.number for each in obs] == [number, number + 1]
+            assert {type(each) for each in [*obs, *infos["who"]]} == {cls}
+        (worker,) = {handle.process.child for handle in envs._workers._slices.handles}
+        worker.kill()  # the next one gets the last observations
+        obs, _, _, truncated, _ = envs.step((cls(3, ""), cls(4, "")))
+        assert truncated.all()
+        assert [each.number for each in obs] == [2, 3]
+        assert {type(each) for each in obs} == {cls}
 
 
 def test_infos_that_do_not_travel_end_the_step() -> None:

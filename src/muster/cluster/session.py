@@ -19,6 +19,7 @@ from typing import Any
 
 from muster.cluster.link import Block, Link, LinkLost, NotJoined, OtherMuster
 from muster.memory.specs import Array
+from muster.restore.pickling import packed
 
 BEAT_S = 1.0  # seconds after which an idle end sends a heartbeat
 END_S = 5.0  # for a thread whose link is closed
@@ -37,7 +38,7 @@ class Outgoing:
         tag: int = 0,
         expects: Mapping[int, Array] | None = None,
     ) -> None:
-        self.message = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        self.message = packed(message, "a message")
         self.block = block
         self.tag = tag
         self.expects = expects or {}

@@ -57,13 +57,13 @@ def dumps(obj: Any, what: str, remedy: str | None = None) -> bytes:
 
 
 def packed(value: Any, what: str, remedy: str | None = None) -> bytes:
-    """Pickle a value for a process that made the class of it known here, as ``dumps``; in much less
-    time where that class can be imported.
-    """
+    """Pickle a value as ``dumps``, in much less time where its classes can be imported."""
     try:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception:  # noqa: BLE001 (cloudpickle may be able to)
         return dumps(value, what, remedy)
+    # a class of the script or notebook, most often, which is another one in the other process
+    return dumps(value, what, remedy) if b"__main__" in data else data
 
 
 @dataclass(frozen=True)

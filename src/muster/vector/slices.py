@@ -7,7 +7,6 @@ worker's question "what next?" (``_Caller``). Others are messages.
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -20,7 +19,7 @@ from gymnasium.vector import AutoresetMode
 
 from muster.errors import BadOption, MusterError, WorkerDied, WorkerHung
 from muster.restore.crash_report import EnvFactory
-from muster.restore.pickling import dumps
+from muster.restore.pickling import dumps, packed
 from muster.restore.registered import ids_of_this_process
 from muster.rollout.options import Execution
 from muster.rollout.progress import ALL_ORDERS, STEPPING
@@ -48,8 +47,6 @@ SliceCall = tuple[
 ]  # a method of ``EnvSlice``, and its arguments
 # last observations (None: none), seeds and pickled attributes of environments, for ``open_rows``
 Inheritance = tuple[Sequence[Any] | None, Sequence[int | None], bytes]
-PROTOCOL = pickle.HIGHEST_PROTOCOL
-_PLAIN = (EnvSlice.step, EnvSlice.truncate)  # without functions and objects of the user
 _MOST_RESTARTS = Restart().max_restarts  # as for collectors
 _SETTING = WorkerSetting(options=WorkerOptions(execution=Execution(executor=False)))
 
@@ -163,10 +160,7 @@ class Slices:
         if method is EnvSlice.step and n in self.lost:
             method = EnvSlice.truncate
             args = args[:1]
-        if method in _PLAIN:
-            sent = pickle.dumps((method, args), PROTOCOL)
-        else:
-            sent = dumps((method, args), "the arguments")
+        sent = packed((method, args), "the arguments")
         handle = self.handles[n]
         mailbox = self._mailbox
         if self._serving[n] and not mailbox.question(n):
@@ -367,9 +361,9 @@ def config_of(
     options = dumps(_SETTING, "the options")
     configs = []
     for n, factory in enumerate(factories):
-        packed = [dumps(factory, "env_fns")]
+        made_by = [dumps(factory, "env_fns")]
         configs.append(
-            WorkerConfig(n, [n], packed, kwargs, b"", False, options, served_by=count)
+            WorkerConfig(n, [n], made_by, kwargs, b"", False, options, served_by=count)
         )
     origins = [EnvFactory(factory) for factory in factories]
     config = PoolConfig(

@@ -85,12 +85,12 @@ class Channel:
         """Send an object, and duplicates of descriptors (at most 253).
 
         Raises:
-            Exception: whatever pickling raises. Nothing was sent.
+            BadOption: it cannot be pickled. Nothing was sent.
             TimeoutError: the other end has not read within ``timeout`` seconds. An unsent message
                 is withdrawn. Of a partly sent message the rest is sent before the next one.
             EOFError: the other end is closed.
         """
-        payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        payload = packed(message, "a message")
         deadline = None if timeout is None else time.monotonic() + timeout
         ancillary = (
             [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
