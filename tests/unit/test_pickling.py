@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import functools
+import gc
 import io
 import threading
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from muster.errors import BadOption
-from muster.restore.pickling import dumps, loads
+from muster.restore.pickling import dumps, loads, packed, unpickle
 from muster.testing import CountingEnv
 
 LOCK = threading.Lock()
@@ -187,3 +189,105 @@ def test_what_does_not_come_back_says_so() -> None:
         match="create_env_fn was pickled, but could not be unpickled in another process",
     ):
         loads(b"\x80\x05cno_such_module\nThing\n.", "create_env_fn")
+
+
+# --- classes of the program -----------------------------------------------------------------------
+
+
+class Refuses:
+    """Is unpickled if ``may``."""
+
+    may = False
+
+    def __reduce__(self) -> Any:
+        return made_if_allowed, ()
+
+
+def made_if_allowed() -> Refuses:
+    if not Refuses.may:
+        raise ValueError("not now")
+    return Refuses()
+
+
+def local_class() -> type:
+    """Return a class that travels with its attributes, like those of a script."""
+
+    class Local:
+        made = 0
+        seen: list[int] = []  # noqa: RUF012 (of the class)
+
+        def count(self) -> int:
+            type(self).made += 1
+            return self.made
+
+    return Local
+
+
+@pytest.mark.parametrize("pickled", [dumps, packed])
+def test_a_class_that_is_known_here_stays_as_it_is(pickled: Any) -> None:
+    """What it was when it was pickled does not count."""
+    cls: Any = local_class()
+    data = pickled(cls(), "it")
+    seen = cls.seen
+    method = cls.count
+    cls.made = 5
+    cls.later = 1
+    again = loads(data, "it")
+    assert type(again) is cls
+    assert (cls.made, cls.later) == (5, 1)
+    assert cls.seen is seen
+    assert cls.count is method
+
+
+def test_a_class_that_is_not_known_here_comes_with_its_attributes() -> None:
+    cls: Any = local_class()
+    cls.made = 5
+    data = dumps(cls(), "it")
+    cls = None
+    gc.collect()  # as in another process, no class has the id now
+    first = loads(data, "it")
+    assert first.count() == 6
+    second = loads(data, "it")  # now it is known
+    assert type(second) is type(first)
+    assert second.count() == 7
+
+
+def test_enums_of_a_script_stay_as_they_are() -> None:
+    class Colour(enum.Enum):
+        RED = 1
+        BLUE = 2
+
+    data = dumps([Colour.RED, Colour], "it")
+    Colour.note = "mine"  # type: ignore[attr-defined]
+    red, again = loads(data, "it")
+    assert red is Colour.RED
+    assert again is Colour
+    assert Colour.note == "mine"  # type: ignore[attr-defined]
+
+
+def test_a_class_whose_pickle_could_not_be_read_is_complete_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its attributes come last, after what could not be read."""
+
+    class Local:
+        part = Refuses()
+        number = 3
+
+    data = dumps([Local, Local()], "it")
+    del Local
+    gc.collect()
+    with pytest.raises(BadOption, match="not now") as caught:
+        loads(data, "it")  # the traceback keeps the class alive
+    monkeypatch.setattr(Refuses, "may", True)
+    cls, _ = loads(data, "it")
+    assert cls.number == 3
+    assert caught.value
+
+
+def test_without_cloudpickles_private_names_objects_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MUSTER_PRIVATE_NAMES", "never")
+    cls: Any = local_class()
+    assert type(unpickle(dumps(cls(), "it"))) is cls

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import pickle
 import queue
 import threading
 from collections import deque
@@ -19,7 +18,7 @@ from typing import Any
 
 from muster.cluster.link import Block, Link, LinkLost, NotJoined, OtherMuster
 from muster.memory.specs import Array
-from muster.restore.pickling import packed
+from muster.restore.pickling import packed, unpickle
 
 BEAT_S = 1.0  # seconds after which an idle end sends a heartbeat
 END_S = 5.0  # for a thread whose link is closed
@@ -193,7 +192,7 @@ class Session:
             while not self.lost:
                 received = self._link.receive()
                 try:
-                    message = pickle.loads(received.message)
+                    message = unpickle(received.message)
                 except Exception as error:  # noqa: BLE001 (raised by the reader of the inbox)
                     message = error
                 self.inbox.append((message, received.block, received.tag))

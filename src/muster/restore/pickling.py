@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import io
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,10 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import WeakSet
 
 import cloudpickle
+from cloudpickle import cloudpickle as by_value
 
 from muster.errors import BadOption, described, text_of
+from muster.utils.private_names import usable
 
 MAKE_POLICY = (
     "Pass policy_factory=make in place of policy=, where make is a function that returns the"
@@ -23,6 +27,13 @@ MAKE_POLICY = (
 MAKE_KWARGS = "Make it inside a function, and pass that function as create_env_fn."
 MAKE_OPTION = (
     "Make it inside the function when it is first called, or leave the option out."
+)
+BY_VALUE = b"_make_skeleton_"  # in the pickle of a class with its code
+PRIVATE = (
+    "_make_skeleton_class",
+    "_make_skeleton_enum",
+    "_class_setstate",
+    "_DYNAMIC_CLASS_TRACKER_BY_ID",
 )
 DEEPEST = 50  # levels of the search for the culprit
 NOT_OWN = (
@@ -66,6 +77,61 @@ def packed(value: Any, what: str, remedy: str | None = None) -> bytes:
     return dumps(value, what, remedy) if b"__main__" in data else data
 
 
+def unpickle(data: bytes) -> Any:
+    """Unpickle an object from ``dumps`` or ``packed``; classes that this process knows stay as they
+    are.
+
+    Runs code that the pickle names. Raises whatever that code raises.
+    """
+    if BY_VALUE in data and usable("cloudpickle", (by_value, PRIVATE)):
+        return _Unpickler(io.BytesIO(data)).load()
+    return pickle.loads(data)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Leaves classes alone that this process knows.
+
+    A class of a script or notebook travels with its attributes and the code of its methods.
+    cloudpickle finds the class here if this process has sent or received it before, and sets all of
+    these again: what was set here since would be lost, and its methods would use a copy of the
+    script's variables.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._known: set[type] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if found is by_value._make_skeleton_class:
+            return partial(self._class, found, 4)
+        if found is by_value._make_skeleton_enum:
+            return partial(self._class, found, 5)
+        if found is by_value._class_setstate:
+            return self._set_attributes
+        return found
+
+    def _class(self, make: Callable[..., type], place: int, *args: Any) -> type:
+        """Call cloudpickle's function, one of whose arguments is the id of the class."""
+        known = by_value._DYNAMIC_CLASS_TRACKER_BY_ID.get(args[place])
+        made = make(*args)
+        if made is not known:
+            _unfinished.add(made)
+        elif made not in _unfinished:
+            self._known.add(made)
+        return made
+
+    def _set_attributes(self, cls: type, attributes: Any) -> type:
+        if cls not in self._known:
+            by_value._class_setstate(cls, attributes)
+            _unfinished.discard(cls)
+        return cls
+
+
+# classes made here whose attributes are not set yet: their pickle goes on, or could not be read
+_unfinished: WeakSet[type] = WeakSet()
+
+
 @dataclass(frozen=True)
 class Sealed:
     """A value of the user's code in a message, pickled by itself: the rest of the message can be read
@@ -90,7 +156,7 @@ def loads(data: bytes, what: str) -> Any:
     Runs code that the pickle names. Raises ``BadOption`` if this fails.
     """
     try:
-        return cloudpickle.loads(data)
+        return unpickle(data)
     except Exception as error:
         raise BadOption(
             f"{what} was pickled, but could not be unpickled in another process:"

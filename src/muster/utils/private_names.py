@@ -21,6 +21,7 @@ VARIABLE = "MUSTER_PRIVATE_NAMES"
 # The first version with which the names were checked, and the first with which they must be checked
 # again.
 CHECKED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "cloudpickle": ((3, 0), (4,)),
     "gymnasium": ((1, 1), (2,)),
     "ray": ((2, 52), (3,)),
     "tensordict": ((0, 14), (1,)),

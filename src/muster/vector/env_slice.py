@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ from muster.envs.build import advice_for
 from muster.errors import EnvError, UnsupportedEnv, described
 from muster.memory.objects import copied
 from muster.protocols import EnvBatch
-from muster.restore.pickling import packed
+from muster.restore.pickling import packed, unpickle
 from muster.rng import GroupRng, UserStreams, seeds_of
 from muster.rollout.progress import ACTING, ORDER, PHASE, STEPPING, STOP, Phase
 from muster.vector.rows import VectorRows, part_of
@@ -42,7 +41,7 @@ RETURNED = "what the environments returned"  # in errors
 
 def execute(main: WorkerMain, call: bytes) -> Any:
     """Call a pickled method of the worker's ``EnvSlice`` with its arguments."""
-    method, args = pickle.loads(call)
+    method, args = unpickle(call)
     return method(main.built[0], *args)
 
 
@@ -171,7 +170,7 @@ class EnvSlice(EnvBatch):
         worker = main.config.index
         self.shared = _SharedRows(rows, own, worker, space, main.progress.cells, last)
         self._histories = [_History(seed) for seed in seeds]
-        for i, values in pickle.loads(attributes).items():
+        for i, values in unpickle(attributes).items():
             for name, value in values.items():
                 self.set_attribute(i, name, value)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from gymnasium import spaces
 from gymnasium.vector.utils import create_empty_array
 
 from muster.memory.specs import Array
+from muster.restore.pickling import unpickle
 
 LINE = 64  # bytes of a cache line
 # a step writes one half of the observations, and the last observations stay in the other
@@ -125,7 +125,7 @@ class Exchange:
         length = self._lengths[0]
         if not length:
             return None
-        return pickle.loads(self._call[:length])
+        return unpickle(bytes(self._call[:length]))
 
     def put_result(self, result: bytes | None) -> None:
         length = 0 if result is None else len(result)

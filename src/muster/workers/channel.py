@@ -18,7 +18,6 @@ import errno
 import faulthandler
 import mmap
 import os
-import pickle
 import select
 import signal
 import socket
@@ -32,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from muster.memory.shared import Arena
-from muster.restore.pickling import Sealed, packed
+from muster.restore.pickling import Sealed, packed, unpickle
 from muster.rollout.progress import CELLS
 
 _HEADER = struct.Struct("=QQ")
@@ -134,7 +133,7 @@ class Channel:
         payload = bytes(self._data[_HEADER.size : end])
         message: list[Any] = []
         try:
-            message.extend(map(pickle.loads, (payload,)))
+            message.extend(map(unpickle, (payload,)))
         except Exception:
             # A signal handler may have raised, during the call or after it: then the message is
             # kept for the next call. One that cannot be read, again, is dropped.
@@ -409,7 +408,7 @@ class StatusPage:
 
 def _can_be_read(payload: bytes) -> bool:
     try:
-        pickle.loads(payload)
+        unpickle(payload)
     except Exception:  # noqa: BLE001 (of the classes of the message)
         return False
     return True

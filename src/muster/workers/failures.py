@@ -28,6 +28,7 @@ from muster.errors import (
     shown,
     text_of,
 )
+from muster.restore.pickling import unpickle
 from muster.utils.tracebacks import (
     MUSTER,
     is_installed,
@@ -154,7 +155,7 @@ class SentError:
         error.__cause__ = self.cause
         if self.pickled is not None:
             try:
-                error.__cause__ = cloudpickle.loads(self.pickled)
+                error.__cause__ = unpickle(self.pickled)
             except KeyboardInterrupt:
                 raise
             except BaseException:  # noqa: BLE001  (its module may be missing here; use the text)
@@ -508,7 +509,7 @@ def _pickled(error: BaseException) -> bytes | None:
         data: bytes = cloudpickle.dumps(error)
         if len(data) > MAX_PICKLE_BYTES:
             return None
-        again = cloudpickle.loads(data)
+        again = unpickle(data)
         return data if type(again) is type(error) and str(again) == str(error) else None
     except BaseException:  # noqa: BLE001  (foreign code; SystemExit here must not end the worker)
         return None

@@ -31,6 +31,7 @@ import cloudpickle
 
 from muster.compat.torchrl.progress import SharedProgress
 from muster.errors import MusterError, RemoteError
+from muster.restore.pickling import unpickle
 from muster.workers.failures import MAX_PICKLE_BYTES, SentError, pack
 
 # methods that TorchRL's worker calls, besides the iterator, and the phases of their errors
@@ -244,7 +245,7 @@ def _restored(sent: SentError, parts: bytes | None) -> MusterError:
     if parts is None or not isinstance(error.__cause__, RemoteError):
         return error
     try:
-        kind, args, attributes = cloudpickle.loads(parts)
+        kind, args, attributes = unpickle(parts)
         original = kind.__new__(kind, *args)
         original.args = args
         vars(original).update(attributes)
