@@ -68,6 +68,55 @@ WHERE = {
 }
 
 
+FACTOR = 3  # which the functions of a script read
+
+
+class Script:
+    """Classes of a program's ``__main__``, and an environment with objects of its script."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Inner:
+            value = 0
+
+        class OfScript(gymnasium.Env[Any, Any]):
+            """Observations are the number of the step, and what its functions make of it."""
+
+            observation_space = spaces.Box(0, 9999, (5,))
+            action_space = spaces.Discrete(9)
+
+            def __init__(self) -> None:
+                self.inner = Inner()
+                self.functions = [lambda x: x * FACTOR, self.twice, Inner, self.inner]
+                self.cls = Inner
+
+            def twice(self, x: float) -> float:
+                return 2 * x
+
+            def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+                super().reset(seed=seed)
+                self.t = 0
+                return self.observation(), {}
+
+            def step(self, action: Any) -> Any:
+                self.t += 1
+                self.inner.value += 1
+                return self.observation(), 0.0, False, self.t >= 5, {}
+
+            def observation(self) -> Any:
+                triple, twice, cls, inner = self.functions
+                assert type(inner) is cls is self.cls
+                assert inner is self.inner
+                numbers = [self.t, inner.value, triple(self.t), twice(self.t), 0]
+                return np.array(numbers, np.float32)
+
+        for cls in (Inner, OfScript):
+            cls.__module__ = "__main__"
+            cls.__qualname__ = cls.__name__
+            main = sys.modules["__main__"]
+            monkeypatch.setattr(main, cls.__name__, cls, raising=False)
+        self.env = OfScript
+
+
 def steps_of(env: Any) -> int:
     return int(type(env.unwrapped).steps)
 
@@ -136,3 +185,26 @@ def test_a_vector_environment_keeps_the_state_of_its_classes() -> None:
         assert envs.call("get_wrapper_attr", "steps") == (seen[-1],)
     envs.close()
     assert seen == [1, 2, 3]
+
+
+@pytest.mark.parametrize("where", ["process", "threads", "sync", "async", "nodes"])
+def test_environments_with_objects_of_the_script_resume_exactly(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, options = WHERE[where]
+    env = Script(monkeypatch).env
+
+    def made() -> Any:
+        return kind([env] * 2, None, frames_per_batch=12, seed=0, **options)
+
+    with made() as c:
+        c.next()
+        state = c.state_dict()
+        following = [c.next().clone() for _ in range(2)]
+    with made() as c:
+        report = c.load_state_dict(state, trust=True)
+        assert report.exact, report
+        again = [c.next() for _ in range(2)]
+    for batch, other in zip(following, again, strict=True):
+        assert batch["observation"].equal(other["observation"])
+        assert batch["observation"].max() > 4

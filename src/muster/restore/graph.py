@@ -14,6 +14,7 @@ import ctypes
 import importlib
 import io
 import mmap
+import operator
 import pickle
 import sys
 import weakref
@@ -27,7 +28,7 @@ import cloudpickle
 import numpy as np
 
 from muster.errors import described
-from muster.restore.pickling import innermost
+from muster.restore.pickling import innermost, received
 
 if TYPE_CHECKING:
     import torch
@@ -129,10 +130,18 @@ class _GraphUnpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(data), buffers=shared)
         self._fixed = fixed
 
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except AttributeError:  # of the script, in a process that does not run it
+            return _named(module, name)
+
     def persistent_load(self, name: Any) -> Any:
         kind, what = name
         if kind == "globals":
             return vars(importlib.import_module(what))
+        if kind == "globals of a method":
+            return _named(*what).__globals__
         return self._fixed[name]
 
 
@@ -221,6 +230,8 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
             return NotImplemented
         if cls.__module__ == "builtins":
             return self._usual(cls)
+        if received.get(_name_of(cls)) is cls:
+            return _named, _name_of(cls)
         raise pickle.PicklingError(
             f"class {cls.__qualname__} is made in a function; define it in a module"
         )
@@ -229,15 +240,22 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
         """Pickle a lambda or closure by value, but with its module's own globals instead of copies."""
         if _has_name(function):
             return NotImplemented
+        own = function.__globals__
         module = sys.modules.get(function.__module__)
-        if module is None or vars(module) is not function.__globals__:
-            raise pickle.PicklingError(
-                f"function {function.__qualname__} belongs to no module that can be imported"
-            )
-        self._fixed[id(function.__globals__)] = ("globals", function.__module__)
+        if module is not None and vars(module) is own:
+            self._fixed[id(own)] = ("globals", function.__module__)
+        else:
+            method = _method_with(own)
+            if method is None:
+                raise pickle.PicklingError(
+                    f"function {function.__qualname__} belongs to no module that can be imported"
+                )
+            self._fixed[id(own)] = ("globals of a method", method)
+        if own.get(function.__name__) is function:
+            return operator.getitem, (own, function.__name__)
         _, (code, _, _, _, closure), (attributes, slots), *rest = self._usual(function)
         state = (attributes, {**slots, "__globals__": {}})
-        arguments = (code, function.__globals__, function.__name__, None, closure)
+        arguments = (code, own, function.__name__, None, closure)
         return FunctionType, arguments, state, *rest
 
     def _array(self, array: Any) -> Any:
@@ -335,6 +353,39 @@ def _has_name(obj: Any) -> bool:
     for part in obj.__qualname__.split("."):
         found = getattr(found, part, None)
     return found is obj
+
+
+# --- of the program's script, in a process that has got it with its code ---------------------------
+
+
+def _name_of(obj: Any) -> tuple[str, str]:
+    return obj.__module__, obj.__qualname__
+
+
+def _named(module: str, name: str) -> Any:
+    """Return a class of the script, or a method of one, by its qualified name: the one that has come,
+    or that of this process's own script.
+
+    Raises ``AttributeError`` if there is none.
+    """
+    cls, _, method = name.rpartition(".")
+    if (module, name) in received:
+        return received[module, name]
+    if (module, cls) in received:
+        return getattr(received[module, cls], method)
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _method_with(own: dict[str, Any]) -> tuple[str, str] | None:
+    """Return the name of a method of a class that has come, with these globals; None: there is none."""
+    for (module, name), cls in list(received.items()):
+        for attribute, value in vars(cls).items():
+            if isinstance(value, FunctionType) and value.__globals__ is own:
+                return module, f"{name}.{attribute}"
+    return None
 
 
 def _loses(obj: Any) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import cloudpickle
 from cloudpickle import cloudpickle as by_value
@@ -125,11 +125,17 @@ class _Unpickler(pickle.Unpickler):
         if cls not in self._known:
             by_value._class_setstate(cls, attributes)
             _unfinished.discard(cls)
+            received[cls.__module__, cls.__qualname__] = cls
         return cls
 
 
 # classes made here whose attributes are not set yet: their pickle goes on, or could not be read
 _unfinished: WeakSet[type] = WeakSet()
+
+received: WeakValueDictionary[tuple[str, str], type] = WeakValueDictionary()
+"""The classes that came to this process with their code, by module and qualified name; of several
+the newest.
+"""
 
 
 @dataclass(frozen=True)
