@@ -17,6 +17,7 @@ from gymnasium.wrappers import RecordEpisodeStatistics
 from gymnasium.wrappers.vector import RecordEpisodeStatistics as RecordBatchStatistics
 
 from muster import Collector, MultiAsyncCollector, MultiSyncCollector
+from muster.errors import BadEnvOutput, EnvError
 from muster.testing import InfoEnv
 from tests.warned import warnings_are_errors
 
@@ -243,3 +244,23 @@ def test_nothing_is_warned_of() -> None:
         ) as c,
     ):
         c.rollout()
+
+
+class Endless(InfoEnv):
+    """The info of each step has itself as an item."""
+
+    def step(self, action: Any) -> Any:
+        *returned, info = super().step(action)
+        info["again"] = info
+        return *returned, info
+
+
+@pytest.mark.parametrize("num_envs", [None, 2])
+def test_an_info_that_contains_itself_is_named(num_envs: int | None) -> None:
+    options: Any = {"num_envs": num_envs, "frames_per_batch": 4, "info": True}
+    expected = (BadEnvOutput, EnvError)
+    with (
+        pytest.raises(expected, match="contains itself.*'again'"),
+        Collector(partial(Endless, 3), None, **options) as c,
+    ):
+        c.next()

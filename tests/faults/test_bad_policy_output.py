@@ -442,3 +442,20 @@ def test_environments_are_closed_after_policy_errors():
     ):
         collector.rollout()
     assert env.closed == 1
+
+
+@pytest.mark.parametrize("what", ["extra", "state"])
+def test_an_output_that_rows_cannot_store_is_named(what: str) -> None:
+    """NumPy has no bfloat16, which networks return under autocast."""
+
+    def act(obs: torch.Tensor, state: Any = None) -> Any:
+        value = torch.zeros(len(obs), 3, dtype=torch.bfloat16)
+        action = torch.zeros(len(obs), dtype=torch.int64)
+        return (action, {"score": value}) if what == "extra" else (action, {}, value)
+
+    expected = r"returned .*has dtype torch.bfloat16.*return value.float\(\)"
+    with (
+        Collector(counting(), act, num_envs=2, frames_per_batch=2 * T) as c,
+        pytest.raises(BadPolicyOutput, match=expected),
+    ):
+        c.next()

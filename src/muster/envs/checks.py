@@ -220,14 +220,35 @@ def stored_copy(value: Any, what: str) -> Any:
 def kept_info(info: Any) -> Any:
     """Return infos, or options, with copies of their dicts, lists and arrays: environments may
     change them later.
+
+    Raises ``BadEnvOutput`` if one of them contains itself.
     """
+    try:
+        return _kept(info)
+    except RecursionError as error:
+        inside = [name for name in info if _is_endless(info[name])]
+        raise BadEnvOutput(
+            f"the info of an environment contains itself, or thousands of levels: {', '.join(map(repr, inside))}."
+            " Leave that out"
+        ) from error
+
+
+def _kept(info: Any) -> Any:
     if isinstance(info, dict):
-        return {name: kept_info(value) for name, value in info.items()}
+        return {name: _kept(value) for name, value in info.items()}
     if isinstance(info, np.ndarray):
         return info.copy()
     if isinstance(info, list):
-        return [kept_info(value) for value in info]
+        return [_kept(value) for value in info]
     return info
+
+
+def _is_endless(info: Any) -> bool:
+    try:
+        _kept(info)
+    except RecursionError:
+        return True
+    return False
 
 
 def as_flag(value: Any, name: str, who: str) -> bool:

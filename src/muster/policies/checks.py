@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ def spec_as_returned(
     if action.shape[:dims] != lead:
         return None
     shape = tuple(action.shape[dims:])
-    dtype = numpy_dtype(action.dtype)
+    dtype = _dtype_of_rows(action, "an action")
     if (shape, dtype) == (spec.shape, spec.dtype):
         return spec
     return ArraySpec(shape, dtype, inner=spec.inner)
@@ -98,6 +98,17 @@ def action_problem(
     return None
 
 
+def _dtype_of_rows(value: torch.Tensor, subject: str) -> np.dtype[Any]:
+    """Return the dtype in which rows store a value; ``subject`` begins the error if there is none."""
+    try:
+        return numpy_dtype(value.dtype)
+    except TypeError as error:
+        raise BadPolicyOutput(
+            f"{subject} has dtype {value.dtype}. Rows have the dtypes of NumPy, which lacks it:"
+            " return value.float()"
+        ) from error
+
+
 def _is_one_choice(spec: ArraySpec) -> bool:
     return spec.shape == () and spec.high is not None and spec.dtype.kind in "iu"
 
@@ -116,7 +127,7 @@ def column_of(
             f"policy {policy} returned {dotted(key)} with shape {tuple(value.shape)}, expected it"
             f" to begin with {lead}, one entry per environment"
         )
-    dtype = numpy_dtype(value.dtype)
+    dtype = _dtype_of_rows(value, f"policy {policy} returned {dotted(key)}, which")
     return Column(key, tuple(value.shape[len(lead) :]), dtype, carry=carry)
 
 
