@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from muster import ReplayMemory
 from muster.errors import BadCheckpoint, BadOption, FileError, NothingToSample
+from muster.memory import replay_files
 from muster.memory.specs import OBJECT, Column
 from tests.tools import files_limited_to
 
@@ -760,6 +761,16 @@ def test_what_goes_on_is_known_by_its_observation():
         ({"capacity": 2.5}, "capacity=2.5"),
         ({"capacity": 5, "alpha": -1}, "alpha=-1"),
         ({"capacity": 5, "alpha": float("nan")}, "alpha=nan"),
+        ({"capacity": 5, "alpha": float("inf")}, "alpha=inf"),
+        ({"capacity": 5, "alpha": "x"}, "alpha='x'"),
+        ({"capacity": 5, "seed": -1}, "seed=-1"),
+        ({"capacity": 5, "seed": 1.5}, "seed=1.5"),
+        ({"capacity": 5, "device": "foo"}, "device='foo'"),
+        ({"capacity": 5, "device": 3.5}, "device=3.5"),
+        ({"capacity": 5, "keep": None}, "keep=None"),
+        ({"capacity": 5, "keep": "extra"}, "keep='extra'"),
+        ({"capacity": 5, "keep": [1]}, r"keep=\[1\]"),
+        ({"capacity": 5, "keep": [["a", "b"]]}, "keep="),
     ],
 )
 def test_impossible_options(options, match):
@@ -777,6 +788,12 @@ def test_impossible_options(options, match):
         ({"n": 2, "sequence": -1}, "sequence=-1"),
         ({"n": 2, "sequence": 2, "n_step": 2}, "leave n_step out"),
         ({"n": 2, "sequence": 2, "relabel": lambda a, b: a}, "leave sequence out"),
+        ({"n": 2, "relabel": 3}, "relabel=3"),
+        ({"n": 2, "beta": float("nan")}, "beta=nan"),
+        ({"n": 2, "beta": None}, "beta=None"),
+        ({"n": 2, "n_step": 3, "gamma": float("nan")}, "gamma=nan"),
+        ({"n": 2, "n_step": 3, "gamma": "x"}, "gamma='x'"),
+        ({"n": 2, "n_step": 3, "gamma": [0.9, 0.8]}, "gamma="),
     ],
 )
 def test_impossible_samples(options, match):
@@ -788,12 +805,107 @@ def test_priorities_that_are_none():
     written = filled(alpha=0.5)
     index = written.memory.sample(3)["index"]
     for bad in (-1.0, float("nan"), float("inf"), [1.0, 2.0, -3.0]):
-        with pytest.raises(BadOption, match="finite and at least 0"):
+        with pytest.raises(BadOption, match="finite, and at least 0"):
             written.memory.update_priority(index, bad)
+    for bad in ("x", None, {}):
+        with pytest.raises(BadOption, match="update_priority: priority"):
+            written.memory.update_priority(index, bad)
+    for bad in ("x", None, [0.5, 1.5, 2.5]):
+        with pytest.raises(BadOption, match="update_priority: index"):
+            written.memory.update_priority(bad, 1.0)
     with pytest.raises(BadOption, match="3 transitions"):
         written.memory.update_priority(index, [1.0, 2.0])
     with pytest.raises(BadOption, match="alpha"):
         filled().memory.update_priority(index, 1.0)
+
+
+def test_a_priority_whose_power_is_not_finite():
+    memory = filled(alpha=2.0).memory
+    index = memory.sample(3)["index"]
+    with pytest.raises(BadOption, match="sum of their powers"):
+        memory.update_priority(index, 1e200)
+    memory.update_priority(index, 1e100)
+    assert memory.sample(64)["weight"].isfinite().all()
+
+
+def test_priorities_of_networks_under_autocast():
+    memory = filled(alpha=1.0).memory
+    index = memory[:]["index"]
+    memory.update_priority(index, torch.zeros(len(index)).bfloat16())
+    memory.update_priority(index[:1], torch.ones(1).bfloat16())
+    assert (memory.sample(64)["index"] == index[0]).all()
+
+
+@pytest.mark.parametrize("reward", [np.int64, np.int8, np.float16, np.float64])
+def test_a_discounted_sum_of_rewards_of_any_dtype(reward):
+    memory = ReplayMemory(50, seed=0)
+    columns = [
+        Column(OBS, (), F32, carry=True),
+        Column(("action",), (), np.dtype(np.int64)),
+        Column(REWARD, (), np.dtype(reward), trailing=True),
+        *(Column(("next", flag), (), np.dtype(bool), trailing=True) for flag in FLAGS),
+    ]
+    memory.open(columns, [OBS], [1], 10)
+    rows = {
+        column.key: np.ones((10, 1), column.dtype)
+        if column.key == REWARD
+        else np.zeros((10, 1), column.dtype)
+        for column in columns
+    }
+    memory.write(0, rows, {OBS: np.zeros(1, np.float32)})
+    found = memory.sample(64, n_step=3, gamma=0.5)
+    expected = {1: 1.0, 2: 1.5, 3: 1.75}
+    steps = found["steps_to_next_obs"].reshape(-1).tolist()
+    rewards = found["next", "reward"].reshape(-1).tolist()
+    assert rewards == [expected[n] for n in steps]
+    assert set(steps) == {1, 2, 3}
+
+
+def test_sequences_longer_than_the_memory_are_refused_at_once():
+    memory = filled().memory
+    for across in (False, True):
+        with pytest.raises(NothingToSample):
+            memory.sample(1, sequence=10**12, across_episodes=across)
+
+
+def test_indices_of_several_dimensions():
+    memory = filled().memory
+    n = len(memory)
+    mask = torch.zeros(n, 2, dtype=torch.bool)
+    mask[3] = True
+    for bad in (mask, mask.numpy(), [[1, 2], [3, 4]]):
+        with pytest.raises(IndexError, match="one dimension"):
+            memory[bad]
+    assert memory[mask[:, :1]]["index"].equal(memory[[3]]["index"])
+
+
+def test_a_save_is_of_one_memory(tmp_path, monkeypatch):
+    """Another thread that loads waits until it is complete."""
+    written = filled()
+    memory = written.memory
+    other = filled(rows=10).memory.state_dict()
+    expected = memory[:]
+    began = threading.Event()
+
+    def load() -> None:
+        began.set()
+        memory.load_state_dict(other)
+
+    thread = threading.Thread(target=load)
+    make_folder = replay_files.make_folder
+
+    def make_and_let_load(folder: Any) -> None:
+        make_folder(folder)
+        thread.start()
+        began.wait(10)
+
+    monkeypatch.setattr(replay_files, "make_folder", make_and_let_load)
+    memory.save(tmp_path / "saved")
+    thread.join(10)
+    loaded = ReplayMemory(memory.capacity)
+    loaded.load(tmp_path / "saved")
+    assert (loaded[:] == expected).all()
+    assert len(memory) < len(expected)
 
 
 def test_columns_that_cannot_be_stored():

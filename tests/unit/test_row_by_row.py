@@ -265,6 +265,58 @@ def test_after_an_error_rows_go_on(fails, generic):
     assert found[1] == expected[1]
 
 
+class FailsToReset(CountingEnv):
+    """A reset of environment 1 fails once, when ``fails``."""
+
+    fails = False
+
+    def __init__(self, number: int) -> None:
+        super().__init__(1000)
+        self.number = number
+
+    def reset(self, **options: Any) -> Any:
+        if self.number == 1 and FailsToReset.fails:
+            FailsToReset.fails = False
+            raise RuntimeError("planned")
+        return super().reset(**options)
+
+
+@pytest.mark.parametrize("between", ["nothing", "collect", "save"])
+@pytest.mark.parametrize("remembers", [False, True])
+def test_a_reset_that_fails_takes_nothing_from_the_other_environments(
+    between: str, remembers: bool
+) -> None:
+    """They go on with the observation, and the state, that they had."""
+    numbers = iter(range(2))
+    memory = ReplayMemory(100, seed=0)
+    with Collector(
+        lambda: FailsToReset(next(numbers)),
+        learned() if remembers else None,
+        num_envs=2,
+        frames_per_batch=2,
+        replay_buffer=memory,
+        seed=0,
+    ) as c:
+        for _ in range(5):
+            c.next()
+        c.reset([1])
+        FailsToReset.fails = True
+        with pytest.raises(EnvError, match="planned"):
+            c.next()
+        if between == "collect":
+            c.collect(n_step=2)
+        elif between == "save":
+            c.state_dict()
+        for _ in range(5):
+            c.next()
+        rows = memory[:]
+        expected = c.stats().frames // 2
+    first = rows[0::2]  # of environment 0
+    steps = [first["observation"][:, 1], first["next", "observation"][:, 1]]
+    assert steps[0].tolist() == list(range(expected))
+    assert steps[1].tolist() == list(range(1, expected + 1))
+
+
 def test_a_bad_reward_is_refused_and_its_row_is_not_there():
     class Bad(CountingEnv):
         def step(self, action: Any) -> Any:

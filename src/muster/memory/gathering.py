@@ -80,7 +80,10 @@ class Gathering:
         first = stored.on_device(places)
         rewards = {}
         for key in self._rewards:
-            rewards[key] = stored.to_tensor(read[key](first, 0))
+            reward = stored.to_tensor(read[key](first, 0))
+            if not (reward.is_floating_point() or reward.is_complex()):
+                reward = reward.float()  # a discounted sum of integers is none
+            rewards[key] = reward
         last = cells.copy()
         steps = np.ones(len(cells), np.int64)
         goes_on = np.ones(len(cells), bool)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from muster.errors import BadCheckpoint, BadOption, NothingToSample
+from muster.errors import BadCheckpoint, BadOption, NothingToSample, text_of
 from muster.keys import Key, dotted
 from muster.memory.gathering import Gathering
 from muster.memory.replay_files import UNREADABLE, Loaded, MemoryFiles, Snapshot
@@ -22,7 +23,7 @@ from muster.memory.sampler import Drawn, InSequence, Make, Sampler, nothing_yet
 from muster.memory.saved_rows import SavedRows
 from muster.memory.specs import Array, Column
 from muster.memory.stored_columns import StoredColumns, check_same, column_of, described
-from muster.utils.integers import integer
+from muster.utils.integers import finite, integer
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -88,15 +89,16 @@ class ReplayMemory:
         alpha: float | None = None,
         seed: int | None = None,
     ) -> None:
-        if alpha is not None and not alpha >= 0:
-            raise BadOption(f"alpha={alpha!r}: expected a number of at least 0")
+        if alpha is not None:
+            alpha = finite("alpha", alpha, 0.0, of="ReplayMemory")
         self.capacity = integer("capacity", capacity, of="ReplayMemory")
         frames = integer("stack", stack, of="ReplayMemory")
-        keys = [key if isinstance(key, tuple) else (key,) for key in keep]
-        self._stored = StoredColumns(self.capacity, keys, frames)
-        self._device = None if device is None else torch.device(device)
+        self._stored = StoredColumns(self.capacity, _keys(keep), frames)
+        self._device = None if device is None else _device(device)
         self._pins = pin_memory
         self._alpha = alpha
+        if seed is not None:
+            seed = integer("seed", seed, 0, of="ReplayMemory")
         self._rng = np.random.default_rng(seed)
         self._sampler: Sampler | None = None
         # rows of one collector that may not be written yet; all methods write them first
@@ -106,6 +108,8 @@ class ReplayMemory:
         # policy runs. Rows are read without it, and once more if they were dropped meanwhile: a
         # collector that waited for each sample would lose half of its speed.
         self.lock = threading.RLock()
+        # held while the memory is saved, and while it is replaced: a save is of one memory
+        self._saving = threading.Lock()
 
     def __len__(self) -> int:
         self.catch_up()
@@ -254,14 +258,15 @@ class ReplayMemory:
             loaded = Loaded(
                 rings, state["about"], spans, newest, [lo for lo, _ in spans]
             )
-            self._restore(loaded)
+            with self._saving:
+                self._restore(loaded)
+                self._files = MemoryFiles()
         except UNREADABLE as error:
             if isinstance(error, BadCheckpoint):
                 raise
             raise BadCheckpoint(
                 f"this is no state of a ReplayMemory: {error!r}"
             ) from error
-        self._files = MemoryFiles()
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Save everything in a directory, which is made if it is missing. Rows that it has already are
@@ -274,8 +279,9 @@ class ReplayMemory:
             NothingToSample: no collector has written to the memory yet.
             FileError: a file cannot be written. The directory has what it had.
         """
-        self.catch_up()
-        self._files.save(Path(directory), self.rings, self.lock, self._snapshot)
+        with self._saving:
+            self.catch_up()
+            self._files.save(Path(directory), self.rings, self.lock, self._snapshot)
 
     def load(self, directory: str | os.PathLike[str]) -> None:
         """Load what ``save`` has saved; see ``load_state_dict``.
@@ -288,8 +294,9 @@ class ReplayMemory:
                 options. This memory is unchanged.
         """
         files = MemoryFiles()
-        self._restore(files.load(Path(directory), self._made_for))
-        self._files = files
+        with self._saving:
+            self._restore(files.load(Path(directory), self._made_for))
+            self._files = files
 
     def _snapshot(self) -> Snapshot:
         sampler = self._sampler
@@ -350,7 +357,8 @@ class ReplayMemory:
             if self._sampler is not None:
                 check_same(self._sampler.rings, stored, sizes)
                 device = self._sampler.rings[0].stored.device
-            return self._stored.rings(stored, observed, sizes, about["margin"], device)
+            margin = integer("margin", about["margin"], of="ReplayMemory")
+            return self._stored.rings(stored, observed, sizes, margin, device)
         except BadOption as error:
             raise BadCheckpoint(
                 f"the saved ReplayMemory does not fit to this one: {error}"
@@ -429,6 +437,12 @@ class ReplayMemory:
             raise BadOption(
                 "sample: relabel is for single transitions; leave sequence out"
             )
+        if relabel is not None and not callable(relabel):
+            raise BadOption(
+                f"sample(relabel={relabel!r}): expected a function, or None"
+            )
+        if type(beta) is not float or not math.isfinite(beta):
+            beta = finite("beta", beta, of="sample")
         made = self._sampled(n, make, condition, beta, with_later=relabel is not None)
         batch = made.batch
         if relabel is not None and made.later is not None:
@@ -518,18 +532,20 @@ class ReplayMemory:
                 "update_priority: this memory samples uniformly. Make it with priorities:"
                 " ReplayMemory(..., alpha=0.6)"
             )
-        numbers = _host(index).reshape(-1).astype(np.int64)
-        values = _host(priority).reshape(-1).astype(np.float64)
+        numbers = _of_priority("index", index, np.int64)
+        values = _of_priority("priority", priority, np.float64)
         if len(values) not in (1, len(numbers)):
             raise BadOption(
                 f"update_priority: {len(numbers)} transitions and {len(values)} priorities; give one"
                 " for each, or one for all"
             )
         values = np.broadcast_to(values, numbers.shape)
-        if not np.isfinite(values).all() or (values < 0).any():
+        with np.errstate(over="ignore"):
+            most = np.abs(values) ** self._alpha * len(self)  # at most the sum of all
+        if not np.isfinite(most).all() or (values < 0).any():
             raise BadOption(
-                "update_priority: priorities have to be finite and at least 0; these are between"
-                f" {values.min()} and {values.max()}"
+                "update_priority: priorities, and the sum of their powers priority ** alpha, have to"
+                f" be finite, and at least 0; these are between {values.min()} and {values.max()}"
             )
         with self.lock:
             self.catch_up()
@@ -643,6 +659,7 @@ def _as_asked(
     """Return what makes a sample of cells, and the condition for them."""
     n_step = integer("n_step", n_step, of="sample")
     if sequence is None:
+        gamma = finite("gamma", gamma, of="sample")
         return partial(Gathering.n_step, n_step=n_step, gamma=gamma), None
     length = integer("sequence", sequence, of="sample")
     if n_step > 1:
@@ -660,6 +677,11 @@ def _numbers(index: Any, size: int) -> Array:
     if isinstance(index, slice):
         return np.arange(*index.indices(size))
     chosen = np.atleast_1d(_host(index))
+    if chosen.size != len(chosen):
+        raise IndexError(
+            f"ReplayMemory[...]: the index has shape {chosen.shape}; expected one dimension"
+        )
+    chosen = chosen.reshape(-1)
     if chosen.dtype == bool:
         if len(chosen) != size:
             raise IndexError(
@@ -677,5 +699,48 @@ def _numbers(index: Any, size: int) -> Array:
 
 def _host(values: Any) -> Array:
     if isinstance(values, torch.Tensor):
-        values = values.detach().cpu().numpy()
+        values = values.detach().cpu()
+        if values.dtype == torch.bfloat16:  # which NumPy lacks
+            values = values.float()
+        values = values.numpy()
     return np.asarray(values)
+
+
+def _keys(keep: Any) -> list[Key]:
+    """Return the keys in an argument ``keep``."""
+    found: list[Key] = []
+    is_list = isinstance(keep, Iterable) and not isinstance(keep, (str, bytes))
+    for key in keep if is_list else [None]:
+        parts = key if isinstance(key, tuple) else (key,)
+        if not all(isinstance(part, str) for part in parts):
+            raise BadOption(
+                f"ReplayMemory(keep={keep!r}): expected a list of keys, each a text or a tuple of"
+                " texts"
+            )
+        found.append(parts)
+    return found
+
+
+def _device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise BadOption(f"ReplayMemory(device={device!r}): {text_of(error)}") from error
+
+
+def _of_priority(what: str, values: Any, dtype: Any) -> Array:
+    """Return an argument of ``update_priority`` as a flat array."""
+    try:
+        found = _host(values).reshape(-1)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadOption(f"update_priority: {what}={values!r}: {error}") from error
+    kinds = "iu"
+    expected = 'integers, as batch["index"] has'
+    if dtype is np.float64:
+        kinds = "iufb"
+        expected = "numbers"
+    if len(found) and found.dtype.kind not in kinds:
+        raise BadOption(
+            f"update_priority: {what} has dtype {found.dtype}; expected {expected}"
+        )
+    return found.astype(dtype)

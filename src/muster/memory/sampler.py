@@ -32,8 +32,12 @@ class InSequence:
 
     def holds(self, ring: Ring, cells: Array) -> Array:
         """Return which cells fulfil it."""
+        if self.length > ring.hi - ring.lo:
+            return np.zeros(len(cells), bool)
         fine = np.ones(len(cells), bool)
         for k in range(1, self.length):
+            if not fine.any():
+                break
             later = cells + k * ring.B
             if self._across:
                 places = ring.places_of(later)

@@ -135,7 +135,11 @@ class Rollout:
         if lane.done_steps or lane.stopped:
             lane.restart()
         if request.rule is not None or group.due.which or group.due.begun:
-            self._begin_episodes()
+            try:
+                self._begin_episodes()
+            except BaseException:
+                group.closed()  # it has not begun: the rows to go on from are not in the lane yet
+                raise
         self.waiting = Waiting(group.env, group.can.bypass, self.absent)
         if group.options.max_frames_per_traj is not None and not group.can.write_next:
             limit = group.options.max_frames_per_traj

@@ -1,7 +1,8 @@
-"""Integer arguments of users."""
+"""Arguments of users that are integers or numbers."""
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -36,3 +37,20 @@ def integer(
             f"{given}: expected an integer{bound}{or_else and f', or {or_else}'}"
         )
     return number
+
+
+def finite(name: str, value: Any, at_least: float | None = None, *, of: str) -> float:
+    """Convert ``value`` to a finite ``float``; accepts numbers of NumPy and torch, but no bool.
+
+    ``at_least`` and ``of``: see ``integer``.
+    """
+    found = math.nan
+    if not isinstance(value, (bool, np.bool_, str, bytes)):
+        try:
+            found = float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            found = math.nan
+    if not math.isfinite(found) or (at_least is not None and found < at_least):
+        bound = "" if at_least is None else f" of at least {at_least:g}"
+        raise BadOption(f"{of}({name}={value!r}): expected a finite number{bound}")
+    return found
