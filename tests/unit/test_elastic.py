@@ -498,7 +498,7 @@ class TestCalls:
         carrier = GatedCarrier(1, 0)
         with elastic(carrier) as collector:
             next(iter(collector))
-            with pytest.raises(TypeError, match="pickle"):
+            with pytest.raises(BadOption, match="which cannot be pickled"):
                 collector.cascade_execute("env[0].reset", threading.Lock())
             next(iter(collector))
             assert collector.stats().restarts == 0
