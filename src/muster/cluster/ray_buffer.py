@@ -24,7 +24,7 @@ import torch
 from muster.episodes.stored import StoredItems
 from muster.errors import BadOption, WorkerDied
 from muster.memory.specs import Array
-from muster.restore.pickling import dumps, loads
+from muster.restore.pickling import dumps, loads, unpickle
 from muster.utils.attributes import optional
 
 if TYPE_CHECKING:
@@ -294,4 +294,4 @@ def _pack(thing: Any) -> Packed:
 def _unpack(payload: bytes, arrays: Sequence[Array], *, copy: bool = True) -> Any:
     if copy:
         arrays = [array.copy() for array in arrays]
-    return pickle.loads(payload, buffers=arrays)
+    return unpickle(payload, arrays)

@@ -77,15 +77,18 @@ def packed(value: Any, what: str, remedy: str | None = None) -> bytes:
     return dumps(value, what, remedy) if b"__main__" in data else data
 
 
-def unpickle(data: bytes) -> Any:
+def unpickle(data: bytes, buffers: Iterable[Any] = ()) -> Any:
     """Unpickle an object from ``dumps`` or ``packed``; classes that this process knows stay as they
     are.
 
     Runs code that the pickle names. Raises whatever that code raises.
+
+    Args:
+        buffers: memory that the pickle refers to.
     """
     if BY_VALUE in data and usable("cloudpickle", (by_value, PRIVATE)):
-        return _Unpickler(io.BytesIO(data)).load()
-    return pickle.loads(data)
+        return _Unpickler(data, buffers).load()
+    return pickle.loads(data, buffers=buffers)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -97,8 +100,8 @@ class _Unpickler(pickle.Unpickler):
     script's variables.
     """
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
+    def __init__(self, data: bytes, buffers: Iterable[Any]) -> None:
+        super().__init__(io.BytesIO(data), buffers=buffers)
         self._known: set[type] = set()
 
     def find_class(self, module: str, name: str) -> Any:

@@ -253,7 +253,7 @@ def first_unsent(
             and not lane.arrays[DONE][row - 1, b]
         ):
             row -= 1
-        row = min(row, end - 1)
+        row = max(begin, min(row, end - 1))  # also if there is no row
         by_policy = not _is_of_env(key, env_spec)
         found.append((row - begin, _unsent(env_spec, row, b, why), by_policy))
     for final in finals:
