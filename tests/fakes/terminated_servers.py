@@ -52,7 +52,9 @@ class Server(worker_main.WorkerMain):
             ),
             laid_out={},
         )
-        lane = SimpleNamespace(done_steps=0)
+        lane = SimpleNamespace(
+            done_steps=0, layout=SimpleNamespace(object_columns=())
+        )
         self._lanes: Any = SimpleNamespace(of=lambda *_: (lane, lane))
         self.ready = True
         return []
