@@ -34,6 +34,7 @@ class EnvSpec:
         info_specs: columns of infos; written and carried as observations are, and hidden from
             policies.
         step_specs: other results of a step, stored below ``next``, for instance rewards per agent.
+        rewards: which of ``step_specs`` are rewards.
         bookkeeping: keys of observations that only policies on TensorDicts get: counters, flags,
             state.
         own_dtype: keys of observations whose dtype must not be changed.
@@ -72,6 +73,7 @@ class EnvSpec:
     action_specs: Specs
     info_specs: Specs = field(default_factory=dict)
     step_specs: Specs = field(default_factory=dict)
+    rewards: frozenset[Key] = frozenset()
     bookkeeping: frozenset[Key] = frozenset()
     own_dtype: frozenset[Key] = frozenset()
     action_masks: Mapping[Key, Key] = field(default_factory=dict)

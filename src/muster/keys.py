@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 Key = tuple[str, ...]
@@ -42,6 +42,11 @@ RESERVED = frozenset(
 def next_of(key: Key) -> Key:
     """The key of the same quantity after the step."""
     return ("next", *key)
+
+
+def is_below(key: Key, above: Collection[Key]) -> bool:
+    """Return whether a key is one of ``above``, or in the nested part that one of them names."""
+    return any(key[: len(prefix)] == prefix for prefix in above)
 
 
 def mask_of(key: Key) -> Key:

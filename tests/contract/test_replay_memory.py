@@ -17,7 +17,9 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensordict import TensorDict
 
 from muster import (
     AsyncCollector,
@@ -64,6 +66,12 @@ def transitions(batches: list[Any], sizes: list[int], capacity: int) -> list[Any
     return found
 
 
+def is_left_out(key: Any) -> bool:
+    """Of a batch, and not in samples without ``keep``."""
+    flags = ("done", "terminated", "truncated")
+    return key[0] == "collector" or key in (*flags, "step_count")
+
+
 def assert_equal(memory: ReplayMemory, expected: list[Any]) -> None:
     every = memory[:]
     for key in every.keys(
@@ -85,6 +93,8 @@ def assert_equal(memory: ReplayMemory, expected: list[Any]) -> None:
             ).squeeze(-1)
             there |= all(KNOWN not in part.keys(True, True) for part in expected)
         assert torch.equal(every[key][there], joined[there]), key
+    returned = {key for key in expected[0].keys(True, True) if not is_left_out(key)}
+    assert returned <= set(every.keys(True, True))
     assert len(memory) == sum(len(part) for part in expected)
 
 
@@ -1274,6 +1284,114 @@ def test_a_memory_of_other_environments():
     with pytest.raises(BadOption, match="differ: .'observation'"):
         collecting(memory, lambda: CountingEnv(noise=True))
     assert len(memory) == 4
+
+
+class Acts(gymnasium.Env[Any, Any]):
+    """Any action, and an observation that counts the steps of episodes of five."""
+
+    observation_space = gymnasium.spaces.Box(0, 5, (), np.float32)
+
+    def __init__(self, action_space: gymnasium.Space[Any]) -> None:
+        self.action_space = action_space
+        self.t = 0
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return np.float32(self.t), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return np.float32(self.t), float(self.t), self.t == 5, False, {}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Dict(arm=spaces.Discrete(3), leg=spaces.Box(-1, 1, (2,))),
+        spaces.Tuple((spaces.Discrete(3), spaces.MultiBinary(2))),
+        spaces.Dict(arm=spaces.Dict(hand=spaces.MultiDiscrete([2, 3]))),
+    ],
+    ids=["dict", "tuple", "nested"],
+)
+def test_actions_of_several_parts(space, rows):
+    memory = check_parity(
+        Collector,
+        lambda _: partial(Acts, space),
+        [2],
+        capacity=40,
+        batches=20,
+        num_envs=2,
+        frames_per_batch=2 * rows,
+    )
+    kept = ReplayMemory(40, keep=["action"])
+    collecting(kept, partial(Acts, space))
+    assert set(kept[:].keys(True, True)) == set(memory[:].keys(True, True))
+
+
+def test_an_action_that_is_an_object():
+    with pytest.raises(BadOption, match="action are Python objects"):
+        collecting(ReplayMemory(10), partial(Acts, spaces.Text(4)))
+
+
+def named() -> Any:
+    """A TorchRL environment whose action and rewards have names of its own."""
+    data = pytest.importorskip("torchrl.data")
+    envs = pytest.importorskip("torchrl.envs")
+
+    class Named(envs.EnvBase):
+        def __init__(self) -> None:
+            super().__init__()
+            self.t = 0
+            self.observation_spec = data.Composite(place=data.Unbounded((1,)))
+            self.action_spec = data.Composite(
+                move=data.Bounded(-1, 1, (2,)),
+                crew=data.Composite(turn=data.Categorical(3, (1,))),
+            )
+            self.reward_spec = data.Composite(
+                gain=data.Unbounded((1,)),
+                crew=data.Composite(pay=data.Unbounded((2, 1))),
+            )
+
+        def _out(self, **more: Any) -> Any:
+            return TensorDict({"place": torch.tensor([float(self.t)]), **more})
+
+        def _reset(self, tensordict: Any = None, **_: Any) -> Any:
+            self.t = 0
+            return self._out()
+
+        def _step(self, tensordict: Any) -> Any:
+            self.t += 1
+            pay = torch.tensor([[10.0], [100.0]]) * self.t
+            return self._out(
+                gain=torch.tensor([float(self.t)]),
+                crew={"pay": pay},
+                done=torch.tensor([self.t == 4]),
+            )
+
+        def _set_seed(self, seed: Any) -> None:
+            torch.manual_seed(0 if seed is None else seed)
+
+    return Named()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_actions_and_rewards_with_names_of_the_environment(rows):
+    memory = check_parity(
+        Collector,
+        lambda _: named,
+        [1],
+        capacity=40,
+        batches=20,
+        frames_per_batch=rows,
+    )
+    batch = memory.sample(50, n_step=2, gamma=0.5)
+    first = batch["place"] + 1
+    expected = first + (first < 4) * 0.5 * (first + 1)
+    assert torch.equal(batch["next", "gain"], expected)
+    shares = torch.tensor([[10.0], [100.0]])
+    assert torch.equal(batch["next", "crew", "pay"], expected.unsqueeze(-1) * shares)
 
 
 def test_agents_that_take_turns():

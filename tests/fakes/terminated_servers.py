@@ -52,9 +52,7 @@ class Server(worker_main.WorkerMain):
             ),
             laid_out={},
         )
-        lane = SimpleNamespace(
-            done_steps=0, layout=SimpleNamespace(object_columns=())
-        )
+        lane = SimpleNamespace(done_steps=0, layout=SimpleNamespace(object_columns=()))
         self._lanes: Any = SimpleNamespace(of=lambda *_: (lane, lane))
         self.ready = True
         return []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -26,12 +28,12 @@ REWARD = ("next", "reward")
 FLAGS = ("done", "terminated", "truncated")
 F32 = np.dtype(np.float32)
 COLUMNS = [
-    Column(OBS, (2,), F32, carry=True),
-    Column(PLACE, (), np.dtype(np.int64), carry=True),
+    Column(OBS, (2,), F32, carry=True, role="observation"),
+    Column(PLACE, (), np.dtype(np.int64), carry=True, role="observation"),
     Column(STATE, (3,), F32, carry=True),
-    Column(("action",), (), np.dtype(np.int64)),
+    Column(("action",), (), np.dtype(np.int64), role="action"),
     Column(EXTRA, (2,), F32),
-    Column(REWARD, (), F32, trailing=True),
+    Column(REWARD, (), F32, trailing=True, role="reward"),
     *(Column(("next", flag), (), np.dtype(bool), trailing=True) for flag in FLAGS),
     *(Column((flag,), (), np.dtype(bool), trailing=True) for flag in FLAGS),
     Column(("collector", "traj_ids"), (), np.dtype(np.int64)),
@@ -80,7 +82,7 @@ class Written:
         self.chain = [[self.new() for _ in range(size)] for size in sizes]
         self.fresh = [[True] * size for size in sizes]
         self.breaks = [[False] * size for size in sizes]
-        memory.open(self.columns, [OBS, PLACE], sizes, margin)
+        memory.open(self.columns, sizes, margin)
 
     def new(self, before: int | None = None) -> int:
         """Return the number of another observation, which may follow one."""
@@ -392,7 +394,7 @@ class Stacked(Written):
     several ways, or are of other frames, also within an episode.
     """
 
-    columns = [Column(OBS, (3, 2), F32, carry=True), *COLUMNS[1:]]  # noqa: RUF012 (never changed)
+    columns = [Column(OBS, (3, 2), F32, carry=True, role="observation"), *COLUMNS[1:]]  # noqa: RUF012 (never changed)
 
     def new(self, before: int | None = None) -> int:
         number = super().new()
@@ -710,7 +712,7 @@ def test_rows_on_a_device_are_tensors(kind):
     memory, twin = (
         ReplayMemory(30, seed=0, keep=["extra"], stack=stack) for _ in range(2)
     )
-    memory.open(kind.columns, [OBS, PLACE], [2], 4, torch.device("cpu"))
+    memory.open(kind.columns, [2], 4, torch.device("cpu"))
     other = kind(twin, [2], 4, 3)
     write = other.memory.write
 
@@ -753,6 +755,21 @@ def test_what_goes_on_is_known_by_its_observation():
 # --- errors ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_memory_is_not_copied(copied):
+    with pytest.raises(BadOption, match="use save and load"):
+        copied(ReplayMemory(5))
+
+
+def test_what_an_index_means_before_anything_is_written():
+    memory = ReplayMemory(5)
+    for index in (slice(None), []):
+        with pytest.raises(NothingToSample, match="no collector has written"):
+            memory[index]
+    with pytest.raises(IndexError, match="0 transitions"):
+        memory[0]
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -771,6 +788,11 @@ def test_what_goes_on_is_known_by_its_observation():
         ({"capacity": 5, "keep": "extra"}, "keep='extra'"),
         ({"capacity": 5, "keep": [1]}, r"keep=\[1\]"),
         ({"capacity": 5, "keep": [["a", "b"]]}, "keep="),
+        ({"capacity": 5, "keep": [()]}, "keep="),
+        ({"capacity": 5, "device": "cuda:99"}, "device='cuda:99'"),
+        ({"capacity": 5, "device": "xla"}, "device='xla'"),
+        ({"capacity": 5, "pin_memory": True}, "to a CUDA device only"),
+        ({"capacity": 5, "pin_memory": True, "device": "cpu"}, "to a CUDA device only"),
     ],
 )
 def test_impossible_options(options, match):
@@ -840,12 +862,12 @@ def test_priorities_of_networks_under_autocast():
 def test_a_discounted_sum_of_rewards_of_any_dtype(reward):
     memory = ReplayMemory(50, seed=0)
     columns = [
-        Column(OBS, (), F32, carry=True),
-        Column(("action",), (), np.dtype(np.int64)),
-        Column(REWARD, (), np.dtype(reward), trailing=True),
+        Column(OBS, (), F32, carry=True, role="observation"),
+        Column(("action",), (), np.dtype(np.int64), role="action"),
+        Column(REWARD, (), np.dtype(reward), trailing=True, role="reward"),
         *(Column(("next", flag), (), np.dtype(bool), trailing=True) for flag in FLAGS),
     ]
-    memory.open(columns, [OBS], [1], 10)
+    memory.open(columns, [1], 10)
     rows = {
         column.key: np.ones((10, 1), column.dtype)
         if column.key == REWARD
@@ -914,10 +936,10 @@ def test_columns_that_cannot_be_stored():
     objects = [*COLUMNS, Column(("graph",), (), OBJECT)]
     memory = ReplayMemory(9, keep=["graph"])
     with pytest.raises(BadOption, match="graph are Python objects"):
-        memory.open(objects, [OBS, PLACE], [1], 1)
-    ReplayMemory(9).open(objects, [OBS, PLACE], [1], 1)
+        memory.open(objects, [1], 1)
+    ReplayMemory(9).open(objects, [1], 1)
     with pytest.raises(BadOption, match="a capacity of at least 12"):
-        ReplayMemory(9).open(COLUMNS, [OBS], [4, 8], 1)
+        ReplayMemory(9).open(COLUMNS, [4, 8], 1)
 
 
 def test_a_memory_of_other_rows():
@@ -925,11 +947,11 @@ def test_a_memory_of_other_rows():
     with pytest.raises(
         BadOption, match=r"\[2\] environments, and the collector has \[3\]"
     ):
-        written.memory.open(COLUMNS, [OBS, PLACE], [3], 4)
-    other = [Column(OBS, (5,), F32, carry=True), *COLUMNS[1:]]
+        written.memory.open(COLUMNS, [3], 4)
+    other = [Column(OBS, (5,), F32, carry=True, role="observation"), *COLUMNS[1:]]
     with pytest.raises(BadOption, match="columns that differ: .'observation'"):
-        written.memory.open(other, [OBS, PLACE], [2], 4)
-    written.memory.open(COLUMNS, [OBS, PLACE], [2], 4)
+        written.memory.open(other, [2], 4)
+    written.memory.open(COLUMNS, [2], 4)
     check_all(written)
 
 
@@ -947,9 +969,12 @@ def test_the_size_is_that_of_what_was_written():
 
 def test_frames_are_stored_once():
     """Three of four frames are not stored, but at the beginnings and ends of episodes."""
-    columns = [Column(OBS, (4, 84, 84), np.dtype(np.uint8), carry=True), *COLUMNS[3:]]
+    columns = [
+        Column(OBS, (4, 84, 84), np.dtype(np.uint8), carry=True, role="observation"),
+        *COLUMNS[3:],
+    ]
     memory = ReplayMemory(3000, stack=4, seed=0)
-    memory.open(columns, [OBS], [1], 1)
+    memory.open(columns, [1], 1)
     rng = np.random.default_rng(0)
     rows = {
         c.key: np.zeros((1, 1, *c.shape), c.dtype)
@@ -983,7 +1008,7 @@ def test_observations_that_are_no_stacks():
         with pytest.raises(
             BadOption, match=rf"stack={stack}.*no observation is a stack"
         ):
-            memory.open(COLUMNS, [OBS, PLACE], [1], 1)
+            memory.open(COLUMNS, [1], 1)
     with pytest.raises(BadOption, match="stack=0"):
         ReplayMemory(30, stack=0)
 
@@ -1366,13 +1391,19 @@ def test_rows_that_are_overwritten_while_they_are_read_are_not_returned():
     size = 2000
     keys = [("next", name) for name in ("done", "terminated", "truncated")]
     columns = [
-        Column(("observation",), (size,), np.dtype(np.float64), carry=True),
-        Column(("action",), (), np.dtype(np.int64)),
+        Column(
+            ("observation",),
+            (size,),
+            np.dtype(np.float64),
+            carry=True,
+            role="observation",
+        ),
+        Column(("action",), (), np.dtype(np.int64), role="action"),
         Column(("next", "reward"), (), np.dtype(np.float64), trailing=True),
         *[Column(key, (), np.dtype(bool), trailing=True) for key in keys],
     ]
     memory = ReplayMemory(300, seed=0)
-    memory.open(columns, [("observation",)], [1], 16)
+    memory.open(columns, [1], 16)
     is_over = threading.Event()
     is_full = threading.Event()
 

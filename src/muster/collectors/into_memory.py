@@ -104,7 +104,7 @@ class MemoryWriter:
         if device is not None and device.type == "cpu":
             device = None
         sizes = [counts.info.num_envs for counts in counters]
-        self._memory.open(columns, observed, sizes, self._margin, device)
+        self._memory.open(columns, sizes, self._margin, device)
         self._observed = observed
         self._columns = given
 

@@ -41,7 +41,7 @@ from muster.utils.checked import (
     list_of_seeds,
 )
 from muster.utils.containers import is_several
-from muster.utils.devices import with_index
+from muster.utils.devices import device_of
 from muster.utils.integers import integer
 from muster.utils.whole_files import check_folder
 from muster.workers.options import WorkerOptions
@@ -255,20 +255,7 @@ def _device(name: str, value: Any, *, here: bool = True) -> torch.device | None:
         return found[0]
     if value is None:
         return None
-    try:
-        device = torch.device(value)
-    except (RuntimeError, TypeError) as error:
-        raise BadOption(
-            f"{name}={value!r}: not a torch device ({str(error).splitlines()[0]})"
-        ) from None
-    if not here:
-        return device
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise BadOption(
-            f"{name}={value!r}: this machine or this build of torch has no CUDA device"
-        )
-    # tensors name the index, and the two are compared
-    return with_index(device)
+    return device_of(name, value, here=here)
 
 
 def half_of_memory() -> int:

@@ -158,6 +158,7 @@ class ParallelEnvs(
             observed,
             self._actions.specs,
             step_specs=rewards,
+            rewards=frozenset(rewards),
             action_masks=masks,
             reward_key=TEAM_REWARD,
             agent_rewards=members,

@@ -126,6 +126,7 @@ class TorchRLEnvs(
             specs.observations,
             specs.actions,
             step_specs=specs.steps,
+            rewards=frozenset(specs.steps),
             bookkeeping=bookkeeping,
             own_dtype=bookkeeping | specs.state,
             action_masks=masks,

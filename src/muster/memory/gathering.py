@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from muster.keys import IS_INIT, Key, next_of
+from muster.keys import IS_INIT, Key, is_below, next_of
 from muster.memory.ring import Ring
-from muster.memory.specs import Array, Column
+from muster.memory.specs import Array
 from muster.utils.private_names import tensordict_maker
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ class Gathering:
 
     Args:
         ring: has the rows.
-        keep: keys of samples beside observations, actions and what a step returns.
+        keep: keys of samples beside observations, actions and what a step returns; of leaves, or of
+            all below them.
         number: number of the ring.
         count: number of rings of the memory.
     """
@@ -45,10 +46,10 @@ class Gathering:
         returned = []
         for column in stored.columns:
             key = column.key
-            if key in stored.observed or key in keep or is_action(column):
-                shown.append(key)
-            elif key[0] == "next":
+            if key[0] == "next":
                 returned.append(key)
+            elif column.role is not None or is_below(key, keep):
+                shown.append(key)
         following = list(map(next_of, stored.observed))
         self._ring = ring
         self._number = number
@@ -56,7 +57,11 @@ class Gathering:
         self._shown = [stored.reads[key] for key in shown]
         self._returned = [stored.reads[key] for key in returned]
         self._keys = (*shown, *returned, INDEX, *following)
-        self._rewards = [key for key in returned if key[-1] == "reward"]
+        self._rewards = [
+            column.key
+            for column in stored.columns
+            if column.role == "reward" and column.key in returned
+        ]
         self._tree = KeyTree(self._keys)
 
     def transitions(self, cells: Array) -> TensorDict:
@@ -239,10 +244,3 @@ def tensordict_of(
 @lru_cache(maxsize=64)
 def _tree(keys: tuple[Key, ...]) -> KeyTree:
     return KeyTree(keys)
-
-
-def is_action(column: Column) -> bool:
-    """Return whether a column is an action, or a part of it."""
-    if column.key[0] in ("next", "collector"):
-        return False
-    return column.key[-1] == "action"

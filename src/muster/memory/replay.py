@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from muster.errors import BadCheckpoint, BadOption, NothingToSample, text_of
+from muster.errors import BadCheckpoint, BadOption, NothingToSample
 from muster.keys import Key, dotted
 from muster.memory.gathering import Gathering
 from muster.memory.replay_files import UNREADABLE, Loaded, MemoryFiles, Snapshot
@@ -23,6 +23,7 @@ from muster.memory.sampler import Drawn, InSequence, Make, Sampler, nothing_yet
 from muster.memory.saved_rows import SavedRows
 from muster.memory.specs import Array, Column
 from muster.memory.stored_columns import StoredColumns, check_same, column_of, described
+from muster.utils.devices import device_of
 from muster.utils.integers import finite, integer
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class ReplayMemory:
         capacity: maximum number of transitions; the oldest are dropped. With several environments,
             each has the same share, rounded down.
         keep: further keys of samples, such as ``"action_log_prob"``, ``("collector", "traj_ids")``
-            or a recurrent state. None of them is stored twice.
+            or a recurrent state; a key of a nested TensorDict stands for all below it. None of them
+            is stored twice.
         device: where samples are; None: where the transitions are (in host memory, or on the
             device of the environments).
         pin_memory: copy samples to ``device`` through pinned memory, without blocking. Needs CUDA.
@@ -94,7 +96,15 @@ class ReplayMemory:
         self.capacity = integer("capacity", capacity, of="ReplayMemory")
         frames = integer("stack", stack, of="ReplayMemory")
         self._stored = StoredColumns(self.capacity, _keys(keep), frames)
-        self._device = None if device is None else _device(device)
+        self._device = None
+        if device is not None:
+            self._device = device_of("ReplayMemory: device", device)
+        if pin_memory and (self._device is None or self._device.type != "cuda"):
+            raise BadOption(
+                f"ReplayMemory(pin_memory={pin_memory!r}, device={device!r}): samples are copied"
+                " through pinned memory to a CUDA device only; name one as device, or leave"
+                " pin_memory out"
+            )
         self._pins = pin_memory
         self._alpha = alpha
         if seed is not None:
@@ -121,6 +131,13 @@ class ReplayMemory:
             size = f"{self.nbytes / 1e6:,.1f} MB"
         return f"ReplayMemory({len(self):,} of {self.capacity:,} transitions, {size})"
 
+    def __reduce__(self) -> Any:
+        """Raise ``BadOption``: a copy would not get what collectors write."""
+        raise BadOption(
+            "a ReplayMemory can be neither pickled nor deep-copied: collectors write to this one."
+            " For a copy of what is in it, use save and load, or state_dict and load_state_dict"
+        )
+
     @property
     def nbytes(self) -> int:
         """Size of what was written, in bytes."""
@@ -137,7 +154,6 @@ class ReplayMemory:
     def open(
         self,
         columns: Sequence[Column],
-        observed: Sequence[Key],
         sizes: Sequence[int],
         margin: int,
         device: torch.device | None = None,
@@ -146,8 +162,7 @@ class ReplayMemory:
         goes on if the new rows fit.
 
         Args:
-            columns: columns of the rows.
-            observed: keys of the observations among them.
+            columns: columns of the rows, with their roles.
             sizes: number of environments of each ring.
             margin: number of rows that are written at once, at most.
             device: where the rows are; None: in host memory.
@@ -155,14 +170,14 @@ class ReplayMemory:
         Raises:
             BadOption: the memory is too small, has rows of another shape, or cannot store a column.
         """
-        stored = self._stored.of(columns, observed)
+        stored = self._stored.of(columns)
         self._stored.rows_of(sizes)
         if self._sampler is not None:
             check_same(self._sampler.rings, stored, sizes)
             return
-        self._stored.check_stacks(stored, observed)
+        self._stored.check_stacks(stored)
         self._sampler = self._sampler_of(
-            self._stored.rings(stored, observed, sizes, margin, device)
+            self._stored.rings(stored, sizes, margin, device)
         )
 
     def owe(self, rows: LateRows) -> None:
@@ -319,7 +334,6 @@ class ReplayMemory:
         ring = sampler.rings[0]
         about = {
             "columns": [described(column) for column in ring.stored.columns],
-            "observed": [list(key) for key in ring.stored.observed],
             "sizes": [ring.B for ring in sampler.rings],
             "margin": ring.margin,
             "alpha": self._alpha,
@@ -336,7 +350,6 @@ class ReplayMemory:
         """
         try:
             columns = [column_of(column) for column in about["columns"]]
-            observed = [tuple(key) for key in about["observed"]]
             stack = self._stored.stack
             if (about["alpha"] is None) != (self._alpha is None):
                 raise BadOption(
@@ -347,7 +360,7 @@ class ReplayMemory:
                 raise BadOption(
                     f"it has stack={about['stack']}, and this one stack={stack}"
                 )
-            stored = self._stored.of(columns, observed)
+            stored = self._stored.of(columns)
             if len(stored) < len(columns):
                 kept = {column.key for column in stored}
                 more = sorted(dotted(c.key) for c in columns if c.key not in kept)
@@ -358,7 +371,7 @@ class ReplayMemory:
                 check_same(self._sampler.rings, stored, sizes)
                 device = self._sampler.rings[0].stored.device
             margin = integer("margin", about["margin"], of="ReplayMemory")
-            return self._stored.rings(stored, observed, sizes, margin, device)
+            return self._stored.rings(stored, sizes, margin, device)
         except BadOption as error:
             raise BadCheckpoint(
                 f"the saved ReplayMemory does not fit to this one: {error}"
@@ -480,11 +493,14 @@ class ReplayMemory:
 
         Raises:
             IndexError: there is no such transition.
+            NothingToSample: no collector has written to the memory yet, so its keys are not known.
         """
         with self.lock:
             chosen = _numbers(index, len(self))
             if self._sampler is None:
-                raise IndexError("ReplayMemory: there are no transitions yet")
+                raise NothingToSample(
+                    "ReplayMemory[...]: no collector has written to it yet"
+                )
             batch = self._in_order(self._sampler, chosen)
         is_one = not isinstance(index, slice) and _host(index).ndim == 0
         return batch[0] if is_one else batch
@@ -608,9 +624,10 @@ class ReplayMemory:
     def _placed(self, batch: TensorDict) -> TensorDict:
         if self._device is None or batch["index"].device == self._device:
             return batch
-        if self._pins:
+        pins = self._pins and batch["index"].device.type == "cpu"
+        if pins:
             batch = batch.pin_memory()
-        return batch.to(self._device, non_blocking=self._pins)
+        return batch.to(self._device, non_blocking=pins)
 
 
 class _Sample(NamedTuple):
@@ -712,20 +729,13 @@ def _keys(keep: Any) -> list[Key]:
     is_list = isinstance(keep, Iterable) and not isinstance(keep, (str, bytes))
     for key in keep if is_list else [None]:
         parts = key if isinstance(key, tuple) else (key,)
-        if not all(isinstance(part, str) for part in parts):
+        if not parts or not all(isinstance(part, str) for part in parts):
             raise BadOption(
                 f"ReplayMemory(keep={keep!r}): expected a list of keys, each a text or a tuple of"
                 " texts"
             )
         found.append(parts)
     return found
-
-
-def _device(device: Any) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise BadOption(f"ReplayMemory(device={device!r}): {text_of(error)}") from error
 
 
 def _of_priority(what: str, values: Any, dtype: Any) -> Array:

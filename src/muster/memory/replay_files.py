@@ -33,7 +33,7 @@ from muster.utils import tensor_files
 from muster.utils.whole_files import make_folder, open_regular, write_whole
 
 MANIFEST = "memory.json"
-FORMAT = 1
+FORMAT = 2
 BLOCK_BYTES = 1 << 24  # of rows in a file
 FILE = re.compile(r"(rows-\d+-\d+-\d+|newest-\d+)-[0-9a-f]{16}\.safetensors")
 LEFT_OVER = re.compile(FILE.pattern + r"\.[0-9a-f]{12}\.tmp")

@@ -35,7 +35,6 @@ class Ring:
     Args:
         columns: columns of the rows. Those with ``carry`` have one row more than there are
             transitions: the observations, and the recurrent states of policies.
-        observed: keys of the observations.
         num_envs: number of environments, B.
         capacity: maximum number of readable rows.
         margin: maximum number of rows that are written at once.
@@ -58,23 +57,23 @@ class Ring:
     def __init__(
         self,
         columns: Sequence[Column],
-        observed: Sequence[Key],
         num_envs: int,
         capacity: int,
         margin: int,
         device: torch.device | None = None,
         stack: int = 1,
     ) -> None:
-        shapes = {column.key: column.shape for column in columns}
         self.B = num_envs
         self.capacity = capacity
         self.margin = margin
-        has_stacks = any(is_stack(shapes[key], stack) for key in observed)
+        has_stacks = any(
+            is_stack(column.shape, stack)
+            for column in columns
+            if column.role == "observation"
+        )
         self.reach = stack - 1 if has_stacks else 0
         self.places = capacity + margin + 1 + self.reach
-        self.stored = StoredRows(
-            columns, observed, num_envs, self.places, device, stack
-        )
+        self.stored = StoredRows(columns, num_envs, self.places, device, stack)
         self.lo = 0
         self.hi = 0
         self.num_masked = 0

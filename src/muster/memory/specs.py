@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,6 +131,9 @@ def is_joint_mask(nvec: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     )
 
 
+Role = Literal["observation", "action", "reward"]
+
+
 @dataclass(frozen=True)
 class Column:
     """One named array of a rollout: ``[T, B, *shape]``, or ``[T + 1, B, *shape]`` with ``carry``.
@@ -141,7 +144,7 @@ class Column:
     ``hidden``: the column is not in that view. ``host``: Muster's bookkeeping, which also has an
     array in host memory if the slot is on another device. ``ragged`` and ``inner``: see
     ``ArraySpec``. ``by_policy``: a recurrent state that the environment declares, too; the
-    environment writes it at resets only.
+    environment writes it at resets only. ``role``: what it is to a learner, whatever its key.
     """
 
     key: Key
@@ -154,6 +157,7 @@ class Column:
     ragged: bool = False
     by_policy: bool = False
     inner: int = 0
+    role: Role | None = None
 
     @property
     def is_tensor(self) -> bool:

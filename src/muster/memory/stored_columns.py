@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from muster.errors import BadOption
-from muster.keys import FLAGS, Key, dotted, next_of
-from muster.memory.gathering import is_action
+from muster.keys import FLAGS, Key, dotted, is_below, next_of
 from muster.memory.ring import Ring
 from muster.memory.specs import Column
 from muster.memory.stored_rows import is_stack
@@ -34,47 +33,47 @@ class StoredColumns:
         self.stack = stack
         self._capacity = capacity
 
-    def of(self, columns: Sequence[Column], observed: Sequence[Key]) -> list[Column]:
+    def of(self, columns: Sequence[Column]) -> list[Column]:
         """Return the columns that are stored."""
-        known = {column.key: column for column in columns}
-        needed = {*observed, *self.keep}
+        known = [column.key for column in columns]
         for key in self.keep:
-            if key not in known:
+            if not any(is_below(there, [key]) for there in known):
                 raise BadOption(
                     f"ReplayMemory(keep=): there is no {dotted(key)}. There are"
                     f" {sorted(dotted(key) for key in known if key[0] != 'next')}"
                 )
+        stored = []
         for column in columns:
-            if not column.is_tensor and column.key in needed:
+            has_role = column.role is not None and not column.hidden
+            needed = has_role or is_below(column.key, self.keep)
+            if column.is_tensor and (needed or _is_of_step(column)):
+                stored.append(column)
+            elif needed:
                 raise BadOption(
                     f"ReplayMemory stores tensors, and {dotted(column.key)} are Python objects."
                     " Use TorchRL's ReplayBuffer(storage=ListStorage(n)), or make arrays of them"
                     " in the environment"
                 )
-        return [
-            column
-            for column in columns
-            if column.is_tensor and _is_stored(column, needed)
-        ]
+        return stored
 
     def rings(
         self,
         columns: Sequence[Column],
-        observed: Sequence[Key],
         sizes: Sequence[int],
         margin: int,
         device: torch.device | None,
     ) -> list[Ring]:
         """Return empty rings for stored columns."""
         rows = self.rows_of(sizes)
-        return [
-            Ring(columns, observed, size, rows, margin, device, self.stack)
-            for size in sizes
-        ]
+        return [Ring(columns, size, rows, margin, device, self.stack) for size in sizes]
 
-    def check_stacks(self, columns: Sequence[Column], observed: Sequence[Key]) -> None:
+    def check_stacks(self, columns: Sequence[Column]) -> None:
         """Raise ``BadOption`` if no observation is a stack of frames, and the option says so."""
-        shapes = {dotted(c.key): list(c.shape) for c in columns if c.key in observed}
+        shapes = {
+            dotted(column.key): list(column.shape)
+            for column in columns
+            if column.role == "observation"
+        }
         if self.stack > 1 and not any(
             is_stack(shape, self.stack) for shape in shapes.values()
         ):
@@ -101,10 +100,8 @@ def check_same(
     sizes: Sequence[int],
 ) -> None:
     """Raise ``BadOption`` if rows with these columns do not fit to those that are stored."""
-    have = {
-        column.key: (column.shape, column.dtype) for column in rings[0].stored.columns
-    }
-    given = {column.key: (column.shape, column.dtype) for column in columns}
+    have = _kinds(rings[0].stored.columns)
+    given = _kinds(columns)
     here = [ring.B for ring in rings]
     if have == given and here == list(sizes):
         return
@@ -117,6 +114,10 @@ def check_same(
     )
 
 
+def _kinds(columns: Sequence[Column]) -> dict[Key, tuple[Any, ...]]:
+    return {column.key: (column.shape, column.dtype, column.role) for column in columns}
+
+
 def described(column: Column) -> list[Any]:
     """Return a column as JSON has it."""
     shape = list(column.shape)
@@ -127,12 +128,13 @@ def described(column: Column) -> list[Any]:
         column.carry,
         column.trailing,
         column.hidden,
+        column.role,
     ]
 
 
 def column_of(described: Sequence[Any]) -> Column:
     """Return the column of ``described``."""
-    key, shape, dtype, carry, trailing, hidden = described
+    key, shape, dtype, carry, trailing, hidden, role = described
     return Column(
         tuple(key),
         tuple(shape),
@@ -140,12 +142,11 @@ def column_of(described: Sequence[Any]) -> Column:
         carry=carry,
         trailing=trailing,
         hidden=hidden,
+        role=role,
     )
 
 
-def _is_stored(column: Column, needed: Collection[Key]) -> bool:
-    """Return whether samples have a column: ``needed``, actions, and what a step returns."""
-    if column.key in needed or is_action(column):
-        return True
+def _is_of_step(column: Column) -> bool:
+    """Return whether a column is what a step returns to the user, or one of the flags."""
     is_flag = column.key in map(next_of, FLAGS)
     return column.key[0] == "next" and (is_flag or not column.hidden)

@@ -30,11 +30,12 @@ class StoredRows:
     A row of one environment is a *cell*, at the place ``place of the row * B + environment``.
 
     Args:
-        columns, observed, num_envs, device: see ``Ring``.
+        columns, num_envs, device: see ``Ring``.
         places: number of rows.
         stack: number of frames of stacked observations; 1: there are none.
 
     Attributes:
+        observed: keys of the observations.
         data: rows of each column by place, ``[places + 1, B, *shape]``; of stacks, the newest frames.
             Arrays, or tensors on a device.
         reads: the functions that gather the rows of each column by the places of their cells,
@@ -53,22 +54,20 @@ class StoredRows:
     def __init__(
         self,
         columns: Sequence[Column],
-        observed: Sequence[Key],
         num_envs: int,
         places: int,
         device: torch.device | None,
         stack: int,
     ) -> None:
         self.columns = tuple(columns)
-        self.observed = list(observed)
         self.B = num_envs
         self.places = places
         self.device = device
         self.to_tensor: Callable[[Rows], torch.Tensor] = as_tensor
         if device is None:
             self.to_tensor = torch.from_numpy
-        by_key = {column.key: column for column in columns}
-        observed_columns = [by_key[key] for key in self.observed]
+        observed_columns = [c for c in columns if c.role == "observation"]
+        self.observed = [column.key for column in observed_columns]
         self.stacked: list[Key] = []
         for column in observed_columns:
             if is_stack(column.shape, stack):

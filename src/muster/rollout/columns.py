@@ -23,13 +23,20 @@ from muster.keys import (
     TRAJ_IDS,
     TRUNCATED,
     VALID,
+    Key,
     next_of,
 )
-from muster.memory.specs import OBJECT, Column
+from muster.memory.specs import OBJECT, ArraySpec, Column, Role
 from muster.rollout.options import RolloutOptions
 
 FLAG = np.dtype(bool)
 INTEGER = np.dtype(np.int64)
+
+
+def _column(key: Key, spec: ArraySpec, role: Role | None = None) -> Column:
+    return Column(
+        key, spec.shape, spec.dtype, ragged=spec.ragged, inner=spec.inner, role=role
+    )
 
 
 def lane_columns(
@@ -56,21 +63,17 @@ def lane_columns(
         )
     columns = []
     for key, spec in env_spec.carried_specs.items():
-        column = Column(
-            key, spec.shape, spec.dtype, ragged=spec.ragged, inner=spec.inner
+        column = _column(key, spec)
+        columns.append(
+            replace(column, carry=True, by_policy=key in by_policy, role="observation")
         )
-        columns.append(replace(column, carry=True, by_policy=key in by_policy))
         if not options.compact_obs:
             columns.append(replace(column, key=next_of(key)))
     for key, spec in env_spec.action_specs.items():
-        columns.append(
-            Column(key, spec.shape, spec.dtype, ragged=spec.ragged, inner=spec.inner)
-        )
+        columns.append(_column(key, spec, "action"))
     for key, spec in env_spec.step_specs.items():
-        column = Column(
-            next_of(key), spec.shape, spec.dtype, ragged=spec.ragged, inner=spec.inner
-        )
-        columns.append(column)
+        role: Role | None = "reward" if key in env_spec.rewards else None
+        columns.append(_column(next_of(key), spec, role))
     visible = set(env_spec.flags)
     if options.max_frames_per_traj:
         visible.add(TRUNCATED)
@@ -90,6 +93,7 @@ def lane_columns(
             trailing=True,
             host=True,
             hidden=env_spec.reward_key == TEAM_REWARD,
+            role="reward",
         )
     )
     columns.append(
