@@ -6,6 +6,8 @@ import enum
 import functools
 import gc
 import io
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -79,6 +81,78 @@ def test_lambdas_closures_and_local_classes_come_back() -> None:
     ]
     array = np.arange(3)
     assert loads(dumps(array, "x"), "x").tolist() == [0, 1, 2]
+
+
+def made_by_functools() -> Any:
+    """A class as PettingZoo's template has it, and functions, all unknown to other processes."""
+
+    @functools.cache
+    def fibonacci(n: int) -> int:
+        return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+    @functools.singledispatch
+    def kind(value: Any) -> str:
+        return "other"
+
+    @kind.register
+    def _(value: int) -> str:
+        return "int"
+
+    class Local:
+        @functools.lru_cache(maxsize=3, typed=True)  # noqa: B019 (what users write)
+        def space(self, agent: str) -> list[str]:
+            return [agent]
+
+        @functools.cached_property
+        def table(self) -> list[int]:
+            return [fibonacci(30)]
+
+        @functools.singledispatchmethod
+        def named(self, value: Any) -> str:
+            return kind(value)
+
+        @named.register
+        def _(self, value: str) -> str:
+            return "text"
+
+    return Local
+
+
+def test_what_functools_makes_of_functions_comes_back() -> None:
+    program = """if True:
+        import sys
+        from muster.restore.pickling import loads
+
+        cls = loads(sys.stdin.buffer.read(), "x")
+        made = cls()
+        assert made.space("a") is made.space("a") == ["a"]
+        assert cls.space.cache_parameters() == {"maxsize": 3, "typed": True}
+        assert cls.space.cache_info().hits == 1
+        assert made.table is made.table == [832040]
+        print(*map(made.named, [1, 2.0, "three"]))
+    """
+    Local = made_by_functools()
+    Local().space("a")
+    Local().named(1)
+    told = subprocess.run(
+        [sys.executable, "-c", program],
+        input=dumps(Local, "x"),
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
+    assert told.stdout.split() == [b"int", b"other", b"text"]
+
+
+def test_a_cached_function_of_a_module_stays_the_same() -> None:
+    without_name = functools.lru_cache(functools.partial(int, base=2))
+    assert loads(dumps(without_name, "x"), "x")("11") == 3
+    assert loads(dumps(cached_here, "x"), "x") is cached_here
+
+
+@functools.lru_cache
+def cached_here() -> None:
+    """Of a module."""
 
 
 def test_a_closure_variable_is_named_with_the_attribute_that_fails() -> None:

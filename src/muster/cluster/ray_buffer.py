@@ -17,14 +17,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import numpy as np
 import torch
 
 from muster.episodes.stored import StoredItems
 from muster.errors import BadOption, WorkerDied
 from muster.memory.specs import Array
-from muster.restore.pickling import dumps, loads, unpickle
+from muster.restore.pickling import Pickler, dumps, loads, unpickle
 from muster.utils.attributes import optional
 
 if TYPE_CHECKING:
@@ -251,7 +250,7 @@ def _is_buffer(thing: Any) -> bool:
 # --- tensors as arrays ----------------------------------------------------------------------------
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(Pickler):
     """Pickles ordinary tensors as out-of-band buffers, without a copy if they are contiguous."""
 
     def reducer_override(self, obj: Any) -> Any:

@@ -24,11 +24,17 @@ from enum import Enum
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import numpy as np
 
 from muster.errors import described
-from muster.restore.pickling import innermost, received
+from muster.restore.pickling import (
+    Cached,
+    Pickler,
+    innermost,
+    is_found_by_name,
+    received,
+    reduced_cache,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -145,7 +151,7 @@ class _GraphUnpickler(pickle.Unpickler):
         return self._fixed[name]
 
 
-class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+class _GraphPickler(Pickler):
     def __init__(
         self,
         file: io.BytesIO,
@@ -185,6 +191,7 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
             np.ndarray: self._array,
             io.TextIOWrapper: self._stream,
             weakref.ref: self._weak,
+            Cached: _cached,
         }
         if "torch" in sys.modules:  # else no object is a tensor
             special[torch.Tensor] = self._tensor
@@ -397,6 +404,10 @@ def _loses(obj: Any) -> bool:
     if not isinstance(state, dict):
         state = {}
     return any(state.get(name, ...) is not value for name, value in vars(obj).items())
+
+
+def _cached(obj: Any) -> Any:
+    return reduced_cache(obj, named=is_found_by_name(obj))
 
 
 def _by_dict(obj: Any, state: Any = None) -> Any:

@@ -6,13 +6,14 @@ import dis
 import inspect
 import io
 import pickle
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import cloudpickle
 from cloudpickle import cloudpickle as by_value
@@ -57,14 +58,13 @@ def dumps(obj: Any, what: str, remedy: str | None = None) -> bytes:
         BadOption: a part cannot be pickled; the message has its type and place.
     """
     try:
-        data: bytes = cloudpickle.dumps(obj)
+        return by_cloudpickle(obj)
     except Exception as error:
         if remedy is None:
             remedy = "Pass a function that makes it."
             if isinstance(obj, (FunctionType, MethodType, partial)):
                 remedy = "Make it inside the function instead."
         raise BadOption(f"{what}{_culprit(obj, error)} {remedy}") from error
-    return data
 
 
 def packed(value: Any, what: str, remedy: str | None = None) -> bytes:
@@ -75,6 +75,64 @@ def packed(value: Any, what: str, remedy: str | None = None) -> bytes:
         return dumps(value, what, remedy)
     # a class of the script or notebook, most often, which is another one in the other process
     return dumps(value, what, remedy) if b"__main__" in data else data
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    """Pickles what cloudpickle does, and what ``functools`` makes of functions of a script or notebook:
+    ``cache`` and ``lru_cache``, ``cached_property`` and ``singledispatch``.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        cls = type(obj)
+        if cls is Cached:
+            return reduced_cache(obj, named=_can_be_imported(obj))
+        if cls is cached_property:  # with Python 3.11 it has a lock
+            state = {"attrname": obj.attrname, "__doc__": obj.__doc__}
+            return cached_property, (obj.func,), state
+        if cls is WeakKeyDictionary:  # of ``singledispatch``
+            return WeakKeyDictionary, (dict(obj),)
+        return super().reducer_override(obj)
+
+
+Cached = type(lru_cache(len))  # what ``functools.cache`` and ``lru_cache`` return
+
+
+def reduced_cache(cached: Any, *, named: bool) -> Any:
+    """Return what pickles the result of ``functools.lru_cache``, which comes back without its contents.
+
+    ``named``: by its name.
+    """
+    if named:
+        return cached.__reduce__()
+    given = cached.cache_parameters(), cached.__wrapped__
+    return _with_cache, given, vars(cached)
+
+
+def _with_cache(parameters: Mapping[str, Any], function: Any) -> Any:
+    return lru_cache(**parameters)(function)
+
+
+def is_found_by_name(obj: Any) -> bool:
+    """Return whether this process finds an object by its module and qualified name."""
+    found = sys.modules.get(obj.__module__)
+    for name in getattr(obj, "__qualname__", "").split("."):
+        found = getattr(found, name, None)
+    return found is obj
+
+
+def _can_be_imported(obj: Any) -> bool:
+    """Return whether other processes find an object by its name, too."""
+    parts = obj.__module__.split(".")
+    above = {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+    by_value = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+    return not above & by_value and is_found_by_name(obj)
+
+
+def by_cloudpickle(obj: Any) -> bytes:
+    """Pickle an object, also if it is made of a script or notebook. Raises whatever that raises."""
+    file = io.BytesIO()
+    Pickler(file).dump(obj)
+    return file.getvalue()
 
 
 def unpickle(data: bytes, buffers: Iterable[Any] = ()) -> Any:
@@ -215,7 +273,7 @@ def innermost(
 
 def _failure(obj: Any) -> Exception | None:
     try:
-        cloudpickle.dumps(obj)
+        by_cloudpickle(obj)
     except Exception as error:  # noqa: BLE001  (after any exception, it cannot be pickled)
         return error
     return None

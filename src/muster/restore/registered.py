@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NoReturn
 
-import cloudpickle
 from gymnasium import Env
 from gymnasium.envs.registration import EnvSpec, registry
 from gymnasium.error import Error as GymnasiumError
 
 from muster.errors import BadOption, described
-from muster.restore.pickling import dumps, loads
+from muster.restore.pickling import by_cloudpickle, dumps, loads
 
 MAIN = "__main__"
 # Gymnasium compares these of all ids at every look-up
@@ -168,7 +167,7 @@ def _packed(spec: EnvSpec) -> bytes:
             return pickle.dumps(
                 content, pickle.HIGHEST_PROTOCOL
             )  # a tenth of cloudpickle's time
-        return bytes(cloudpickle.dumps(content))
+        return by_cloudpickle(content)
     except Exception as error:
         what = f"{spec.id!r} is registered in this program, and cannot be sent to other processes"
         for part, remedy in REMEDIES.items():

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import cloudpickle
-
 from muster import errors
 from muster.errors import (
     EnvError,
@@ -28,7 +26,7 @@ from muster.errors import (
     shown,
     text_of,
 )
-from muster.restore.pickling import unpickle
+from muster.restore.pickling import by_cloudpickle, unpickle
 from muster.utils.tracebacks import (
     MUSTER,
     is_installed,
@@ -506,7 +504,7 @@ def _sent_cause(cause: BaseException | None) -> tuple[RemoteError | None, bytes 
 def _pickled(error: BaseException) -> bytes | None:
     """Pickle an exception; None if it is too large, or unpickling here does not restore it."""
     try:
-        data: bytes = cloudpickle.dumps(error)
+        data = by_cloudpickle(error)
         if len(data) > MAX_PICKLE_BYTES:
             return None
         again = unpickle(data)

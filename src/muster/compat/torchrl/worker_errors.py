@@ -27,11 +27,9 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NoReturn
 
-import cloudpickle
-
 from muster.compat.torchrl.progress import SharedProgress
 from muster.errors import MusterError, RemoteError
-from muster.restore.pickling import unpickle
+from muster.restore.pickling import by_cloudpickle, unpickle
 from muster.workers.failures import MAX_PICKLE_BYTES, SentError, pack
 
 # methods that TorchRL's worker calls, besides the iterator, and the phases of their errors
@@ -231,7 +229,7 @@ def _parts(error: BaseException) -> bytes | None:
     Most of these have a constructor with other arguments than those that they pass on.
     """
     try:
-        data: bytes = cloudpickle.dumps((type(error), error.args, vars(error)))
+        data = by_cloudpickle((type(error), error.args, vars(error)))
     except Exception:  # noqa: BLE001 (foreign code)
         return None
     return data if len(data) <= MAX_PICKLE_BYTES else None
