@@ -7,6 +7,7 @@ by itself.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -1340,7 +1341,7 @@ def named() -> Any:
     data = pytest.importorskip("torchrl.data")
     envs = pytest.importorskip("torchrl.envs")
 
-    class Named(envs.EnvBase):
+    class NamedByItself(envs.EnvBase):
         def __init__(self) -> None:
             super().__init__()
             self.t = 0
@@ -1373,7 +1374,7 @@ def named() -> Any:
         def _set_seed(self, seed: Any) -> None:
             torch.manual_seed(0 if seed is None else seed)
 
-    return Named()
+    return NamedByItself()
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -1392,6 +1393,73 @@ def test_actions_and_rewards_with_names_of_the_environment(rows):
     assert torch.equal(batch["next", "gain"], expected)
     shares = torch.tensor([[10.0], [100.0]])
     assert torch.equal(batch["next", "crew", "pay"], expected.unsqueeze(-1) * shares)
+
+
+class Named(gymnasium.Env[Any, Any]):
+    """An observation of any name and shape, which counts steps."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, name: str, shape: tuple[int, ...] = (2,)) -> None:
+        self.t = 0
+        one = spaces.Box(0, 99, shape)
+        self.observation_space = spaces.Dict({name: one, "x": one})
+
+    def observation(self) -> Any:
+        return {
+            name: np.full(space.shape, self.t, np.float32)
+            for name, space in self.observation_space.items()
+        }
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.t = 0
+        return self.observation(), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return self.observation(), 1.0, self.t == 5, False, {}
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(
+    ("name", "memory", "asked", "of"),
+    [
+        ("index", {}, {}, "ReplayMemory"),
+        ("weight", {"alpha": 0.5}, {}, "ReplayMemory(alpha=...)"),
+        ("gamma", {}, {"n_step": 2}, "sample(n_step=...)"),
+        ("steps_to_next_obs", {}, {"n_step": 2}, "sample(n_step=...)"),
+        ("is_init", {}, {"sequence": 2}, "sample(sequence=...)"),
+        ("steps", {}, {"relabel": lambda *_: None}, "sample(relabel=...)"),
+    ],
+)
+def test_observations_whose_names_a_sample_needs_itself(name, memory, asked, of, rows):
+    made = ReplayMemory(20, **memory)
+    with pytest.raises(BadOption, match=re.escape(f"{of} writes '{name}' into")):
+        collector = collecting(made, lambda: Named(name), frames_per_batch=rows)
+        for _ in taken(collector, 4):
+            pass
+        made.sample(4, **asked)
+    if asked:
+        assert made[:][name].equal(made[:]["x"])
+    if memory:
+        other = ReplayMemory(20)
+        collecting(other, lambda: Named(name), frames_per_batch=rows)
+        assert other[:][name].equal(other[:]["x"])
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_observations_without_elements(rows):
+    memory = ReplayMemory(20)
+    collecting(memory, lambda: Named("empty", (0, 3)), frames_per_batch=rows)
+    assert memory.sample(4)["empty"].shape == (4, 0, 3)
+    assert memory.sample(4, n_step=2)["next", "empty"].shape == (4, 0, 3)
+    assert memory.sample(4, sequence=1)["empty"].shape == (4, 1, 0, 3)
+
+
+@pytest.mark.parametrize("capacity", [10**15, 2**62])
+def test_a_memory_that_is_too_large(capacity):
+    with pytest.raises(BadOption, match="Give it a smaller capacity"):
+        collecting(ReplayMemory(capacity))
 
 
 def test_agents_that_take_turns():

@@ -300,7 +300,16 @@ def test_flatten_and_build_are_inverse(space):
 
 @pytest.mark.parametrize(
     "key",
-    ["action", "next", "collector", "done", "terminated", "truncated", "step_count"],
+    [
+        "action",
+        "next",
+        "collector",
+        "reward",
+        "done",
+        "terminated",
+        "truncated",
+        "step_count",
+    ],
 )
 def test_keys_that_a_batch_needs_are_refused_before_a_step(key):
     space = spaces.Dict({key: spaces.Discrete(2), "other": spaces.Discrete(2)})

@@ -10,7 +10,15 @@ from gymnasium import spaces
 
 from muster.envs.checks import FIX
 from muster.errors import BadEnvOutput, UnsupportedSpace
-from muster.keys import ACTION, ACTION_MASK, OBSERVATION, RESERVED, Key, dotted
+from muster.keys import (
+    ACTION,
+    ACTION_MASK,
+    OBSERVATION,
+    RESERVED,
+    REWARD,
+    Key,
+    dotted,
+)
 from muster.memory.drawing import draw
 from muster.memory.specs import OBJECT, Array, ArraySpec, Specs
 from muster.rng import GroupRng
@@ -96,7 +104,8 @@ def observation_codec(space: spaces.Space[Any]) -> SpaceCodec:
     if not isinstance(space, spaces.Dict):
         return SpaceCodec(space, OBSERVATION)
     names = map(str, space.spaces)
-    taken = sorted(RESERVED.intersection(names))
+    # not in RESERVED: policies may return a "reward", which has no other one after the step
+    taken = sorted((RESERVED | {REWARD[-1]}).intersection(names))
     if taken:
         raise UnsupportedSpace(
             f"the observation space has the keys {taken}, which a batch needs for itself. "

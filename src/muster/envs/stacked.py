@@ -279,10 +279,10 @@ class StackedEnvs(
         """Return ``put(k, obs)``, which writes an observation into entry ``k`` of the ``(T + 1) *
         B``.
         """
-        arrays = {
-            key: lane.arrays[key].reshape(-1, *spec.shape)
-            for key, spec in self.spec.observation_specs.items()
-        }
+        arrays = {}
+        for key, spec in self.spec.observation_specs.items():
+            rows = lane.arrays[key]
+            arrays[key] = rows.reshape(rows.shape[0] * rows.shape[1], *spec.shape)
         key, spec = next(iter(self.observations.specs.items()))
         if not (self.observations.single and spec.is_tensor and spec.shape):
 

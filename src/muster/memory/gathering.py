@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from muster.keys import IS_INIT, Key, is_below, next_of
+from muster.errors import BadOption
+from muster.keys import IS_INIT, Key, dotted, is_below, next_of
 from muster.memory.ring import Ring
 from muster.memory.specs import Array
 from muster.utils.private_names import tensordict_maker
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 INDEX: Key = ("index",)
+WEIGHT: Key = ("weight",)  # only with priorities
 GAMMA: Key = ("gamma",)
 STEPS: Key = ("steps_to_next_obs",)
 LATER: Key = ("steps",)  # of the second TensorDict of ``relabel``
@@ -56,13 +58,33 @@ class Gathering:
         self._count = count
         self._shown = [stored.reads[key] for key in shown]
         self._returned = [stored.reads[key] for key in returned]
+        self._keys = (*shown, *returned, *following)
+        self.check_free("ReplayMemory", INDEX)
         self._keys = (*shown, *returned, INDEX, *following)
         self._rewards = [
             column.key
             for column in stored.columns
             if column.role == "reward" and column.key in returned
         ]
+        # an environment's own flag says the same, as that of TorchRL's InitTracker
+        self._knows_begins = any(
+            column.key == IS_INIT and column.dtype.kind == "b"
+            for column in stored.columns
+        )
         self._tree = KeyTree(self._keys)
+
+    def check_free(self, of: str, *own: Key) -> None:
+        """Raise ``BadOption`` if a key that Muster writes into a sample itself is one of its columns.
+
+        ``of``: what needs these keys.
+        """
+        for key in own:
+            if any(is_below(column, [key]) for column in self._keys):
+                raise BadOption(
+                    f"{of} writes {dotted(key)!r} into a sample, and the environment or policy has a"
+                    " value of that name: rename it, with"
+                    " gymnasium.wrappers.TransformObservation for example"
+                )
 
     def transitions(self, cells: Array) -> TensorDict:
         """Return transitions, ``[n]``."""
@@ -78,6 +100,7 @@ class Gathering:
         gamma: float,
     ) -> TensorDict:
         """Return transitions of up to ``n_step`` steps, ``[n]``."""
+        self.check_free("sample(n_step=...)", GAMMA, STEPS)
         ring = self._ring
         stored = ring.stored
         read = stored.reads
@@ -119,6 +142,8 @@ class Gathering:
 
     def sequences(self, cells: Array, length: int) -> TensorDict:
         """Return consecutive transitions that begin with cells, ``[n, length]``."""
+        if not self._knows_begins:
+            self.check_free("sample(sequence=...)", IS_INIT)
         ring = self._ring
         later = np.arange(length) * ring.B
         every = (cells[:, None] + later).reshape(-1)
@@ -135,6 +160,7 @@ class Gathering:
 
     def later(self, cells: Array, steps: Array) -> TensorDict:
         """Return the observations after the transitions that are so many steps after ``cells``."""
+        self.check_free("sample(relabel=...)", LATER)
         ring = self._ring
         later = cells + steps * ring.B
         entries: dict[Key, torch.Tensor] = {}

@@ -16,7 +16,7 @@ import torch
 
 from muster.errors import BadCheckpoint, BadOption, NothingToSample
 from muster.keys import Key, dotted
-from muster.memory.gathering import Gathering
+from muster.memory.gathering import WEIGHT, Gathering
 from muster.memory.replay_files import UNREADABLE, Loaded, MemoryFiles, Snapshot
 from muster.memory.ring import AddRow, Ring
 from muster.memory.sampler import Drawn, InSequence, Make, Sampler, nothing_yet
@@ -29,7 +29,6 @@ from muster.utils.integers import finite, integer
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-WEIGHT: Key = ("weight",)
 ITERATED = 1024  # transitions that an iterator reads at once
 GATHERINGS = 3  # without the lock, before one with it
 

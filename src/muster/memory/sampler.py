@@ -10,7 +10,7 @@ import torch
 
 from muster.errors import NothingToSample
 from muster.keys import Key
-from muster.memory.gathering import INDEX, Gathering
+from muster.memory.gathering import INDEX, WEIGHT, Gathering
 from muster.memory.priorities import Priorities
 from muster.memory.ring import AddRow, Ring
 from muster.memory.specs import Array
@@ -93,7 +93,10 @@ class Sampler:
         self._rng = rng
         self._gatherings = []
         for number, ring in enumerate(rings):
-            self._gatherings.append(Gathering(ring, keep, number, len(rings)))
+            gathering = Gathering(ring, keep, number, len(rings))
+            if alpha is not None:
+                gathering.check_free("ReplayMemory(alpha=...)", WEIGHT)
+            self._gatherings.append(gathering)
         self._only: Ring | None = None
         if len(rings) == 1:
             (self._only,) = rings

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from muster.errors import BadOption
+from muster.errors import BadOption, text_of
 from muster.keys import FLAGS, Key, dotted, is_below, next_of
 from muster.memory.ring import Ring
 from muster.memory.specs import Column
@@ -65,7 +65,16 @@ class StoredColumns:
     ) -> list[Ring]:
         """Return empty rings for stored columns."""
         rows = self.rows_of(sizes)
-        return [Ring(columns, size, rows, margin, device, self.stack) for size in sizes]
+        try:
+            return [
+                Ring(columns, size, rows, margin, device, self.stack) for size in sizes
+            ]
+        except (MemoryError, ValueError, RuntimeError) as error:
+            # NumPy's two, and torch's on a device
+            raise BadOption(
+                f"ReplayMemory(capacity={self._capacity}) does not fit into the memory:"
+                f" {text_of(error)}. Give it a smaller capacity"
+            ) from error
 
     def check_stacks(self, columns: Sequence[Column]) -> None:
         """Raise ``BadOption`` if no observation is a stack of frames, and the option says so."""

@@ -81,7 +81,7 @@ class StoredRows:
             rows = self._zeros((places + 1, num_envs, *shape), column.dtype)
             self.data[column.key] = rows
             ones = [1] * column.trailing
-            cells = rows.reshape((-1, *shape, *ones))
+            cells = rows.reshape(((places + 1) * num_envs, *shape, *ones))
             self.reads[column.key] = reader(cells)
         self.frames: Frames | None = None
         if self.stacked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -101,7 +102,9 @@ class RunningNorm(nn.Module):
                 f" {tuple(observations.shape)}"
             )
         if mask is None:
-            rows = observations.reshape(-1, *self.shape)
+            rows = observations.reshape(
+                math.prod(observations.shape[:lead]), *self.shape
+            )
         else:
             rows = observations[mask.bool()]
         rows = rows.to(self.mean)

@@ -24,6 +24,7 @@ from muster.keys import (
     TRUNCATED,
     VALID,
     Key,
+    dotted,
     next_of,
 )
 from muster.memory.specs import OBJECT, ArraySpec, Column, Role
@@ -121,4 +122,27 @@ def lane_columns(
     if resumed:
         columns.append(Column(RESUMED, (), FLAG, host=True))
     own = [column for column in policy if column.key not in env_spec.observation_specs]
-    return (*columns, *own)
+    made = (*columns, *own)
+    _check_distinct(made, env_spec.name)
+    return made
+
+
+def _check_distinct(columns: Sequence[Column], name: str) -> None:
+    """Raise ``BadOption`` if two columns have the same key, or the key of one names what another is
+    in: one would have the values of the other.
+    """
+    keys: set[Key] = set()
+    for column in columns:
+        if column.key in keys:
+            raise BadOption(
+                f"{name} and its policy have two values for {dotted(column.key)} of a batch: an"
+                " observation, an info, an output of the policy or an option. Rename one of them"
+            )
+        keys.add(column.key)
+    for key in keys:
+        for depth in range(1, len(key)):
+            if key[:depth] in keys:
+                raise BadOption(
+                    f"{name} and its policy have values for {dotted(key[:depth])} and for"
+                    f" {dotted(key)} of a batch, which is a part of it. Rename one of them"
+                )
