@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from muster.errors import (
     BadWeights,
     CollectorBusy,
     CollectorClosed,
+    CollectorTimeout,
     EnvError,
     PolicyError,
     SlotsExhausted,
@@ -50,6 +52,7 @@ from tests.fakes.buffers import Extends
 from tests.fakes.seeded import SeededEnv
 from tests.fakes.telling import Counts, telling
 from tests.tools import assert_accounted, assert_chain, assert_same, column, counting
+from tests.waits import wait_until
 
 B, T = 2, 4
 PATIENCE = 60.0  # seconds after which a test gives up
@@ -216,6 +219,7 @@ IN_MAIN_PROCESS = {  # what is done with batches, wherever they are from
     "test_a_replay_buffer_takes_the_batches",
     "test_hooks_are_called_around_every_batch",
     "test_the_context_manager_closes_also_after_an_error",
+    "test_shutdown_completes_the_batch_that_another_thread_collects",
 }
 
 
@@ -1306,6 +1310,50 @@ def test_shutdown_may_be_repeated_and_ends_everything_else(kind):
     ):
         with pytest.raises(CollectorClosed, match="make a new one"):
             use(c)
+
+
+def test_shutdown_completes_the_batch_that_another_thread_collects(kind):
+    c = make(kind)
+    ends: list[Any] = []
+    seen = 0
+
+    def collect() -> None:
+        nonlocal seen
+        try:
+            while True:
+                c.next()
+                seen += 1
+        except Exception as error:  # noqa: BLE001 (whatever ends the loop)
+            ends.append(error)
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    wait_until(lambda: seen > 2)
+    c.shutdown()
+    thread.join(PATIENCE)
+    assert [type(error) for error in ends] == [CollectorClosed]
+    assert_accounted(c)
+    assert c.stats().frames == seen * kind.frames
+
+
+def test_shutdown_does_not_wait_for_ever_for_another_thread():
+    c = make(Kind("Collector", Collector))
+    inside, is_over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with c.pause():
+            inside.set()
+            is_over.wait(PATIENCE)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert inside.wait(PATIENCE)
+    with pytest.raises(CollectorTimeout, match=r"has used this collector for 0\.01 s"):
+        c.shutdown(timeout=0.01)
+    is_over.set()
+    thread.join(PATIENCE)
+    assert c.next().shape == (3, B, T)
+    c.shutdown()
 
 
 def test_the_context_manager_closes_also_after_an_error(kind):

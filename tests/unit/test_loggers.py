@@ -484,6 +484,18 @@ def test_every_batch_of_a_collector_is_logged(tmp_path):
     assert [metrics["collect/return_mean"] for _, metrics in found] == [6.0] * 3
 
 
+def test_the_rate_of_a_batch_that_is_logged_includes_it():
+    logged = []
+    with Collector(
+        counting(3),
+        frames_per_batch=10,
+        total_frames=30,
+        logger=lambda metrics, _: logged.append(metrics["collect/frames_per_s"]),
+    ) as collector:
+        for _ in collector:
+            assert logged.pop() == collector.stats().frames_per_s > 0
+
+
 def test_an_error_of_the_logger_loses_no_batch():
     seen = []
 

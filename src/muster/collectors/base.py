@@ -785,18 +785,20 @@ class BaseCollector(ABC):
         close_env: bool = True,
         raise_on_error: bool = True,
     ) -> None:
-        """Close the environments. Batches and ``stats()`` stay valid. May be called again.
+        """Close the environments. Batches and ``stats()`` stay valid. May be called again, and from
+        any thread: the batch that another one collects is completed first.
 
         If the disk was full, a repeated call writes what ``record=`` could not.
 
         Args:
-            timeout: seconds to wait for the current batch of the background thread; None: no limit.
+            timeout: seconds to wait for the current batch of the background thread, or of another
+                one of yours; None: no limit for the former, ten minutes for the latter.
             close_env: False: leave the environments open.
             raise_on_error: False: ignore errors of the environments' ``close`` and of the
                 background thread.
 
         Raises:
-            CollectorTimeout: the background thread did not end in time; nothing was closed.
+            CollectorTimeout: the other thread did not end its batch in time; nothing was closed.
             BadRecording: the disk is full or fails: free some space, then call this again.
         """
         if self._closed:
@@ -810,11 +812,11 @@ class BaseCollector(ABC):
         except CollectorTimeout:
             raise
         except BaseException:
-            self._end(close_env=close_env, raise_on_error=False)
+            self._end(timeout, close_env=close_env, raise_on_error=False)
             if raise_on_error:
                 raise
         else:
-            self._end(close_env=close_env, raise_on_error=raise_on_error)
+            self._end(timeout, close_env=close_env, raise_on_error=raise_on_error)
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -979,7 +981,14 @@ class BaseCollector(ABC):
         if self._background is not None and not self._background.here():
             self._background.raise_error()
 
-    def _end(self, *, close_env: bool, raise_on_error: bool) -> None:
+    def _end(
+        self, timeout: float | None, *, close_env: bool, raise_on_error: bool
+    ) -> None:
+        with self._use.within(timeout):
+            if not self._closed:
+                self._close(close_env=close_env, raise_on_error=raise_on_error)
+
+    def _close(self, *, close_env: bool, raise_on_error: bool) -> None:
         self._closed = True
         if self._background is not None and self._background.ended_by:
             self._observers.collection_ended(self._background.ended_by)

@@ -622,7 +622,11 @@ class Engine:
         self.ledger.end_batch()
         self.next_batch.end_batch()
 
-    def stats(self) -> CollectorStats:
+    def stats(self, *, with_ready: bool = False) -> CollectorStats:
+        """Return counters, times and rates.
+
+        ``with_ready``: batches that are complete count as delivered.
+        """
         counters = self.source.pool.counters
         env, policy, copied, total = (
             sum(getattr(counts.timing, part) for counts in counters) / 1e9
@@ -630,18 +634,20 @@ class Engine:
         )
         workers = self.source.pool.worker_stats()
         terms = self.ledger.terms()
+        ready = self.ledger.frames_ready if with_ready else 0
+        frames = terms.delivered + ready
         window = self.ended.window
         return CollectorStats(
-            frames=terms.delivered,
+            frames=frames,
             executed=terms.executed,
             discarded=terms.discarded,
-            in_flight=terms.in_flight,
+            in_flight=terms.in_flight - ready,
             batches=self.ledger.batches,
             episodes=window.count,
             return_mean=window.mean("returns"),
             length_mean=window.mean("lengths"),
             success_rate=window.mean("successes"),
-            frames_per_s=self._rate(terms.delivered, total),
+            frames_per_s=self._rate(frames, total),
             env_s=env,
             policy_s=policy,
             copy_s=copied,

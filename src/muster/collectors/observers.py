@@ -6,7 +6,6 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +108,7 @@ class Observers:
         due = self.watched is not None and self.watched.due
         if self._log is None and self._progress is None and not due:
             return
-        stats, ready = self._engine.stats(), self._engine.ledger.frames_ready
-        stats = replace(
-            stats, frames=stats.frames + ready, in_flight=stats.in_flight - ready
-        )
+        stats = self._engine.stats(with_ready=True)
         if due and self.watched is not None:
             self.watched.wrote(stats, self._engine.ended.curve.totals)
         if self._progress is not None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -48,14 +49,24 @@ class CollectorUse:
         self.leave()
         trimmed.__exit__(kind, error, trace)
 
-    def wait(self) -> None:
-        """Enter when another thread has left."""
-        if not self._lock.acquire(timeout=PATIENCE):
+    def wait(self, timeout: float | None = None) -> None:
+        """Enter when another thread has left. ``timeout``: in seconds; None: ten minutes."""
+        patience = PATIENCE if timeout is None else max(0.0, timeout)
+        if not self._lock.acquire(timeout=min(patience, threading.TIMEOUT_MAX)):
             raise CollectorTimeout(
-                f"another thread has used this collector for {PATIENCE:.0f} s, and one thread at a"
+                f"another thread has used this collector for {patience:g} s, and one thread at a"
                 " time collects or changes something. It waits for something inside pause(), or an"
                 " environment or policy hangs"
             )
+
+    @contextmanager
+    def within(self, timeout: float | None) -> Iterator[None]:
+        """Return a context as this object itself is one, but for the time to wait; see ``wait``."""
+        self.wait(timeout)
+        try:
+            yield
+        finally:
+            self.leave()
 
     @property
     def is_iterated(self) -> bool:

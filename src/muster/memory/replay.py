@@ -121,8 +121,9 @@ class ReplayMemory:
         self._saving = threading.Lock()
 
     def __len__(self) -> int:
-        self.catch_up()
-        return 0 if self._sampler is None else len(self._sampler)
+        with self.lock:  # rows are written in several steps
+            self.catch_up()
+            return 0 if self._sampler is None else len(self._sampler)
 
     def __repr__(self) -> str:
         size = "nothing written yet"

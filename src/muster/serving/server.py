@@ -165,9 +165,11 @@ class PolicyServer(MultiCollector):
         )  # the policy's first calls have drawn
         self._is_set_up = True
 
-    def _end(self, *, close_env: bool, raise_on_error: bool) -> None:
+    def _end(
+        self, timeout: float | None, *, close_env: bool, raise_on_error: bool
+    ) -> None:
         self._clients.close()  # first, since environments wait for clients
-        super()._end(close_env=close_env, raise_on_error=raise_on_error)
+        super()._end(timeout, close_env=close_env, raise_on_error=raise_on_error)
 
 
 @passes_on(MultiOptions, names=PASSED_ON)
