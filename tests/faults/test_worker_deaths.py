@@ -8,7 +8,9 @@ import re
 import signal
 import sys
 from functools import partial
+from typing import Any
 
+import gymnasium
 import pytest
 import torch
 
@@ -66,6 +68,32 @@ def test_the_main_process_listens_to_the_successor_instead():
             for handle in watcher.handles
             for fd in handle.process.fds()
         }
+
+
+def turns() -> Any:
+    """Agents that take turns: a clock for each agent of each environment."""
+    return pytest.importorskip("pettingzoo.classic").tictactoe_v3.env()
+
+
+def cells() -> Any:
+    """One environment object for several."""
+    return gymnasium.vector.SyncVectorEnv([CountingEnv] * 2)
+
+
+@pytest.mark.parametrize(
+    ("env", "options"),
+    [(CountingEnv, {"num_envs": 2}), (turns, {"num_envs": 2}), (cells, {})],
+)
+def test_a_death_before_the_first_rollout(env, options):
+    with MultiSyncCollector(
+        [env] * 2, None, frames_per_batch=8, seed=0, on_failure="restart", **options
+    ) as collector:
+        (killed, *_) = (worker.pid for worker in collector.stats().workers)
+        os.kill(killed, signal.SIGKILL)
+        batches = [collector.next() for _ in range(3)]
+        assert [batch.shape for batch in batches] == [(2, 2, 2)] * 3
+        assert_balanced(collector.stats())
+        assert collector.stats().workers[0].restarts == 1
 
 
 @pytest.mark.parametrize("on_failure", MODES)

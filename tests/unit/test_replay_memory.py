@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -890,6 +891,49 @@ def test_sequences_longer_than_the_memory_are_refused_at_once():
             memory.sample(1, sequence=10**12, across_episodes=across)
 
 
+@pytest.mark.parametrize("kind", [Written, Stacked])
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"n_step": 3}, {"sequence": 2}, {"relabel": lambda *_: None}],
+    ids=lambda asked: "-".join(asked) or "transitions",
+)
+def test_rows_may_be_overwritten_at_any_line_of_a_read(kind, asked):
+    """The sample is drawn again: it has no row of before, and there is no error."""
+    written = made(kind, 16, [2], 4, 0, None)
+    memory = written.memory
+    written.write(0, 20, ends=0.5)
+    lines = 0
+    at = 0
+
+    def follow(frame: Any, event: str, _: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        if event == "line" and lines == at:
+            sys.settrace(None)
+            written.write(0, 20, ends=0.5)
+        return follow
+
+    def enter(frame: Any, *_: Any) -> Any:
+        """Follow what reads without the lock, and what it calls."""
+        is_read = frame.f_code.co_name == "read"
+        inside = frame.f_back.f_trace is not None
+        return follow if is_read or inside else None
+
+    while lines == at:
+        at += 1
+        lines = 0
+        sys.settrace(enter)
+        try:
+            batch = memory.sample(6, **asked)
+        finally:
+            sys.settrace(None)
+        now = {cell.obs for row in written.cells[0][-8:] for cell in row}
+        assert set(batch["pixels", "place"].reshape(-1).tolist()) <= now
+        if at % 20 == 0:
+            check_all(written)
+    assert at > 50
+
+
 def test_indices_of_several_dimensions():
     memory = filled().memory
     n = len(memory)
@@ -1350,15 +1394,23 @@ def test_a_full_disk(tmp_path, small_blocks):
     assert_alike(old, other)
 
 
+@pytest.mark.parametrize("kind", [Written, Stacked])
+@pytest.mark.parametrize(("capacity", "before"), [(60, 50), (18, 50), (18, 51), (6, 9)])
 @pytest.mark.parametrize("rows", [17, 40])
-@pytest.mark.parametrize("number", range(1, 8))
+@pytest.mark.parametrize("number", [1, 2, 3, 5, 7])
 def test_rows_are_written_while_a_memory_is_saved(
-    tmp_path, small_blocks, monkeypatch, number, rows
+    tmp_path, small_blocks, monkeypatch, number, rows, kind, capacity, before
 ):
-    """Blocks that were overwritten before they were saved are left out, with all that is older."""
+    """Blocks that were overwritten before they were saved are left out, with all that is older. The
+    loaded memory goes on as the saved one would have.
+    """
     from muster.memory import replay_files
 
-    written = filled(capacity=60, sizes=(2,), rows=50)
+    written = made(kind, capacity, [2], 8, 1, None)
+    written.write(0, before)
+    saved = copy.copy(written)
+    for name in ("cells", "now", "chain", "fresh", "breaks"):
+        setattr(saved, name, copy.deepcopy(getattr(written, name)))
     whole = replay_files.write_whole
     count = 0
 
@@ -1372,18 +1424,26 @@ def test_rows_are_written_while_a_memory_is_saved(
     with monkeypatch.context() as patch:
         patch.setattr(replay_files, "write_whole", writing)
         written.memory.save(tmp_path)
-    other = like(written)
-    other.load(tmp_path)
-    assert [ring.hi for ring in other.rings] == [50]
-    written.check(memory_rows(written, other))
-    assert 2 <= len(other) <= 60
+    saved.memory = like(written)
+    saved.memory.load(tmp_path)
+    (ring,) = saved.memory.rings
+    assert ring.hi == before
+    assert 2 <= len(saved.memory) <= capacity
+    saved.first = [ring.lo]
+    saved.check(saved.memory[:])
+    for _ in range(9):
+        saved.jump(0, [0])
+        saved.write(0, 7)
+        check_all(saved)
 
 
-def memory_rows(written: Written, other: ReplayMemory) -> Any:
-    """The rows of ``other``; ``written`` has written them, and more."""
-    hi = other.rings[0].hi
-    written.cells = [rows[:hi] for rows in written.cells]
-    return other[:]
+def test_nothing_is_kept_for_a_row_that_is_not_readable():
+    """It would become the next observation of the row that takes its place."""
+    written = made(Written, 60, [2], 8, 1, None)
+    (ring,) = written.memory.rings
+    ring.continue_from(5, 5, ring.episode, np.zeros(2, bool))
+    ring.break_off([0, 1])
+    check_nothing_is_left(written.memory)
 
 
 def test_rows_that_are_overwritten_while_they_are_read_are_not_returned():

@@ -83,6 +83,16 @@ class Asides:
             leaves[key] = gathered(rows, kept)
         return index, leaves
 
+    def nearest(self, key: Key, cells: Array) -> Rows:
+        """Return the observations that are kept for ``cells``, ``[n, *shape]``.
+
+        For a cell that has none any more, since its row is being overwritten, it is another one: the
+        caller reads without the lock, and discards what was overwritten.
+        """
+        places = self._places[cells]
+        kept = np.maximum(places, 1) - 1
+        return gathered(self._store[key], kept)
+
     def _take_places(self, n: int) -> Array:
         """Return ``n`` free places."""
         reused = min(n, len(self._free))

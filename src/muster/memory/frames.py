@@ -109,11 +109,11 @@ class Frames:
             return stacks
         depth = depth[short]
         begins = self._before(cells[short], depth)
-        _, wholes = self.wholes.of_cells(begins)
+        wholes = self.wholes.nearest(key, begins)
         for d in range(deepest):
             mine = np.flatnonzero(depth == d)
             if len(mine):
-                whole = gathered(wholes[key], mine)
+                whole = gathered(wholes, mine)
                 older = whole[:, d:deepest]
                 scatter(older, stacks[:, : deepest - d], short[mine])
         return stacks

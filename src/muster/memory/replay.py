@@ -459,10 +459,9 @@ class ReplayMemory:
         made = self._sampled(n, make, condition, beta, with_later=relabel is not None)
         batch = made.batch
         if relabel is not None and made.later is not None:
-            relabelled = relabel(batch, made.later)
-            batch = batch if relabelled is None else relabelled
+            batch = _relabelled(relabel, batch, made.later)
         if made.weights is not None:
-            weights = made.weights.to(batch["index"].device)
+            weights = made.weights.to(made.batch["index"].device)
             if sequence is not None:
                 weights = weights.unsqueeze(-1).repeat(1, sequence)
             batch.set(WEIGHT, weights)
@@ -687,6 +686,22 @@ def _as_asked(
     return partial(Gathering.sequences, length=length), InSequence(
         length, across_episodes
     )
+
+
+def _relabelled(relabel: Relabel, batch: TensorDict, later: TensorDict) -> TensorDict:
+    """Return what the user's function has made of a sample."""
+    size = batch.batch_size
+    given = relabel(batch, later)
+    if given is None:
+        return batch
+    found = getattr(given, "batch_size", None)
+    if found != size:
+        raise BadOption(
+            f"sample(relabel=...): the function returned a {type(given).__name__}"
+            f"{'' if found is None else f' of {list(found)}'}; expected the TensorDict that it got,"
+            f" of {list(size)}, changed or not, or None"
+        )
+    return given
 
 
 def _numbers(index: Any, size: int) -> Array:

@@ -86,10 +86,9 @@ class MemoryFiles:
         Raises:
             FileError: a file cannot be written. The directory has what it had.
         """
-        make_folder(directory)
-        self._serial += 1
         with lock:
             now = snapshot()
+            self._serial += 1
             tensors: Tensors = {}
             ends = []
             for number, (ring, newest) in enumerate(
@@ -97,7 +96,9 @@ class MemoryFiles:
             ):
                 rows_of = SavedRows(ring)
                 size = _block_rows(ring)
-                end = max(rows_of.kept, (ring.hi - 1) // size * size)
+                # blocks can be overwritten before they are saved, and the newest row needs ``reach``
+                # rows before it
+                end = max(rows_of.kept, (ring.hi - 1 - ring.reach) // size * size)
                 ends.append(end)
                 rows = rows_of.rows(end, ring.hi)
                 tensors |= {
@@ -106,20 +107,24 @@ class MemoryFiles:
                 tensors |= {
                     f"{number}.rows.{name}": values for name, values in rows.items()
                 }
+        make_folder(directory)
         name = f"newest-{self._serial}-{self._origin}.safetensors"
         _write(directory / name, tensors, {"firsts": ends})
         saved = []
         named = {name}
         for number, (ring, end) in enumerate(zip(rings, ends, strict=True)):
             lo, hi = now.spans[number]
-            blocks = self._save_blocks(directory, number, ring, (lo, end), lock)
+            blocks, whole_from = self._save_blocks(
+                directory, number, ring, (lo, end), lock
+            )
             named.update(block["name"] for block in blocks)
             kept = blocks[0]["first"] if blocks else end
             saved.append(
                 {
-                    "lo": max(lo, kept + ring.reach if kept else 0),
+                    "lo": max(whole_from, kept + ring.reach if kept else 0),
                     "powers_from": lo,
                     "hi": hi,
+                    "end": end,
                     "block_rows": _block_rows(ring),
                     "blocks": blocks,
                 }
@@ -140,12 +145,17 @@ class MemoryFiles:
         ring: Ring,
         span: tuple[int, int],
         lock: AbstractContextManager[Any],
-    ) -> list[dict[str, Any]]:
-        """Write those blocks of a ring that have no file, and return all: the last ones that follow
-        each other without a gap.
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Write those blocks of a ring that have no file.
+
+        Returns:
+            all blocks: the last ones that follow each other without a gap; and the first row that is
+            whole in them. Of rows that were dropped before they were copied, only the columns are
+            there, which later rows need.
         """
         size = _block_rows(ring)
         lo, end = span
+        whole_from = lo
         found: list[dict[str, Any]] = []
         for block in range(max(0, lo - ring.reach) // size, end // size):
             name = self._names.get((number, block))
@@ -156,9 +166,12 @@ class MemoryFiles:
                     if first >= (block + 1) * size:  # overwritten meanwhile
                         found.clear()
                         continue
+                    if first < ring.lo:
+                        whole_from = ring.lo
                     rows = rows_of.rows(first, (block + 1) * size)
                 name = f"rows-{number}-{first}-{(block + 1) * size}-{self._origin}.safetensors"
-                _write(directory / name, rows, {})
+                about = {"ring": number, "rows": [first, (block + 1) * size]}
+                _write(directory / name, rows, about)
                 self._names[number, block] = name
             first = int(name.split("-")[2])
             if found and first != found[-1]["end"]:
@@ -169,7 +182,7 @@ class MemoryFiles:
         ]
         for key in gone:
             del self._names[key]
-        return found
+        return found, whole_from
 
     def load(
         self,
@@ -207,11 +220,18 @@ class MemoryFiles:
             zip(rings, manifest["rings"], strict=True)
         ):
             for block in saved["blocks"]:
-                rows, _ = _read(directory, block["name"])
+                rows, about = _read(directory, block["name"])
+                _check_is(
+                    directory / block["name"],
+                    about,
+                    {"ring": number, "rows": [block["first"], block["end"]]},
+                )
                 _put(ring, block["first"], rows, saved, directory / block["name"])
                 if saved["block_rows"] == _block_rows(ring):
                     names[number, block["first"] // _block_rows(ring)] = block["name"]
         newest, about = _read(directory, manifest["newest"])
+        ends = [ring_saved["end"] for ring_saved in manifest["rings"]]
+        _check_is(directory / manifest["newest"], about, {"firsts": ends})
         others = []
         for number, (ring, saved) in enumerate(
             zip(rings, manifest["rings"], strict=True)
@@ -219,7 +239,7 @@ class MemoryFiles:
             mine = _part(newest, f"{number}.")
             rows = _part(mine, "rows.")
             path = directory / manifest["newest"]
-            _put(ring, about["firsts"][number], rows, saved, path)
+            _put(ring, saved["end"], rows, saved, path)
             others.append(mine)
         spans = [(saved["lo"], saved["hi"]) for saved in manifest["rings"]]
         firsts = [saved["powers_from"] for saved in manifest["rings"]]
@@ -298,6 +318,14 @@ def _read(directory: Path, name: str) -> tuple[Tensors, Any]:
         raise BadCheckpoint(
             f"{path} was cut, changed or damaged: {str(error)[:200]}"
         ) from error
+
+
+def _check_is(path: Path, about: Any, expected: Mapping[str, Any]) -> None:
+    """Raise ``BadCheckpoint`` if a file is another one than its name says."""
+    if about != expected:
+        raise BadCheckpoint(
+            f"{path} has the content of another file of a ReplayMemory: {about}, expected {expected}"
+        )
 
 
 def _remove_others(directory: Path, named: set[str]) -> None:

@@ -222,9 +222,10 @@ class Ring:
         index = given[~self.fresh[given]]
         if not len(index) or not self.hi:
             return
-        following = self.next_place * self.B + index
-        observations = self.stored.observations(following)
-        self.stored.asides.keep(following - self.B, observations)
+        if self.hi > self.lo:  # else no transition needs it, and nothing would drop it
+            following = self.next_place * self.B + index
+            observations = self.stored.observations(following)
+            self.stored.asides.keep(following - self.B, observations)
         self.episode[index] += 1
         self.fresh[index] = True
 

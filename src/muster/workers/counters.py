@@ -37,7 +37,8 @@ class FrameCounters:
     delivered: int = 0  # frames in batches
     lag: int = 0  # see ``WorkerStats.policy_lag``
     discarded: Counter[str] = field(default_factory=Counter)
-    # episode numbers and steps as of the last result, ``[2, B]``; None: no result yet
+    # episode numbers and steps as of the last result, ``[2, B]``, or ``[2, B * agents]`` where
+    # agents take turns; None: no result yet
     clock: Array | None = None
     dropped: bool = False  # no worker runs the group any more
     late: bool = False  # the node of the group was absent for some time
@@ -191,11 +192,13 @@ class FrameCounters:
 
     def next_episodes(self) -> Array:
         """Advance the clock to new episodes for a successor, and return the numbers of these
-        episodes.
+        episodes, ``[B]``, or ``[B * agents]`` where agents take turns.
         """
-        none_yet = np.zeros((2, len(self.env_ids)), np.int64)
-        episode, steps = none_yet if self.clock is None else self.clock
-        begin = episode + (steps > 0)
+        if self.clock is None:
+            agents = max(1, len(self.info.agents))
+            self.clock = np.zeros((2, len(self.env_ids) * agents), np.int64)
+        episode, steps = self.clock
+        begin: Array = episode + (steps > 0)
         self.clock = np.stack([begin, np.zeros_like(steps)])
         return begin
 

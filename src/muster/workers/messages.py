@@ -31,7 +31,8 @@ class RolloutResult:
         executed: number of environment steps.
         discarded: number of environment steps that are in no batch, by reason.
         finals, steps_before: see ``RolloutOutcome``.
-        clock: episode numbers, and steps since the starts of these episodes, ``[2, B]``.
+        clock: episode numbers, and steps since the starts of these episodes, ``[2, B]``, or
+            ``[2, B * agents]`` where agents take turns.
         objects: columns of Python objects by key, of a complete rollout from a worker in a process
             or thread of its own; in transit from a process a ``Sealed``, like ``finals`` and
             ``values`` beside it.
