@@ -652,6 +652,7 @@ def test_damaged_and_missing_files_of_weights(tmp_path, capsys):
     [
         (signal.SIGINT, 1, 130, 3, []),
         (signal.SIGTERM, 1, 143, 3, []),
+        (signal.SIGHUP, 1, 129, 3, []),
         (signal.SIGINT, 2, 130, 2, []),
         (signal.SIGTERM, 1, 143, 3, ["--workers", "1"]),
         (signal.SIGINT, 2, 130, 2, ["--workers", "2", "--async"]),
@@ -660,7 +661,8 @@ def test_damaged_and_missing_files_of_weights(tmp_path, capsys):
 def test_stopping_keeps_what_was_collected(
     tmp_path, monkeypatch, capfd, number, times, code, kept, workers
 ):
-    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.getsignal(n) for n in numbers]
     write, batches = Recorder.write, itertools.count(1)
 
     def signalled(
@@ -682,7 +684,7 @@ def test_stopping_keeps_what_was_collected(
         *workers,
     ]
     assert main(argv) == code
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert [signal.getsignal(n) for n in numbers] == handlers
     out, err = capfd.readouterr()
     assert "stopping after this batch" in err
     recording = load(tmp_path / "r")
@@ -1191,6 +1193,17 @@ def test_quiet_prints_nothing_but_errors(capfd, tmp_path):
         == "muster: a worker was restarted\n\nmuster: stopping after this batch; "
         + ("again to stop at once.\n")
     )
+
+
+def test_the_end_of_the_terminal_is_ignored_under_nohup(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals(quiet=True) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.exit_code == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,11 @@ def test_videos_that_cannot_be_made_are_refused_before_or_told_after_the_result(
     assert code == 2
     assert "return    6.00" in out
     assert "gives no pictures" in err
+    (tmp_path / "file").touch()
+    told = refused(
+        capsys, "Plain-v0", "--video", "best", "--out", str(tmp_path / "file")
+    )
+    assert "used as a folder" in told or "not a folder" in told
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
     assert "pip install 'muster-rl[video]'" in refused(
         capsys, "Plain-v0", "--video", "best"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import gymnasium
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
@@ -12,7 +13,7 @@ from torch import nn
 
 import muster
 from muster import Collector, CollectorStats
-from muster.errors import BadOption, BadWeights
+from muster.errors import BadOption, BadWeights, EnvError
 from muster.testing import CountingEnv
 from tests.tools import column, counting, recorded
 
@@ -50,9 +51,25 @@ class Stuck(CountingEnv):
         raise OSError("window is gone")
 
 
+def stuck_vector() -> gymnasium.vector.VectorEnv:
+    made = gymnasium.vector.SyncVectorEnv([CountingEnv] * 2)
+    made.close_extras = Stuck().close
+    return made
+
+
+@pytest.mark.parametrize(
+    ("env", "name"),
+    [(Stuck, r"Stuck\[0\]"), (stuck_vector, "SyncVectorEnv")],
+)
+def test_errors_of_close_name_the_environment(env, name):
+    with pytest.raises(
+        EnvError, match=rf"{name}\.close raised OSError: window"
+    ) as caught:
+        Collector(env, None, frames_per_batch=4).shutdown()
+    assert isinstance(caught.value.__cause__, OSError)
+
+
 def test_errors_of_close_can_be_hidden():
-    with pytest.raises(OSError, match="window"):
-        collector(env=Stuck).shutdown()
     collector(env=Stuck).shutdown(raise_on_error=False)
     with pytest.raises(ZeroDivisionError), collector(env=Stuck):
         _ = 1 / 0
@@ -61,7 +78,7 @@ def test_errors_of_close_can_be_hidden():
 def test_every_environment_is_closed_even_if_one_cannot_be():
     factory, made = recorded(Stuck)
     c = Collector([factory, factory], None, num_envs=2, frames_per_batch=4)
-    with pytest.raises(OSError, match="window"):
+    with pytest.raises(EnvError, match="window"):
         c.shutdown()
     assert [env.closed for env in made] == [1] * 4
 

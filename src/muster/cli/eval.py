@@ -23,6 +23,7 @@ from muster.cli.request import obs_dtype_of, prepared
 from muster.episodes.rules import RuleName
 from muster.errors import BadOption
 from muster.observing.progress import progress
+from muster.utils.whole_files import make_folder
 
 if TYPE_CHECKING:
     from muster.evaluation import Evaluation
@@ -90,7 +91,8 @@ def evaluate(command: Eval) -> int:
     if wanted:
         from muster.utils.mp4 import check_ffmpeg
 
-        check_ffmpeg()  # raises now, not at the end
+        check_ffmpeg()  # raises now, not at the end, as the next one
+        make_folder(command.out)
     with (
         prepared(command, command.seed) as (policy, description),
         StopSignals(quiet=command.quiet) as stop,

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -107,8 +108,8 @@ def symbols() -> tuple[str, str]:
 
 
 class StopSignals:
-    """Context in which Ctrl-C or SIGTERM sets ``received`` and, unless ``quiet``, prints ``say``,
-    and ends nothing.
+    """Context in which Ctrl-C, SIGTERM or the end of the terminal (SIGHUP, unless it is ignored, as
+    by nohup) sets ``received`` and, unless ``quiet``, prints ``say``, and ends nothing.
 
     The second signal raises KeyboardInterrupt. The third has its default effect, for code that does
     not return to the interpreter.
@@ -135,7 +136,11 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         # other threads cannot set handlers
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            hang_up = getattr(signal, "SIGHUP", None)  # not on Windows
+            if hang_up is not None and signal.getsignal(hang_up) != signal.SIG_IGN:
+                numbers.append(hang_up)
+            for number in numbers:
                 self._old[number] = signal.signal(number, self._handle)
         return self
 
@@ -155,4 +160,5 @@ class StopSignals:
             raise KeyboardInterrupt
         self.received = number
         if not self._quiet:  # not print: the signal may have interrupted one
-            os.write(2, f"\nmuster: {self._say}\n".encode())
+            with suppress(OSError):  # the terminal is gone
+                os.write(2, f"\nmuster: {self._say}\n".encode())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,19 @@ def close_all(closes: Sequence[Callable[[], Any]]) -> None:
     with ExitStack() as stack:
         for close in closes:
             stack.callback(close)
+
+
+def close_envs(envs: Sequence[Any], name: str) -> None:
+    """Close the user's environments, the last one first, even if some of them raise errors.
+
+    Raises ``EnvError`` for one that does.
+    """
+    closes = [
+        partial(call, env, "close", f"{name}[{i}]", index=i)
+        for i, env in enumerate(envs)
+        if hasattr(env, "close")
+    ]
+    close_all(closes)
 
 
 def call(

@@ -252,7 +252,7 @@ class ParallelEnvs(
         self._left = [dict(left) for left in state["left"]]
 
     def close(self) -> None:
-        checks.close_all([env.close for env in self.envs])
+        checks.close_envs(self.envs, self.spec.name)
 
     # --- rows -------------------------------------------------------------------------------------
 

@@ -152,7 +152,7 @@ class StackedEnvs(
         return self.envs
 
     def close(self) -> None:
-        checks.close_all([env.close for env in self.envs if hasattr(env, "close")])
+        checks.close_envs(self.envs, self.spec.name)
 
     def _make_step(self, lane: Lane) -> Step:
         self._fill_steps()  # inner objects of environments may have been replaced

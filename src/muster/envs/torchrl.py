@@ -27,7 +27,7 @@ from muster.capabilities import (
     WritesNext,
 )
 from muster.env_spec import EnvSpec
-from muster.envs.checks import check_distinct, close_all
+from muster.envs.checks import check_distinct, close_envs
 from muster.envs.spaces import action_masks
 from muster.envs.torchrl_gym import PlainGym, fast_step, is_plain_gym, plain_parts
 from muster.envs.torchrl_on_device import OneOnDevice
@@ -212,7 +212,7 @@ class TorchRLEnvs(
 
     def close(self) -> None:
         open_envs = [env for env in self.envs if not env.is_closed or is_pool(env)]
-        close_all([env.close for env in open_envs])
+        close_envs(open_envs, self.spec.name)
 
     def _make_step(self, lane: Lane) -> Step:
         ones = self._ones

@@ -363,7 +363,7 @@ class TurnEnvs(
             game.seen = dict(saved["seen"])
 
     def close(self) -> None:
-        checks.close_all([game.env.close for game in self._games])
+        checks.close_envs([game.env for game in self._games], self.spec.name)
 
     # --- turns ------------------------------------------------------------------------------------
 

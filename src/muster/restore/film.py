@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from muster.envs.build import is_environment
+from muster.envs.checks import call
 from muster.errors import (
     BadCrashReport,
     BadOption,
@@ -206,10 +207,11 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _picture(player: Player) -> Array:
-    picture = np.asarray(player.env.render())
+    name = player.crash_report.name
+    picture = np.asarray(call(player.env, "render", name))
     if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8:
         raise UnsupportedEnv(
-            f"{player.crash_report.name}.render() returned {picture.dtype} {list(picture.shape)}, "
+            f"{name}.render() returned {picture.dtype} {list(picture.shape)}, "
             "expected uint8 [height, width, 3]"
         )
     return picture

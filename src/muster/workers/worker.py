@@ -12,7 +12,7 @@ import numpy as np
 
 from muster.capabilities import AwaitsCoroutines, RefersToParts, capability
 from muster.episodes.record import NO_EPISODES, Episodes
-from muster.errors import BadOption, MusterError
+from muster.errors import BadOption, EnvError, MusterError, described
 from muster.keys import Key
 from muster.memory.slots import Lane, Layout
 from muster.memory.specs import Array, ArraySpec
@@ -500,7 +500,22 @@ class Worker:
         self.profile(None)
         with ExitStack() as closing:
             for group in self.groups:
-                closing.callback(group.env.close)
+                closing.callback(_close, group)
+
+
+def _close(group: Group) -> None:
+    """Close the environments of a group.
+
+    Raises ``EnvError`` whatever they raise.
+    """
+    try:
+        group.env.close()
+    except MusterError:
+        raise
+    except Exception as error:
+        raise EnvError(
+            f"{group.env.spec.name}.close raised {described(error)}"
+        ) from error
 
 
 NO_OUTCOME = RolloutOutcome(0, 0, NO_EPISODES)
