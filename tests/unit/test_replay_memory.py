@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import sys
 import threading
@@ -473,6 +474,10 @@ def test_what_is_returned_is_what_was_written(
     check_all(written)
 
 
+# what a step returns may be named, too, which changes nothing
+KEPT = [STATE, EXTRA, REWARD, ("next", "terminated")]
+
+
 def made(
     kind: type[Written],
     capacity: int,
@@ -482,9 +487,7 @@ def made(
     alpha: float | None,
 ) -> Written:
     stack = 3 if kind is Stacked else 1
-    memory = ReplayMemory(
-        capacity, alpha=alpha, keep=[STATE, EXTRA], seed=seed, stack=stack
-    )
+    memory = ReplayMemory(capacity, alpha=alpha, keep=KEPT, seed=seed, stack=stack)
     return kind(memory, sizes, margin, seed)
 
 
@@ -889,6 +892,24 @@ def test_sequences_longer_than_the_memory_are_refused_at_once():
     for across in (False, True):
         with pytest.raises(NothingToSample):
             memory.sample(1, sequence=10**12, across_episodes=across)
+
+
+@pytest.mark.parametrize("alpha", [None, 0.5])
+@pytest.mark.parametrize(
+    "returned", [5, lambda batch: batch[:2], lambda batch: batch["observation"]]
+)
+def test_what_relabel_returns_is_checked(alpha, returned):
+    memory = filled(alpha=alpha).memory
+    with pytest.raises(BadOption, match="expected the TensorDict that it got"):
+        memory.sample(
+            6,
+            relabel=lambda batch, _: (
+                returned(batch) if callable(returned) else returned
+            ),
+        )
+    assert memory.sample(6, relabel=lambda batch, _: batch.exclude("index")).shape == (
+        6,
+    )
 
 
 @pytest.mark.parametrize("kind", [Written, Stacked])
@@ -1357,6 +1378,21 @@ def test_damaged_files(tmp_path, small_blocks):
             path.write_bytes(content)
     check_all(written)
     memory.load(tmp_path)
+    check_all(written)
+
+
+def test_files_that_were_mixed_up(tmp_path, small_blocks):
+    written = filled()
+    memory = written.memory
+    memory.save(tmp_path)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 3
+    for path, other in itertools.permutations(files, 2):
+        content = path.read_bytes()
+        path.write_bytes(other.read_bytes())
+        with pytest.raises(BadCheckpoint, match="content of another file"):
+            memory.load(tmp_path)
+        path.write_bytes(content)
     check_all(written)
 
 
