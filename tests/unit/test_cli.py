@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -647,6 +648,14 @@ def test_damaged_and_missing_files_of_weights(tmp_path, capsys):
 # ------------------------------------------------------------------------------------------ processes
 
 
+@pytest.fixture
+def not_under_nohup() -> Iterator[None]:
+    """SIGHUP has its default effect, also if the tests ignore it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(
     ("number", "times", "code", "kept", "workers"),
     [
@@ -659,7 +668,7 @@ def test_damaged_and_missing_files_of_weights(tmp_path, capsys):
     ],
 )
 def test_stopping_keeps_what_was_collected(
-    tmp_path, monkeypatch, capfd, number, times, code, kept, workers
+    tmp_path, monkeypatch, capfd, not_under_nohup, number, times, code, kept, workers
 ):
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = [signal.getsignal(n) for n in numbers]
