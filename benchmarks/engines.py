@@ -86,7 +86,10 @@ def run(
     parts: Callable[[bool, int], Iterator[tuple[str, Figures]]],
     arguments: argparse.Namespace,
 ) -> None:
-    """Print the figures as they come, and write them to a file of this name."""
+    """Print the figures as they come, with one thread, and write them to a file of this name."""
+    os.environ.update(runner.ONE_THREAD)
+    os.environ.update(runner.environment())
+    torch.set_num_threads(1)
     rounds = arguments.rounds or (2 if arguments.quick else 9)
     found: Figures = {}
     for what, figures in parts(arguments.quick, rounds):
@@ -226,9 +229,6 @@ def main() -> None:
     known = parser("engines", __doc__)
     known.add_argument("engine", choices=COLLECTORS)
     arguments = known.parse_args()
-    os.environ.update(runner.ONE_THREAD)
-    os.environ.update(runner.environment())
-    torch.set_num_threads(1)
     run(f"engine_{arguments.engine}", batches(arguments.engine), arguments)
 
 

@@ -7,17 +7,14 @@ The bare result is not copied: it is a view of the store.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import ray
-import torch
 
 import muster
-from benchmarks import runner
 from benchmarks.cluster_peers import SLOW_FRAMES
 from benchmarks.engines import HERE, Figures, in_turns, parser, run, started
 from benchmarks.nets import PlainPolicy
@@ -76,9 +73,6 @@ def measured(quick: bool, rounds: int) -> Iterator[tuple[str, Figures]]:
 
 def main() -> None:
     arguments = parser("ray_views", __doc__).parse_args()
-    os.environ.update(runner.ONE_THREAD)
-    os.environ.update(runner.environment())
-    torch.set_num_threads(1)
     run("ray_views", measured, arguments)
 
 

@@ -7,7 +7,6 @@ groups, broadcast and one after the other. Measured: CPU of this process and wal
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks import runner
 from benchmarks.engines import Figures, in_turns, parser, run
 from muster.cluster.direct import DirectCarrier
 from muster.cluster.distributed import TorchCarrier
@@ -138,9 +136,6 @@ def parts(quick: bool, rounds: int) -> Iterator[tuple[str, Figures]]:
 
 def main() -> None:
     arguments = parser("torch_blocks", __doc__).parse_args()
-    os.environ.update(runner.ONE_THREAD)
-    os.environ.update(runner.environment())
-    torch.set_num_threads(1)
     run("torch_blocks", parts, arguments)
 
 

@@ -97,7 +97,7 @@ class MemoryWriter:
         """Prepare the memory for rows with these columns; another policy may have others."""
         counters = self._pool.counters
         info = counters[0].info
-        observed = list(info.carried_specs)
+        observed = [column.key for column in given if column.role == "observation"]
         following = {next_of(key) for key in observed}
         columns = [column for column in given if column.key not in following]
         device = self._storing or info.device

@@ -7,7 +7,7 @@ for all adapters.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from typing import Any
@@ -89,14 +89,15 @@ def close_all(closes: Sequence[Callable[[], Any]]) -> None:
             stack.callback(close)
 
 
-def close_envs(envs: Sequence[Any], name: str) -> None:
-    """Close the user's environments, the last one first, even if some of them raise errors.
+def close_envs(numbered: Iterable[tuple[int, Any]], name: str) -> None:
+    """Close the user's environments, given with their numbers, the last one first, even if some of
+    them raise errors.
 
     Raises ``EnvError`` for one that does.
     """
     closes = [
         partial(call, env, "close", f"{name}[{i}]", index=i)
-        for i, env in enumerate(envs)
+        for i, env in numbered
         if hasattr(env, "close")
     ]
     close_all(closes)

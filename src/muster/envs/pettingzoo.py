@@ -252,7 +252,7 @@ class ParallelEnvs(
         self._left = [dict(left) for left in state["left"]]
 
     def close(self) -> None:
-        checks.close_envs(self.envs, self.spec.name)
+        checks.close_envs(enumerate(self.envs), self.spec.name)
 
     # --- rows -------------------------------------------------------------------------------------
 

@@ -152,7 +152,7 @@ class StackedEnvs(
         return self.envs
 
     def close(self) -> None:
-        checks.close_envs(self.envs, self.spec.name)
+        checks.close_envs(enumerate(self.envs), self.spec.name)
 
     def _make_step(self, lane: Lane) -> Step:
         self._fill_steps()  # inner objects of environments may have been replaced

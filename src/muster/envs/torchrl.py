@@ -211,7 +211,11 @@ class TorchRLEnvs(
         self._ones = _ones_of(self.envs, self.spec.name)
 
     def close(self) -> None:
-        open_envs = [env for env in self.envs if not env.is_closed or is_pool(env)]
+        open_envs = [
+            (i, env)
+            for i, env in enumerate(self.envs)
+            if not env.is_closed or is_pool(env)
+        ]
         close_envs(open_envs, self.spec.name)
 
     def _make_step(self, lane: Lane) -> Step:

@@ -363,7 +363,8 @@ class TurnEnvs(
             game.seen = dict(saved["seen"])
 
     def close(self) -> None:
-        checks.close_envs([game.env for game in self._games], self.spec.name)
+        envs = [game.env for game in self._games]
+        checks.close_envs(enumerate(envs), self.spec.name)
 
     # --- turns ------------------------------------------------------------------------------------
 

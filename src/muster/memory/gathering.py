@@ -46,10 +46,13 @@ class Gathering:
         stored = ring.stored
         shown = []
         returned = []
+        self._rewards = []
         for column in stored.columns:
             key = column.key
             if key[0] == "next":
                 returned.append(key)
+                if column.role == "reward":
+                    self._rewards.append(key)
             elif column.role is not None or is_below(key, keep):
                 shown.append(key)
         following = list(map(next_of, stored.observed))
@@ -58,14 +61,9 @@ class Gathering:
         self._count = count
         self._shown = [stored.reads[key] for key in shown]
         self._returned = [stored.reads[key] for key in returned]
-        self._keys = (*shown, *returned, *following)
+        self._names = {key[0] for key in shown}
         self.check_free("ReplayMemory", INDEX)
         self._keys = (*shown, *returned, INDEX, *following)
-        self._rewards = [
-            column.key
-            for column in stored.columns
-            if column.role == "reward" and column.key in returned
-        ]
         # an environment's own flag says the same, as that of TorchRL's InitTracker
         self._knows_begins = any(
             column.key == IS_INIT and column.dtype.kind == "b"
@@ -79,7 +77,7 @@ class Gathering:
         ``of``: what needs these keys.
         """
         for key in own:
-            if any(is_below(column, [key]) for column in self._keys):
+            if key[0] in self._names:
                 raise BadOption(
                     f"{of} writes {dotted(key)!r} into a sample, and the environment or policy has a"
                     " value of that name: rename it, with"

@@ -233,7 +233,7 @@ class _GraphPickler(Pickler):
         return _storage, (_storage_bytes(storage), str(storage.device))
 
     def _class(self, cls: type) -> Any:
-        if _has_name(cls):
+        if is_found_by_name(cls):
             return NotImplemented
         if cls.__module__ == "builtins":
             return self._usual(cls)
@@ -245,7 +245,7 @@ class _GraphPickler(Pickler):
 
     def _function(self, function: Any) -> Any:
         """Pickle a lambda or closure by value, but with its module's own globals instead of copies."""
-        if _has_name(function):
+        if is_found_by_name(function):
             return NotImplemented
         own = function.__globals__
         module = sys.modules.get(function.__module__)
@@ -353,13 +353,6 @@ def is_env(cls: type) -> bool:
     """Whether objects of the class can be stepped and reset."""
     steps = callable(getattr(cls, "step", None))
     return steps and callable(getattr(cls, "reset", None))
-
-
-def _has_name(obj: Any) -> bool:
-    found: Any = sys.modules.get(obj.__module__ or "")
-    for part in obj.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is obj
 
 
 # --- of the program's script, in a process that has got it with its code ---------------------------

@@ -114,7 +114,7 @@ def _with_cache(parameters: Mapping[str, Any], function: Any) -> Any:
 
 def is_found_by_name(obj: Any) -> bool:
     """Return whether this process finds an object by its module and qualified name."""
-    found = sys.modules.get(obj.__module__)
+    found: Any = sys.modules.get(obj.__module__ or "")
     for name in getattr(obj, "__qualname__", "").split("."):
         found = getattr(found, name, None)
     return found is obj
@@ -122,7 +122,7 @@ def is_found_by_name(obj: Any) -> bool:
 
 def _can_be_imported(obj: Any) -> bool:
     """Return whether other processes find an object by its name, too."""
-    parts = obj.__module__.split(".")
+    parts = (obj.__module__ or "").split(".")
     above = {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
     by_value = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
     return not above & by_value and is_found_by_name(obj)
