@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from muster import ReplayMemory
 from muster.errors import BadCheckpoint, BadOption, FileError, NothingToSample
-from muster.memory import replay_files
+from muster.memory import native, replay_files
 from muster.memory.specs import OBJECT, Column
 from tests.tools import files_limited_to
 
@@ -445,19 +445,45 @@ operations = st.lists(
     ends=st.sampled_from([0.0, 0.2, 0.7]),
     alpha=st.sampled_from([None, 0.7]),
     kind=st.sampled_from([Written, Stacked]),
+    large=st.booleans(),
     seed=st.integers(0, 1000),
     todo=operations,
 )
-@example([1], 4, 1, 0.0, 0.2, None, Written, 0, [("write", 0, 1)] * 25)
-@example([1], 4, 1, 0.0, 0.1, None, Stacked, 0, [("write", 0, 1), ("check", 0, 0)] * 25)
-@example([3], 8, 4, 0.3, 0.2, None, Written, 0, [("write", 0, 9)] * 9)
+@example([1], 4, 1, 0.0, 0.2, None, Written, False, 0, [("write", 0, 1)] * 25)
 @example(
-    [2, 3], 17, 3, 0.0, 0.7, 0.7, Stacked, 0, [("write", 0, 5), ("write", 1, 4)] * 8
+    [1], 4, 1, 0.0, 0.1, None, Stacked, True, 0, [("write", 0, 1), ("check", 0, 0)] * 25
+)
+@example([3], 8, 4, 0.3, 0.2, None, Written, True, 0, [("write", 0, 9)] * 9)
+@example(
+    [2, 3],
+    17,
+    3,
+    0.0,
+    0.7,
+    0.7,
+    Stacked,
+    False,
+    0,
+    [("write", 0, 5), ("write", 1, 4)] * 8,
 )
 def test_what_is_returned_is_what_was_written(
-    sizes, extra, margin, gaps, ends, alpha, kind, seed, todo
+    sizes, extra, margin, gaps, ends, alpha, kind, large, seed, todo
 ):
-    written = made(kind, sum(sizes) + extra, sizes, margin, seed, alpha)
+    with pytest.MonkeyPatch.context() as patch:
+        if large:
+            treat_as_large(patch)
+        written = made(kind, sum(sizes) + extra, sizes, margin, seed, alpha)
+        follow(written, sizes, gaps, ends, todo)
+
+
+def treat_as_large(patch: Any) -> None:
+    """All samples are gathered into memory that is used again."""
+    patch.setattr(native, "SMALL_ROW", 0)
+    patch.setattr(native, "LEAST_KEPT", 1)
+
+
+def follow(written: Written, sizes: Any, gaps: float, ends: float, todo: Any) -> None:
+    """Do what is asked for, and compare."""
     memory = written.memory
     check_all(written)
     for name, ring, how in todo:
@@ -695,6 +721,104 @@ def test_samples_are_copies():
     for leaf in written.memory[:].values(True, True):
         leaf.zero_()
     check_all(written)
+
+
+HELD: dict[str, Any] = {
+    "the sample": lambda batch: batch,
+    "a column": lambda batch: batch["observation"],
+    "a part of it": lambda batch: batch["observation"][3:5, 1],
+    "a row": lambda batch: batch[4],
+    "an array": lambda batch: batch["observation"].numpy(),
+    "a part of an array": lambda batch: batch["observation"].numpy()[3:, ::2][1:],
+    "bytes": lambda batch: memoryview(batch["observation"].numpy()),
+    "another library": lambda batch: np.from_dlpack(batch["observation"]),
+    "another shape": lambda batch: batch["observation"].view(-1)[5:],
+    "storage": lambda batch: batch["observation"].untyped_storage(),
+    "a gradient": lambda batch: (
+        (batch["observation"].float() * torch.ones(2, requires_grad=True)).grad_fn
+    ),
+    "the next observations": lambda batch: batch["next"].select("observation"),
+}
+
+
+def contents(held: Any) -> Any:
+    if hasattr(held, "_saved_self"):
+        return held._saved_self.tolist()
+    if hasattr(held, "keys"):
+        return {key: held[key].tolist() for key in held.keys(True, True)}
+    if hasattr(held, "tolist"):
+        return held.tolist()
+    return bytes(held)
+
+
+@pytest.mark.parametrize("kind", [Written, Stacked])
+@pytest.mark.parametrize("how", HELD)
+def test_nothing_is_written_to_memory_of_a_sample_that_is_in_use(
+    kind, how, monkeypatch
+):
+    treat_as_large(monkeypatch)
+    written = made(kind, 60, [2], 8, 1, None)
+    written.write(0, 70)
+    held = [HELD[how](written.memory.sample(20)) for _ in range(3)]
+    before = [contents(each) for each in held]
+    for _ in range(20):
+        written.memory.sample(20)["observation"].zero_()
+    assert [contents(each) for each in held] == before
+    assert before[0] != before[1]
+
+
+@pytest.mark.parametrize("kind", [Written, Stacked])
+def test_memory_of_large_samples_is_used_again(kind, monkeypatch):
+    treat_as_large(monkeypatch)
+    written = made(kind, 60, [2], 8, 1, None)
+    written.write(0, 70)
+    sample = written.memory.sample
+
+    def places(n: int) -> set[int]:
+        batch = sample(n)
+        leaves = batch["observation"], batch["next", "observation"]
+        return {leaf.data_ptr() for leaf in leaves}
+
+    first = places(20)
+    assert all(places(20) == first for _ in range(5))
+    batch = sample(20)
+    others = places(20)
+    assert not first & others
+    assert places(20) == others
+    del batch
+    assert places(20) <= first | others
+    assert len(places(7)) == 2  # of another size
+
+
+def test_memory_of_samples_in_several_threads(monkeypatch):
+    treat_as_large(monkeypatch)
+    written = made(Stacked, 60, [2], 8, 1, None)
+    written.write(0, 70)
+    wrong = []
+
+    def learn() -> None:
+        for _ in range(60):
+            batch = written.memory.sample(20)
+            known = batch.clone()
+            written.memory.sample(20)
+            wrong.extend(
+                key
+                for key in known.keys(True, True)
+                if (batch[key] != known[key]).any()
+            )
+
+    threads = [threading.Thread(target=learn) for _ in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
 
 
 def test_samples_depend_on_the_seed_and_on_no_other_generator():

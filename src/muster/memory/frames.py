@@ -18,7 +18,7 @@ import numpy as np
 
 from muster.keys import Key
 from muster.memory.asides import Asides
-from muster.memory.native import Rows, gathered, scatter, zeros
+from muster.memory.native import Read, Rows, as_index, gathered, reader, scatter, zeros
 from muster.memory.specs import Array
 
 
@@ -39,9 +39,11 @@ class Frames:
         shape = (self._places + 1, self._B)
         self.depth = np.full(shape, size - 1, np.int16)
         whole = {}
+        self._reads: dict[Key, Read] = {}
         for key, rows in frames.items():
             frame_shape = rows.shape[2:]
             whole[key] = zeros((size, *frame_shape), rows)
+            self._reads[key] = reader(rows.reshape(-1, *frame_shape))
         self.wholes = Asides(self.depth.size, whole)
 
     def write(
@@ -93,17 +95,16 @@ class Frames:
 
     def of(self, key: Key, cells: Array) -> Rows:
         """Return the stacks at places of cells, ``[n, size, ...]``."""
-        frames = self._frames[key]
-        frame_shape = frames.shape[2:]
         deepest = self.size - 1
         depth = self.depth.reshape(-1)[cells]
         depth = depth.astype(np.int64)
         rows_back = np.arange(self.size)[::-1]
         back = np.minimum(rows_back, depth[:, None])
         index = self._before(cells[:, None], back)
-        flat = frames.reshape(-1, *frame_shape)
-        stacks = gathered(flat, index.reshape(-1))
-        stacks = stacks.reshape(len(cells), self.size, *frame_shape)
+        frames = self._frames[key]
+        place_of_each = as_index(index.reshape(-1), frames)
+        stacks = self._reads[key](place_of_each, 0)
+        stacks = stacks.reshape(len(cells), self.size, *frames.shape[2:])
         short = np.flatnonzero(depth < deepest)
         if not len(short):
             return stacks
