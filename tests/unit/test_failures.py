@@ -306,8 +306,11 @@ def test_endless_texts_are_shortened() -> None:
         (
             None,
             0,
-            "ended in an unknown way during step. Another part of this program reaped",
+            "ended in an unknown way during step. The process that waits for its end and tells the exit code"
+            if sys.platform == "linux"
+            else "ended in an unknown way during step. Another part of this program reaped",
         ),
+        (None, 1, "Probably out of memory: the kernel has killed 1 process"),
     ],
 )
 def test_a_death_says_how_and_what_that_may_mean(

@@ -454,13 +454,21 @@ def _remedy(error: BaseException) -> str:
 
 
 def _why_it_died(name: str, exitcode: int | None, oom_kills: int) -> str:
+    has_keeper = sys.platform == "linux"
+    keeper_died = exitcode is None and has_keeper
+    if oom_kills > 0 and (keeper_died or name == "SIGKILL"):
+        return (
+            f"Probably out of memory: the kernel has killed {oom_kills}"
+            f" process{'es' * (oom_kills > 1)} of this control group since the collector was"
+            " made. Use fewer or smaller environments, or more memory."
+        )
+    if keeper_died:
+        return (
+            "The process that waits for its end and tells the exit code (muster-keeper, its parent)"
+            " was killed, and the worker with it: by the out-of-memory killer (see dmesg), a batch"
+            " system, or a user."
+        )
     if name == "SIGKILL":
-        if oom_kills > 0:
-            return (
-                f"Probably out of memory: the kernel has killed {oom_kills}"
-                f" process{'es' * (oom_kills > 1)} of this control group since the collector was"
-                " made. Use fewer or smaller environments, or more memory."
-            )
         return (
             "Another program sent SIGKILL: the out-of-memory killer (see dmesg), a batch system, or"
             " a user."
