@@ -790,6 +790,33 @@ def test_memory_of_large_samples_is_used_again(kind, monkeypatch):
     assert len(places(7)) == 2  # of another size
 
 
+def test_memory_of_samples_is_bounded(monkeypatch):
+    treat_as_large(monkeypatch)
+    written = made(Written, 60, [2], 8, 1, None)
+    written.write(0, 70)
+    read = written.memory.rings[0].stored.reads[OBS].__self__  # type: ignore[attr-defined]
+    held = [written.memory.sample(20) for _ in range(20)]
+    assert len(read._lent) == native.KEPT
+    del held
+    written.memory.sample(30)
+    assert {len(lent.memory) for lent in read._lent} == {30 * 2 * 4}, "of other sizes"
+
+
+def test_no_code_runs_when_a_sample_goes_away(monkeypatch):
+    """A Ctrl-C that comes in the call that drops it, such as a backward pass, would be lost there."""
+    treat_as_large(monkeypatch)
+    written = made(Stacked, 60, [2], 8, 1, None)
+    written.write(0, 70)
+    column = [written.memory.sample(20)["observation"]]
+    calls = []
+    sys.setprofile(lambda frame, event, arg: calls.append((event, frame, arg)))
+    column.clear()
+    sys.setprofile(None)
+    python = [frame for event, frame, _ in calls if event in {"call", "return"}]
+    assert not python
+    assert len(calls) == 3  # clear, its end, and ``setprofile``
+
+
 def test_memory_of_samples_in_several_threads(monkeypatch):
     treat_as_large(monkeypatch)
     written = made(Stacked, 60, [2], 8, 1, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,11 +17,11 @@ from muster.memory.specs import Array
 
 Rows = Any  # an array, or a tensor on a device
 Read = Callable[[Any, int], Rows]  # rows at an index, gathered along dimension 0
-# Bytes of gathered rows whose memory is used again. glibc gives back what is larger to the system, and
-# a new page costs as much as copying two; much larger ones should not be kept.
+# Bytes of gathered rows whose memory is used again. Such memory goes back to the system, and a new page
+# costs as much as copying two; much larger ones should not be kept.
 LEAST_KEPT = 1 << 18
-MOST_KEPT = 1 << 26
-KEPT = 4  # observations and next observations of two samples
+MOST_KEPT = 1 << 25
+KEPT = 8  # observations and next observations of four samples
 SMALL_ROW = 1 << 10  # bytes; of smaller ones, few samples are that large
 
 
@@ -43,8 +43,20 @@ def reader(rows: Rows) -> Read:
     return LargeRows(rows).read
 
 
+class _Lent(NamedTuple):
+    """Memory of gathered rows.
+
+    Attributes:
+        memory: bytes.
+        array: the array over it that was returned last; it is gone when all views of it are.
+    """
+
+    memory: Array
+    array: weakref.ref[Array]
+
+
 class LargeRows:
-    """Gathers large rows into memory that is used again as soon as nothing refers to it.
+    """Gathers large rows into memory that is used again when nothing refers to it any more.
 
     Args:
         rows: ``[places, *shape]``.
@@ -54,31 +66,37 @@ class LargeRows:
         self._rows = rows
         self._shape = rows.shape[1:]
         self._row_bytes = rows[0].nbytes
-        self._free: deque[Array] = deque(maxlen=KEPT)
+        # Weak references without callbacks: a Ctrl-C that comes in a callback is lost.
+        self._lent: deque[_Lent] = deque(maxlen=KEPT)
 
     def read(self, index: Array, axis: int) -> Array:
         """Return the rows at an index, ``[n, *shape]``. Several threads may do so at the same time."""
         size = index.size * self._row_bytes
         if not LEAST_KEPT <= size <= MOST_KEPT:
             return self._rows.take(index, axis)
-        out = self._memory(size).reshape(*index.shape, *self._shape)
-        # "raise" would gather into a copy first; all indices are places
-        return self._rows.take(index, axis, out, "clip")
-
-    def _memory(self, size: int) -> Array:
-        """Return an array of so many bytes. Its memory is free when it and all views of it are gone."""
-        while True:
-            try:
-                memory = self._free.pop()
-            except IndexError:
-                memory = np.empty(size, np.uint8)
-            if memory.nbytes == size:
-                break
+        memory = self._unused(size)
+        if memory is None:
+            memory = np.empty(size, np.uint8)
         # All views have this array as their base, however many views are between: NumPy takes the last
         # array of a chain, and the memory is behind a memoryview.
         array = np.frombuffer(memory.data, self._rows.dtype)
-        weakref.finalize(array, self._free.append, memory).atexit = False
-        return array
+        self._lent.append(_Lent(memory, weakref.ref(array)))
+        out = array.reshape(*index.shape, *self._shape)
+        # "raise" would gather into a copy first; all indices are places
+        return self._rows.take(index, axis, out, "clip")
+
+    def _unused(self, size: int) -> Array | None:
+        """Return memory of so many bytes that nothing refers to; None: there is none."""
+        for _ in range(len(self._lent)):
+            try:
+                lent = self._lent.popleft()  # no other thread has it now
+            except IndexError:
+                return None
+            if lent.array() is not None:
+                self._lent.append(lent)
+            elif lent.memory.nbytes == size:
+                return lent.memory
+        return None
 
 
 def as_index(index: Array, rows: Rows) -> Any:
