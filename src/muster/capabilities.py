@@ -57,6 +57,8 @@ class Bypasses(Protocol):
         """Leave these environments, and no others, out of all following steps.
 
         For them a step writes zeros into the lane (the last observations, if those are objects).
+        Their action masks then allow every action (``rollout/starting.py``), as policies act for
+        them, too.
         """
 
 

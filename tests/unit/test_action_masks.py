@@ -4,6 +4,7 @@ of masked logits.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -13,7 +14,7 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from muster import Collector, MultiSyncCollector, policies
+from muster import Collector, Evaluator, MultiSyncCollector, policies
 from muster.envs.envpool import EnvPoolVectorEnv
 from muster.errors import BadEnvOutput, BadOption
 from tests.fakes.envpool import GymnasiumEnvPool
@@ -276,6 +277,94 @@ def test_random_frames_at_the_start_and_decorrelation_respect_masks():
             batches = [collector.rollout().clone() for _ in range(2)]
         assert batches[0]["action_log_prob"].isnan().all()
         assert batches[1]["action_log_prob"].isfinite().all()
+
+
+class Uneven(Masked):
+    """Episodes of 3, 4, 5, 6 steps, and again; those of another environment have other lengths."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if seed is not None:
+            self.episode = seed % 4
+        self.episode += 1
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> Any:
+        obs, reward, _, truncated, info = super().step(action)
+        return obs, reward, self.t >= 3 + self.episode % 4, truncated, info
+
+
+def uneven(where: str) -> Any:
+    return lambda: Uneven("discrete", where)
+
+
+ACTING: dict[str, Any] = {
+    "random": lambda: None,
+    "head": lambda: policies.categorical(nn.Linear(2, 5)),
+    "greedy": lambda: policies.deterministic(nn.Linear(2, 5)),
+}
+UNEVEN: dict[str, Any] = {
+    "no resets": lambda c: [c.next() for _ in range(4)],
+    "episodes": lambda c: [
+        c.collect_batch(n_episode=n, rule=rule)[0]
+        for rule in ("per_env", "fair", "first_done", "last_even")
+        for n in (1, 3, 7)
+    ],
+}
+
+
+@pytest.mark.parametrize("acting", ACTING)
+@pytest.mark.parametrize("where", ["obs", "info"])
+@pytest.mark.parametrize("how", UNEVEN)
+def test_environments_that_wait_for_others_have_no_mask_that_counts(acting, where, how):
+    """Policies act for them, too, and may choose anything."""
+    with Collector(
+        uneven(where),
+        ACTING[acting](),
+        num_envs=3,
+        frames_per_batch=30,
+        reset_when_done=how != "no resets",
+        init_random_frames=30 if how == "no resets" else None,
+        seed=0,
+        **options_of(where),
+    ) as collector:
+        batches = [batch.clone() for batch in UNEVEN[how](collector)]
+    waited = 0
+    for batch in batches:
+        made = torch.ones(batch.shape, dtype=torch.bool)
+        if how == "no resets":
+            made = batch["collector", "valid"]
+        mask = mask_of(batch, where)
+        step = observed(batch, where)[..., :1]
+        allowed = (torch.arange(5) + step) % 3 < 2
+        assert torch.equal(mask[made].bool(), allowed[made])
+        assert allowed[made].gather(1, batch["action"][made][:, None]).all()
+        assert not mask[~made].any(), "blank, as all columns there"
+        ends = batch["next", "done"][..., 0] & made
+        after = mask_of(batch["next"], where)[ends].bool()
+        last = step[ends] + 1
+        assert torch.equal(after, (torch.arange(5) + last) % 3 < 2)
+        waited += int((~made).sum())
+    assert waited > 3 or how == "episodes"
+
+
+@pytest.mark.parametrize("where", ["obs", "info"])
+def test_evaluations_and_workers_with_masks(where):
+    head = policies.categorical(nn.Linear(2, 5))
+    options = options_of(where)
+    with Evaluator(uneven(where), head, episodes=7, num_envs=3, **options) as evaluator:
+        assert len(evaluator.evaluate().records) == 7
+    with MultiSyncCollector(
+        [partial(Uneven, "discrete", where)] * 2,
+        head,
+        num_envs=2,
+        frames_per_batch=40,
+        reset_when_done=False,
+        seed=0,
+        backend="threads",
+        **options,
+    ) as collector:
+        batch = collector.next()
+    assert not batch["collector", "valid"].all()
 
 
 def test_random_actions_do_not_depend_on_the_size_of_batches():

@@ -89,6 +89,7 @@ PASSED_ON = (
     ),
     *("inference", "start_method", "num_sub_threads", "timeouts", "policy_factory"),
     *(
+        "info",
         "max_frames_per_traj",
         "obs_dtype",
         "prev_action_reward",
@@ -164,8 +165,8 @@ class Evaluator:
             copy of its weights. "skip": do nothing. "raise": raise ``CollectorBusy``.
         record_actions: record actions for ``Evaluation.video``.
         **options: some of the options of ``Collector``, and with workers of ``MultiSyncCollector``:
-            ``max_frames_per_traj`` (for environments that may never end), ``inference``, devices,
-            ``timeouts``, and others.
+            ``max_frames_per_traj`` (for environments that may never end), ``info`` (for action masks
+            there), ``inference``, devices, ``timeouts``, and others.
 
     Raises:
         BadOption, UnknownOption: an option is wrong.

@@ -90,9 +90,10 @@ class Waiting:
                     self._kept[i] = {
                         key: copied(lane.arrays[key][t + 1, i]) for key in specs
                     }
+            masks = self._env.spec.action_masks.values()
             for key, spec in specs.items():
                 if spec.is_tensor:
-                    lane.arrays[key][t + 1, new] = 0
+                    lane.arrays[key][t + 1, new] = 1 if key in masks else 0
             self._bypass.set(self.all)
         return len(self.since) + len(self.absent) == lane.B
 

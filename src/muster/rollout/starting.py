@@ -7,11 +7,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from muster.capabilities import ActsWhenReady, capability
+from muster.capabilities import ActsWhenReady, Bypasses, capability
 from muster.keys import Key
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
@@ -59,6 +59,7 @@ class Together:
 
     def __init__(self, env: EnvBatch) -> None:
         self._env = env
+        self._bypassing = capability(env, Bypasses)
 
     def seen(self, obs: Seen) -> Seen:
         return obs
@@ -75,7 +76,31 @@ class Together:
                 raise
             raise policy_error(policy, error) from error
         cells[PHASE] = phase
-        return act, self._env.start(lane)
+        step = self._env.start(lane)
+        if self._bypassing is not None and self._env.spec.action_masks:
+            step = self._allowing(self._bypassing, step, lane)
+        return act, step
+
+    def _allowing(self, bypassing: Bypasses, step: Step, lane: Lane) -> Step:
+        """Let the masks of environments that are left out allow every action: policies act for them,
+        too.
+        """
+        known, allowing = lane.cache.get(self, (None, None))
+        if known is step:
+            found: Step = allowing
+            return found
+        masks = [lane.data[key] for key in self._env.spec.action_masks.values()]
+
+        def step_and_allow(t: int) -> Sequence[int] | None:
+            finished = step(t)
+            left_out = bypassing.bypassed
+            if left_out:
+                for rows in masks:
+                    rows[t + 1, [*left_out]] = 1
+            return finished
+
+        lane.cache[self] = step, step_and_allow
+        return step_and_allow
 
 
 class WhenReady:
