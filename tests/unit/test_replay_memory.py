@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from muster import ReplayMemory
 from muster.errors import BadCheckpoint, BadOption, FileError, NothingToSample
-from muster.memory import native, replay_files
+from muster.memory import native, replay_files, sample_arrays
 from muster.memory.specs import OBJECT, Column
 from tests.tools import files_limited_to
 
@@ -479,7 +479,7 @@ def test_what_is_returned_is_what_was_written(
 def treat_as_large(patch: Any) -> None:
     """All samples are gathered into memory that is used again."""
     patch.setattr(native, "SMALL_ROW", 0)
-    patch.setattr(native, "LEAST_KEPT", 1)
+    patch.setattr(sample_arrays, "LEAST", 1)
 
 
 def follow(written: Written, sizes: Any, gaps: float, ends: float, todo: Any) -> None:
@@ -790,16 +790,43 @@ def test_memory_of_large_samples_is_used_again(kind, monkeypatch):
     assert len(places(7)) == 2  # of another size
 
 
-def test_memory_of_samples_is_bounded(monkeypatch):
+@pytest.mark.parametrize("sizes", [[2], [1, 2]])
+def test_memory_of_samples_is_bounded(sizes, monkeypatch):
     treat_as_large(monkeypatch)
-    written = made(Written, 60, [2], 8, 1, None)
-    written.write(0, 70)
-    read = written.memory.rings[0].stored.reads[OBS].__self__  # type: ignore[attr-defined]
-    held = [written.memory.sample(20) for _ in range(20)]
-    assert len(read._lent) == native.KEPT
+    monkeypatch.setattr(sample_arrays, "MOST_BYTES", 5000)
+    written = made(Stacked, 60, sizes, 8, 1, None)
+    for ring in range(len(sizes)):
+        written.write(ring, 70)
+    memory = written.memory
+    arrays = memory._arrays
+    held = [memory.sample(20) for _ in range(20)]
+    assert 3000 < arrays.nbytes <= 5000
     del held
-    written.memory.sample(30)
-    assert {len(lent.memory) for lent in read._lent} == {30 * 2 * 4}, "of other sizes"
+    for n in (20, 30, 5, 20, 30):
+        memory.sample(n)
+        assert arrays.nbytes <= 5000
+    memory.clear()
+    assert arrays.nbytes == 0
+
+
+def test_samples_of_any_size_use_the_same_memory(monkeypatch):
+    """Of several rings, the parts have other sizes in each sample."""
+    treat_as_large(monkeypatch)
+    monkeypatch.setattr(sample_arrays, "MOST_ARRAYS", 1000)
+    written = made(Written, 60, [2, 1, 1], 8, 1, None)
+    for ring in range(3):
+        written.write(ring, 70)
+    memory = written.memory
+
+    def kept() -> set[int]:
+        return {each.ctypes.data for each in memory._arrays._loans.all()}
+
+    for n in (20, 7) * 30:
+        memory.sample(n)
+    before = kept()
+    for n in (20, 7) * 20:
+        memory.sample(n)
+    assert len(kept() - before) < len(before) / 5, "rare sizes"
 
 
 def test_no_code_runs_when_a_sample_goes_away(monkeypatch):

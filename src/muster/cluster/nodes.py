@@ -18,8 +18,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from muster.cluster.messages import WEIGHTS
 from muster.cluster.node_main import NodeMain
 from muster.cluster.session import END_S, Outgoing, Session
 from muster.errors import BadOption
+from muster.utils.loans import Loans
 from muster.weights.buffer import WRITING, Buffer, Manifest
 from muster.weights.choice import meaning_of, node_schemes
 from muster.weights.transport import NoPublisher, NoSync, Publisher, Ticket, chosen
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 SHUT_DOWN = "the collector was shut down"
-KEPT = 2  # free buffers; one is written while the other is being sent
+KEPT = 2  # buffers: one is written while the other is being sent
 
 
 class Nodes:
@@ -198,7 +198,7 @@ class NodesPublisher:
     def __init__(self, nodes: Nodes, weights: Weights) -> None:
         self._nodes = nodes
         self._manifest = Manifest.of(weights)
-        self._free: deque[Buffer] = deque(maxlen=KEPT)
+        self._sent: Loans[Buffer] = Loans(most=KEPT)
 
     def publish(
         self,
@@ -207,13 +207,12 @@ class NodesPublisher:
         workers: Collection[int] | None = None,
     ) -> None:
         receiving = chosen(workers, self._nodes.count)
-        try:
-            buffer = self._free.pop()
-        except IndexError:
+        buffer = self._sent.one_ended()
+        if buffer is None:
             buffer = Buffer.private(self._manifest)
         buffer.write(weights, version, WRITING)  # numbers are the nodes' own
         block = Block(buffer.memory)
-        weakref.finalize(block, self._free.append, buffer)
+        self._sent.lend(buffer, block)
         for node in receiving:
             self._nodes.publish(node, self._manifest, block)
 

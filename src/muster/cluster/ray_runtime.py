@@ -9,7 +9,6 @@ import socket
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from ray.util import client
 
 from muster.cluster.versions import installed
 from muster.errors import BadOption, CollectorTimeout
+from muster.utils.loans import Loans
 from muster.utils.private_names import VARIABLE, usable
 
 try:
@@ -56,7 +56,7 @@ class _RunningRay:
         self._joined = joined
         self._connection = RayConnection()
         self._holders = 0
-        self._lent: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lent: Loans[None] = Loans()
 
     def is_current(self) -> bool:
         """Whether this process is still connected to it: the user may have shut it down."""
@@ -68,13 +68,15 @@ class _RunningRay:
 
     def lend(self, memory: Any) -> None:
         """Note that an object of the store is used as long as ``memory`` lives."""
-        self._lent.add(memory)
+        self._lent.ended(2)  # of one that is lent for each batch
+        self._lent.lend(None, memory)
 
     @property
     def is_needed(self) -> bool:
         """Whether memory of the store is used that the cluster would use again if this process left
         it.
         """
+        self._lent.ended(len(self._lent))
         return self._joined and len(self._lent) > 0
 
     def add_holder(self) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from muster.keys import Key
 from muster.memory.asides import Asides
 from muster.memory.native import Read, Rows, as_index, gathered, reader, scatter, zeros
+from muster.memory.sample_arrays import SampleArrays
 from muster.memory.specs import Array
 
 
@@ -28,9 +29,12 @@ class Frames:
     Args:
         size: number of frames of a stack; the first dimension of an observation.
         frames: newest frames by key and place, ``[places + 1, B, *frame shape]``.
+        arrays: for samples.
     """
 
-    def __init__(self, size: int, frames: Mapping[Key, Rows]) -> None:
+    def __init__(
+        self, size: int, frames: Mapping[Key, Rows], arrays: SampleArrays
+    ) -> None:
         self.size = size
         self._frames = dict(frames)
         first = next(iter(frames.values()))
@@ -43,7 +47,7 @@ class Frames:
         for key, rows in frames.items():
             frame_shape = rows.shape[2:]
             whole[key] = zeros((size, *frame_shape), rows)
-            self._reads[key] = reader(rows.reshape(-1, *frame_shape))
+            self._reads[key] = reader(rows.reshape(-1, *frame_shape), arrays)
         self.wholes = Asides(self.depth.size, whole)
 
     def write(

@@ -5,24 +5,18 @@ NumPy gathers small rows in a quarter of the time of ``index_select``, and uses 
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
+from muster.memory.sample_arrays import SampleArrays
 from muster.memory.specs import Array
 
 Rows = Any  # an array, or a tensor on a device
 Read = Callable[[Any, int], Rows]  # rows at an index, gathered along dimension 0
-# Bytes of gathered rows whose memory is used again. Such memory goes back to the system, and a new page
-# costs as much as copying two; much larger ones should not be kept.
-LEAST_KEPT = 1 << 18
-MOST_KEPT = 1 << 25
-KEPT = 8  # observations and next observations of four samples
-SMALL_ROW = 1 << 10  # bytes; of smaller ones, few samples are that large
+SMALL_ROW = 1 << 10  # bytes; of smaller ones, few samples are large
 
 
 def zeros(shape: Sequence[int], like: Rows) -> Rows:
@@ -32,71 +26,21 @@ def zeros(shape: Sequence[int], like: Rows) -> Rows:
     return like.new_zeros(tuple(shape))
 
 
-def reader(rows: Rows) -> Read:
+def reader(rows: Rows, arrays: SampleArrays) -> Read:
     """Return the function that gathers rows: ``read(index, 0)``. The index of rows on a device is a
-    tensor there.
+    tensor there. ``arrays``: for large rows in host memory.
     """
     if not isinstance(rows, np.ndarray):
         return lambda index, _: rows.index_select(0, index)
-    if rows[0].nbytes < SMALL_ROW or rows.dtype.hasobject:
+    if rows[0].nbytes < SMALL_ROW:
         return rows.take
-    return LargeRows(rows).read
 
-
-class _Lent(NamedTuple):
-    """Memory of gathered rows.
-
-    Attributes:
-        memory: bytes.
-        array: the array over it that was returned last; it is gone when all views of it are.
-    """
-
-    memory: Array
-    array: weakref.ref[Array]
-
-
-class LargeRows:
-    """Gathers large rows into memory that is used again when nothing refers to it any more.
-
-    Args:
-        rows: ``[places, *shape]``.
-    """
-
-    def __init__(self, rows: Array) -> None:
-        self._rows = rows
-        self._shape = rows.shape[1:]
-        self._row_bytes = rows[0].nbytes
-        # Weak references without callbacks: a Ctrl-C that comes in a callback is lost.
-        self._lent: deque[_Lent] = deque(maxlen=KEPT)
-
-    def read(self, index: Array, axis: int) -> Array:
-        """Return the rows at an index, ``[n, *shape]``. Several threads may do so at the same time."""
-        size = index.size * self._row_bytes
-        if not LEAST_KEPT <= size <= MOST_KEPT:
-            return self._rows.take(index, axis)
-        memory = self._unused(size)
-        if memory is None:
-            memory = np.empty(size, np.uint8)
-        # All views have this array as their base, however many views are between: NumPy takes the last
-        # array of a chain, and the memory is behind a memoryview.
-        array = np.frombuffer(memory.data, self._rows.dtype)
-        self._lent.append(_Lent(memory, weakref.ref(array)))
-        out = array.reshape(*index.shape, *self._shape)
+    def read(index: Array, axis: int) -> Array:
+        out = arrays.array((*index.shape, *rows.shape[1:]), rows.dtype)
         # "raise" would gather into a copy first; all indices are places
-        return self._rows.take(index, axis, out, "clip")
+        return rows.take(index, axis, out, "clip")
 
-    def _unused(self, size: int) -> Array | None:
-        """Return memory of so many bytes that nothing refers to; None: there is none."""
-        for _ in range(len(self._lent)):
-            try:
-                lent = self._lent.popleft()  # no other thread has it now
-            except IndexError:
-                return None
-            if lent.array() is not None:
-                self._lent.append(lent)
-            elif lent.memory.nbytes == size:
-                return lent.memory
-        return None
+    return read
 
 
 def as_index(index: Array, rows: Rows) -> Any:

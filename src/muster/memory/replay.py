@@ -19,6 +19,7 @@ from muster.keys import Key, dotted
 from muster.memory.gathering import WEIGHT, Gathering
 from muster.memory.replay_files import UNREADABLE, Loaded, MemoryFiles, Snapshot
 from muster.memory.ring import AddRow, Ring
+from muster.memory.sample_arrays import SampleArrays
 from muster.memory.sampler import Drawn, InSequence, Make, Sampler, nothing_yet
 from muster.memory.saved_rows import SavedRows
 from muster.memory.specs import Array, Column
@@ -94,7 +95,8 @@ class ReplayMemory:
             alpha = finite("alpha", alpha, 0.0, of="ReplayMemory")
         self.capacity = integer("capacity", capacity, of="ReplayMemory")
         frames = integer("stack", stack, of="ReplayMemory")
-        self._stored = StoredColumns(self.capacity, _keys(keep), frames)
+        self._arrays = SampleArrays()
+        self._stored = StoredColumns(self.capacity, _keys(keep), frames, self._arrays)
         self._device = None
         if device is not None:
             self._device = device_of("ReplayMemory: device", device)
@@ -221,11 +223,12 @@ class ReplayMemory:
         """Drop all transitions. Collectors go on writing."""
         with self.lock:
             self.catch_up()
+            self._arrays.forget()
             if self._sampler is not None:
                 self._sampler.clear()
 
     def _sampler_of(self, rings: Sequence[Ring]) -> Sampler:
-        return Sampler(rings, self._stored.keep, self._alpha, self._rng)
+        return Sampler(rings, self._stored.keep, self._alpha, self._rng, self._arrays)
 
     # --- saving -----------------------------------------------------------------------------------
 

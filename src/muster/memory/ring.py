@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from muster.keys import Key
+from muster.memory.sample_arrays import SampleArrays
 from muster.memory.specs import Array, Column
 from muster.memory.stored_rows import StoredRows, is_stack
 
@@ -40,6 +41,7 @@ class Ring:
         margin: maximum number of rows that are written at once.
         device: where the rows are; None: in host memory.
         stack: number of frames of stacked observations, which are stored once; 1: there are none.
+        arrays: for samples.
 
     Attributes:
         stored: what is at its places.
@@ -60,8 +62,9 @@ class Ring:
         num_envs: int,
         capacity: int,
         margin: int,
-        device: torch.device | None = None,
-        stack: int = 1,
+        device: torch.device | None,
+        stack: int,
+        arrays: SampleArrays,
     ) -> None:
         self.B = num_envs
         self.capacity = capacity
@@ -73,7 +76,7 @@ class Ring:
         )
         self.reach = stack - 1 if has_stacks else 0
         self.places = capacity + margin + 1 + self.reach
-        self.stored = StoredRows(columns, num_envs, self.places, device, stack)
+        self.stored = StoredRows(columns, num_envs, self.places, device, stack, arrays)
         self.lo = 0
         self.hi = 0
         self.num_masked = 0

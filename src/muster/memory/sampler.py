@@ -10,9 +10,10 @@ import torch
 
 from muster.errors import NothingToSample
 from muster.keys import Key
-from muster.memory.gathering import INDEX, WEIGHT, Gathering
+from muster.memory.gathering import WEIGHT, Gathering, tensordict_of
 from muster.memory.priorities import Priorities
 from muster.memory.ring import AddRow, Ring
+from muster.memory.sample_arrays import SampleArrays
 from muster.memory.specs import Array
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Sampler:
         keep: see ``Gathering``.
         alpha: see ``ReplayMemory``.
         rng: generator of draws.
+        arrays: for samples.
 
     Attributes:
         priorities: those of each ring; empty: all cells have the same probability.
@@ -83,8 +85,10 @@ class Sampler:
         keep: Sequence[Key],
         alpha: float | None,
         rng: np.random.Generator,
+        arrays: SampleArrays,
     ) -> None:
         self.rings = list(rings)
+        self._arrays = arrays
         self.priorities: list[Priorities] = []
         if alpha is not None:
             for ring in rings:
@@ -336,7 +340,7 @@ class Sampler:
             places.append(mine)
         if not parts:
             return make(self._gatherings[0], drawn.cells)
-        return _in_places(parts, places)
+        return _in_places(parts, places, self._arrays)
 
     def later(self, drawn: Drawn, steps: Array) -> TensorDict:
         """Return the observations after the transitions so many steps later than drawn ones."""
@@ -347,7 +351,7 @@ class Sampler:
             if drawn.numbers is None:
                 mine = np.arange(len(cells))
             places.append(mine)
-        return _in_places(parts, places)
+        return _in_places(parts, places, self._arrays)
 
     def in_order(self, chosen: Array) -> Drawn:
         """Return the cells of transitions by their numbers in order of time."""
@@ -420,10 +424,38 @@ def _no_sequence(condition: InSequence | None) -> NothingToSample:
     )
 
 
-def _in_places(parts: Sequence[TensorDict], places: Sequence[Array]) -> TensorDict:
+def _in_places(
+    parts: Sequence[TensorDict],
+    places: Sequence[Array],
+    arrays: SampleArrays,
+) -> TensorDict:
     """Return the joined parts in the order of their places."""
+    first = parts[0]
     if len(parts) == 1:
-        return parts[0]
-    joined: TensorDict = torch.cat(list(parts))
-    order = torch.from_numpy(np.argsort(np.concatenate(places)))
-    return joined[order.to(joined[INDEX].device)]
+        return first
+    n = sum(map(len, places))
+    entries: dict[Key, torch.Tensor] = {}
+    for name in first.keys(True, True):
+        key = name if isinstance(name, tuple) else (name,)
+        rows = [part.get(key) for part in parts]
+        entries[key] = _column_in_places(rows, places, n, arrays)
+    return tensordict_of(entries, [n, *first.batch_size[1:]])
+
+
+def _column_in_places(
+    parts: Sequence[torch.Tensor],
+    places: Sequence[Array],
+    n: int,
+    arrays: SampleArrays,
+) -> torch.Tensor:
+    first = parts[0]
+    shape = (n, *first.shape[1:])
+    if first.device.type != "cpu":
+        there = first.new_empty(shape)
+        for rows, at in zip(parts, places, strict=True):
+            there.index_copy_(0, torch.from_numpy(at).to(first.device), rows)
+        return there
+    joined = arrays.array(shape, first.numpy().dtype)
+    for rows, at in zip(parts, places, strict=True):
+        joined[at] = rows.numpy()
+    return torch.from_numpy(joined)

@@ -2,7 +2,7 @@
 
 A slot is in exactly one state::
 
-    FREE --take--> FILLING --complete--> FULL --lend--> LENT --last tensor over it collected--> FREE
+    FREE --take--> FILLING --complete--> FULL --lend--> LENT --no tensor over it is left--> FREE
                       '--give_back (nothing to deliver)--> FREE
 
 A slot has one *lane* per group; one rollout writes into one lane. The lanes of a slot are at equal
@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -30,6 +30,7 @@ from muster.keys import Key
 from muster.memory.arrivals import arrival_from
 from muster.memory.shared import Arena
 from muster.memory.specs import OBJECT, Array, Column
+from muster.utils.loans import Loans
 
 if TYPE_CHECKING:
     import torch
@@ -41,11 +42,11 @@ else:
 
 ALIGNMENT = 64  # bytes: one cache line, and a multiple of every item size
 MAX_ROW_VIEWS = 1 << 14  # with more rows, row views are made when used instead of kept
-# keeps the weak references to owners of lent slots alive, since only living ones call back
-_loans: dict[int, Any] = {}
 KEPT_FREE = (
     2  # one to fill while the user holds another; further free slots are dropped
 )
+# lent slots, before another one is made
+MOST_LOOKED_AT = 16
 # of slots whose parts are made once: for larger ones their making takes no noticeable time
 SMALL_BYTES = 1 << 16
 
@@ -415,14 +416,28 @@ class Slot:
         return self
 
 
-class DeviceBytes:
-    """Flat bytes in CUDA memory, of which ``torch.as_tensor`` makes tensors that share them.
+class HostBytes(np.ndarray[Any, Any]):
+    """Bytes of a slot, of which ``torch.from_numpy`` makes a tensor that shares them. The tensors
+    refer to it, so that it lives as long as the last of them.
 
-    The tensors refer to it, so that it lives as long as the last of them.
+    Attributes:
+        slot: kept as long as the tensors: its end frees the memory for others.
     """
 
-    def __init__(self, block: torch.Tensor) -> None:
-        self.block = block  # kept as long as the tensors
+    slot: Slot
+
+
+class DeviceBytes:
+    """Flat bytes in CUDA memory, of which ``torch.as_tensor`` makes tensors that share them. The
+    tensors refer to it, so that it lives as long as the last of them.
+
+    Attributes:
+        slot: see ``HostBytes``.
+    """
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        block = slot.block
         self.__cuda_array_interface__ = {
             "shape": (block.numel(),),
             "typestr": "|u1",
@@ -453,14 +468,14 @@ class SlotRing:
         self.limit_bytes = limit_bytes
         self.memory: Memory = memory
         self.lends_parts = memory == "heap" and layout.nbytes <= SMALL_BYTES
-        self._free: deque[Slot] = deque()  # finalizers append to it, in any thread
-        # lent by ``lend_parts``, of which the user may hold some parts; the same
-        self._held: deque[Slot] = deque()
+        self._free: deque[Slot] = deque()
+        # of slots that ``lend_parts`` has lent, the user may hold some parts
+        self._loans: Loans[Slot] = Loans(lambda slot: slot.is_used)
         self._live: weakref.WeakSet[Slot] = weakref.WeakSet()
 
     def count(self, state: SlotState) -> int:
         """Return the number of slots in ``state``."""
-        self._look_at_held(len(self._held))
+        self._look(len(self._loans))
         return sum(slot.state is state for slot in self._live)
 
     def take(self) -> Slot:
@@ -469,12 +484,9 @@ class SlotRing:
         Raises:
             SlotsExhausted: no slot is free, and another one would exceed ``limit_bytes``.
         """
-        if not self._free and self._held:
-            self._look_at_held(2)  # of one that is added for each batch
-        if not self._free and not self._fits():
+        if not self._has_room():
             gc.collect()  # frees the slots of batches in reference cycles
-            self._look_at_held(len(self._held))
-            if not self._free and not self._fits():
+            if not self._has_room():
                 raise SlotsExhausted(
                     f"{self.count(SlotState.LENT)} batches of {self.layout.nbytes:,} bytes are"
                     " still referenced, and another one would pass"
@@ -502,7 +514,7 @@ class SlotRing:
         """
         if isinstance(slot.block, np.ndarray):
             return self._lend(slot, slot.block)
-        if slot.block.device.type in ("cpu", "cuda") and (self._free or self._fits()):
+        if slot.block.device.type in ("cpu", "cuda") and self._has_room():
             return self._lend_there(slot)
         memory: torch.Tensor = slot.block.clone()
         self.give_back(slot)
@@ -513,8 +525,6 @@ class SlotRing:
         none is used.
 
         The arrays are made once per slot, which saves a tenth of the time of a batch of one step.
-        Only the end of the last part is noticed at once: if the user holds others for longer,
-        ``take`` finds out when they are dropped.
         """
         if (
             torch.is_inference_mode_enabled()
@@ -525,9 +535,8 @@ class SlotRing:
         return [*map(torch.from_numpy, others), self._lend(slot, last)]
 
     def _lend(self, slot: Slot, memory: Array) -> torch.Tensor:
-        owner = (
-            memory.view()
-        )  # a new array object, which lives as long as the last tensor over it
+        owner = memory.view(HostBytes)
+        owner.slot = slot
         self._note_loan(slot, owner)
         return torch.from_numpy(owner)
 
@@ -535,36 +544,28 @@ class SlotRing:
         block: torch.Tensor = slot.block
         if block.device.type == "cpu":
             return self._lend(slot, block.numpy())
-        owner = DeviceBytes(block)
+        owner = DeviceBytes(slot)
         self._note_loan(slot, owner)
         return torch.as_tensor(owner, device=block.device)
 
     def _note_loan(self, slot: Slot, owner: Any) -> None:
         """Lend a slot for as long as its ``owner`` lives."""
         slot.state = SlotState.LENT
-        # ``weakref.finalize`` takes 5 us longer
-        loan = weakref.ref(owner, partial(self._end, slot))
-        _loans[id(loan)] = loan
+        self._loans.lend(slot, owner)
 
-    def _end(self, slot: Slot, loan: Any) -> None:
-        """Free a lent slot after the end of the last tensor over it."""
-        del _loans[id(loan)]
-        if slot.is_used:
-            self._held.append(slot)
-        else:
+    def _look(self, most: int) -> None:
+        """Free those of so many lent slots that are not used any more."""
+        for slot in self._loans.ended(most):
             self.give_back(slot)
 
-    def _look_at_held(self, most: int) -> None:
-        """Free those of so many slots whose parts are not used any more."""
-        for _ in range(min(most, len(self._held))):
-            try:
-                slot = self._held.popleft()
-            except IndexError:  # another thread looks at it, for ``stats()``
-                return
-            if slot.is_used:
-                self._held.append(slot)
-            else:
-                self.give_back(slot)
+    def close(self) -> None:
+        """No slot will be taken any more: refer to no memory of others, as lent slots do that have
+        adopted it.
+        """
+        self._look(len(self._loans))
+        for slot in self._loans.all():
+            if slot.adopts:
+                slot.use_own()
 
     def lend_ahead(self, slot: Slot) -> Any:
         """Return the memory of a slot that is being filled, for a batch; ``lent_ahead`` follows when
@@ -592,6 +593,16 @@ class SlotRing:
         for slot in self._live:
             for lane in slot.lanes:
                 lane.cache.clear()
+
+    def _has_room(self) -> bool:
+        """Whether a slot is free, or may be made."""
+        self._look(2)  # of one that is added for each batch
+        if not self._free:
+            self._look(MOST_LOOKED_AT)
+        if self._free or self._fits():
+            return True
+        self._look(len(self._loans))
+        return bool(self._free) or self._fits()
 
     def _fits(self) -> bool:
         return (len(self._live) + 1) * self.layout.nbytes <= self.limit_bytes

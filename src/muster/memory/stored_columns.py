@@ -11,6 +11,7 @@ import torch
 from muster.errors import BadOption, text_of
 from muster.keys import FLAGS, Key, dotted, is_below, next_of
 from muster.memory.ring import Ring
+from muster.memory.sample_arrays import SampleArrays
 from muster.memory.specs import Column
 from muster.memory.stored_rows import is_stack
 
@@ -21,6 +22,7 @@ class StoredColumns:
     Args:
         capacity, stack: see ``ReplayMemory``.
         keep: keys of further columns.
+        arrays: for samples.
     """
 
     def __init__(
@@ -28,10 +30,12 @@ class StoredColumns:
         capacity: int,
         keep: Sequence[Key],
         stack: int,
+        arrays: SampleArrays,
     ) -> None:
         self.keep = list(keep)
         self.stack = stack
         self._capacity = capacity
+        self._arrays = arrays
 
     def of(self, columns: Sequence[Column]) -> list[Column]:
         """Return the columns that are stored."""
@@ -67,7 +71,8 @@ class StoredColumns:
         rows = self.rows_of(sizes)
         try:
             return [
-                Ring(columns, size, rows, margin, device, self.stack) for size in sizes
+                Ring(columns, size, rows, margin, device, self.stack, self._arrays)
+                for size in sizes
             ]
         except (MemoryError, ValueError, RuntimeError) as error:
             # NumPy's two, and torch's on a device

@@ -12,6 +12,7 @@ from muster.keys import Key
 from muster.memory.asides import Asides
 from muster.memory.frames import Frames
 from muster.memory.native import Read, Rows, reader
+from muster.memory.sample_arrays import SampleArrays
 from muster.memory.slots import as_tensor, torch_dtype
 from muster.memory.specs import Array, Column
 
@@ -33,6 +34,7 @@ class StoredRows:
         columns, num_envs, device: see ``Ring``.
         places: number of rows.
         stack: number of frames of stacked observations; 1: there are none.
+        arrays: for samples.
 
     Attributes:
         observed: keys of the observations.
@@ -58,6 +60,7 @@ class StoredRows:
         places: int,
         device: torch.device | None,
         stack: int,
+        arrays: SampleArrays,
     ) -> None:
         self.columns = tuple(columns)
         self.B = num_envs
@@ -82,11 +85,11 @@ class StoredRows:
             self.data[column.key] = rows
             ones = [1] * column.trailing
             cells = rows.reshape(((places + 1) * num_envs, *shape, *ones))
-            self.reads[column.key] = reader(cells)
+            self.reads[column.key] = reader(cells, arrays)
         self.frames: Frames | None = None
         if self.stacked:
             newest = {key: self.data[key] for key in self.stacked}
-            self.frames = Frames(stack, newest)
+            self.frames = Frames(stack, newest, arrays)
             for key in self.stacked:
                 self.reads[key] = self._reader_of_stacks(self.frames, key)
         leaves = {}

@@ -137,6 +137,11 @@ class Bundle:
     def slots(self, state: SlotState) -> int:
         return sum(ring.count(state) for ring in self._rings)
 
+    def close(self) -> None:
+        """No rollout will be made any more; batches stay valid."""
+        for ring in self._rings:
+            ring.close()
+
     def forget(self) -> None:
         """Invalidate the layout, and the views of lanes that policies and environments keep."""
         for ring in self._rings:
@@ -288,6 +293,8 @@ class Schedule(ABC):
             self.pool.close(close_env=close_env)
         finally:
             self._discard("shutdown")
+            for bundle in self.bundles:
+                bundle.close()
 
     def _resize(self, rows: int | None) -> None:
         """Set the number of time steps per rollout (None: the usual one)."""
