@@ -992,6 +992,7 @@ def test_impossible_options(options, match):
         ({"n": 2, "sequence": -1}, "sequence=-1"),
         ({"n": 2, "sequence": 2, "n_step": 2}, "leave n_step out"),
         ({"n": 2, "sequence": 2, "relabel": lambda a, b: a}, "leave sequence out"),
+        ({"n": 2, "n_step": 2, "relabel": lambda a, b: a}, "leave n_step out"),
         ({"n": 2, "relabel": 3}, "relabel=3"),
         ({"n": 2, "beta": float("nan")}, "beta=nan"),
         ({"n": 2, "beta": None}, "beta=None"),

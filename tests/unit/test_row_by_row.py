@@ -472,6 +472,25 @@ def test_rows_that_are_written_late_are_there_after_the_end_of_the_collector():
     assert memory[:]["observation"][:, -1].tolist() == [t % 5 for t in range(13)]
 
 
+def test_rows_that_are_written_late_are_counted():
+    def made() -> Collector:
+        memory = ReplayMemory(100)
+        return Collector("CartPole-v1", frames_per_batch=1, replay_buffer=memory)
+
+    with made() as collector:
+        for _ in range(40):
+            collector.next()
+        assert collector.stats().written == collector.stats().executed == 40
+        for _ in range(7):
+            collector.next()
+        state = collector.state_dict()
+    with made() as resumed:
+        resumed.load_state_dict(state)
+        assert resumed.stats().written == 47
+        resumed.next()
+        assert resumed.stats().written == 48
+
+
 def test_clear_drops_rows_that_are_written_late():
     memory = ReplayMemory(100)
     with counting_into(memory, 50) as c:

@@ -52,6 +52,7 @@ class MemoryWriter:
     @property
     def frames(self) -> int:
         """Number of frames that were written."""
+        self.catch_up()
         return self._frames_before + sum(known.frames for known in self._known.values())
 
     def count_from(self, frames: int) -> None:

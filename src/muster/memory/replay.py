@@ -431,7 +431,8 @@ class ReplayMemory:
             relabel: called with the sample and a later transition of each one's episode
                 (hindsight: Andrychowicz et al., 2017), and returns the sample, changed or not. The
                 second TensorDict has the observations after that transition under the keys of
-                observations, and ``steps``: how many steps later it is.
+                observations, and ``steps``: how many steps later it is. Not with ``n_step`` or
+                ``sequence``.
 
         Returns:
             ``[n]``: the observations, ``action``, what ``keep`` names, ``("next", ...)`` of the
@@ -449,9 +450,15 @@ class ReplayMemory:
             make, condition = _as_asked(n_step, gamma, sequence, across_episodes)
         if type(n) is not int or n < 1:
             n = integer("n", n, of="sample")
-        if sequence is not None and relabel is not None:
+        if condition is not None and relabel is not None:
             raise BadOption(
                 "sample: relabel is for single transitions; leave sequence out"
+            )
+        if n_step > 1 and relabel is not None:
+            raise BadOption(
+                "sample: relabel is for transitions of one step, since their rewards can be computed"
+                f" again, and n_step={n_step} has sums only; leave n_step out, or sample a sequence"
+                " and compute the rewards of its steps"
             )
         if relabel is not None and not callable(relabel):
             raise BadOption(
