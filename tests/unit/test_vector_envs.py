@@ -13,6 +13,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.utils import batch_space
 
 from muster import Collector, ReplayMemory
 from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv
@@ -538,6 +539,69 @@ def test_final_observations_are_cast_too():
     with pytest.warns(UserWarning, match="final_obs observation has dtype float64"):
         batch = collect(lambda: Wide(AutoresetMode.SAME_STEP), frames_per_batch=12)
     assert column(batch, "next", "observation")[0] == [[2, 1], [2, 2]] * 3
+
+
+FINALS: dict[str, Any] = {"an array": lambda obs: obs, "a list": list, "a tuple": tuple}
+
+
+@pytest.mark.parametrize("form", FINALS)
+@pytest.mark.parametrize("mask", [np.array, list])
+def test_a_mask_says_which_final_observations_are_there(form, mask):
+    """Those of environment 0 are not."""
+
+    class Partly(ThirdParty):
+        def step(self, actions: Any) -> Any:
+            *values, info = super().step(actions)
+            if info:
+                there = info["_final_obs"] & [False, True]
+                given = np.where(there[:, None], info["final_obs"], -7)
+                info = {"final_obs": FINALS[form](given), "_final_obs": mask(there)}
+            return *values, info
+
+    batch = collect(lambda: Partly(AutoresetMode.SAME_STEP), frames_per_batch=12)
+    done = batch["next", "done"][..., 0]
+    known = batch["collector", "next_obs_valid"]
+    assert torch.equal(known[0], ~done[0])
+    assert known[1].all()
+    assert column(batch, "next", "observation")[1] == [[3, 1], [3, 2], [3, 3]] * 2
+    assert not (batch["next", "observation"] == -7).any()
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple"])
+def test_final_observations_in_the_form_of_a_step(kind):
+    def formed(obs: Any) -> Any:
+        wide = obs.astype(np.float64)
+        return {"a": obs, "b": wide} if kind == "dict" else (obs, wide)
+
+    class Formed(ThirdParty):
+        def __init__(self) -> None:
+            super().__init__(AutoresetMode.SAME_STEP)
+            box = self.single_observation_space
+            wide = spaces.Box(-np.inf, np.inf, box.shape, np.float64)
+            single: Any = spaces.Tuple((box, wide))
+            if kind == "dict":
+                single = spaces.Dict({"a": box, "b": wide})
+            self.single_observation_space = single
+            self.observation_space = batch_space(single, self.num_envs)
+
+        def reset(self, **options: Any) -> Any:
+            obs, info = super().reset(**options)
+            return formed(obs), info
+
+        def step(self, actions: Any) -> Any:
+            obs, *values, info = super().step(actions)
+            if info:
+                info["final_obs"] = formed(info["final_obs"])
+            return formed(obs), *values, info
+
+    batch = collect(Formed, frames_per_batch=12)
+    keys = (
+        ("a", "b") if kind == "dict" else (("observation", "0"), ("observation", "1"))
+    )
+    for key in keys:
+        name = key if isinstance(key, tuple) else (key,)
+        assert column(batch, "next", *name)[1] == [[3, 1], [3, 2], [3, 3]] * 2
+    assert batch["collector", "next_obs_valid"].all()
 
 
 def test_an_error_inside_a_vector_environment():

@@ -401,8 +401,10 @@ class TorchEnvs(
             for end, leaf in zip(final, obs, strict=True):
                 last.append(where(done, end, leaf))
             given = info.get(f"_{name}")
-            if not torch.is_tensor(given):
+            if given is None:
                 return last, None
+            if not torch.is_tensor(given):
+                given = torch.as_tensor(given, device=done.device)
             unknown = done & ~self._column(given, f"info['_{name}']")
         blanked = []
         for leaf in last:

@@ -30,7 +30,7 @@ from muster.envs.cartpole_vector import has_masks, with_masks
 from muster.envs.checks import FIX, Casts
 from muster.envs.own_memory import with_own_memory
 from muster.envs.spaces import SpaceCodec, action_codec, action_masks, observation_codec
-from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv
+from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv, text_of
 from muster.keys import NEXT_OBS_VALID, REWARD, Key, dotted, mask_of, next_of
 from muster.memory.objects import copied_cells
 from muster.memory.slots import Lane
@@ -225,11 +225,11 @@ class VectorEnvBatch(
         rows: list[Array],
     ) -> bool:
         """For SAME_STEP: write the true last observation into rows, and return whether it is known."""
-        final = info.get("final_obs") if isinstance(info, dict) else None
-        if final is None or final[i] is None:
+        final = self._final_of(i, info)
+        if final is None:
             return False
         single = self.observations.single
-        leaves = [final[i]] if single else self.observations.flatten(final[i])
+        leaves = [final] if single else self.observations.flatten(final)
         specs = self.observations.specs.items()
         for (key, spec), row, leaf in zip(specs, rows, leaves, strict=True):
             who = f"{self.spec.name}[{i}]"
@@ -240,6 +240,30 @@ class VectorEnvBatch(
             else:
                 row[i] = checks.stored_copy(leaf, f"{who}: {what}")
         return True
+
+    def _final_of(self, i: int, info: Any) -> Any:
+        """Return the last observation of an environment; None: it is unknown.
+
+        ``final_obs`` has an observation for each environment, as Gymnasium's, or is one observation
+        of arrays for all, as those of a step; the mask ``_final_obs`` says for which it is there.
+        """
+        final = info.get("final_obs") if isinstance(info, Mapping) else None
+        if final is None:
+            return None
+        there = info.get("_final_obs")
+        if there is not None and not self._column(there, "info['_final_obs']", "b")[i]:
+            return None
+        try:
+            if isinstance(final, (Mapping, tuple)):
+                leaves = self.observations.flatten(final)
+                return self.observations.build([leaf[i] for leaf in leaves])
+            return final[i]
+        except (BadEnvOutput, TypeError, IndexError, KeyError) as error:
+            raise BadEnvOutput(
+                f"{self.spec.name}.step: info['final_obs'] is {checks.described_value(final)}; expected an"
+                f" array or list of {self.spec.num_envs} observations (None where there is none), or"
+                f" an observation as step returns it: {text_of(error)}. {FIX}"
+            ) from error
 
     def _flag_unknown(
         self,
