@@ -648,6 +648,25 @@ def test_new_transitions_have_the_largest_priority_so_far_and_old_ones_none():
     )
 
 
+@pytest.mark.parametrize("ring", [0, 1])
+def test_the_largest_priority_so_far_is_that_of_all_groups(ring):
+    written = made(Written, 400, [2, 2], 50, 0, 1.0)
+    memory = written.memory
+    for number in (0, 1):
+        written.write(number, 20, ends=0.0)
+    every = memory[:]["index"]
+    mine = every % 2 == ring
+    memory.update_priority(every[mine], torch.full((int(mine.sum()),), 100.0))
+    memory.update_priority(every[~mine], torch.full((int((~mine).sum()),), 0.01))
+    for number in (0, 1):
+        written.write(number, 10, ends=0.0)
+    drawn = memory.sample(20_000)["index"]
+    new = ~torch.isin(drawn, every)
+    share = [(drawn[new] % 2 == number).float().mean() for number in (0, 1)]
+    assert share[0] == pytest.approx(0.5, abs=0.02)
+    assert new.float().mean() == pytest.approx(40 / 80, abs=0.02)
+
+
 def test_a_priority_of_zero_is_not_drawn_beside_others_and_can_be_raised():
     written = filled(alpha=0.5, capacity=10, sizes=(1,), rows=10)
     memory = written.memory

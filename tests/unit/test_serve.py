@@ -5,6 +5,7 @@ of others.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import socket
@@ -581,6 +582,29 @@ def test_a_bad_message_is_answered_and_ends_that_client_only(connected):
             assert not batch["next", "reward"][~good].any()
             assert_reward_is_time(batch[good])
         assert server.lost["bad_message"] == len(BAD_STEPS)
+
+
+def test_a_step_before_its_action_is_refused(connected):
+    """It would be taken for the result of an action that the client has not seen."""
+    with serving() as server:
+        result = request(server, lambda: server.lost.get("bad_message"))
+        client = connected(server.address)
+        client.reset(obs(0))
+        both = b""
+        for t in (1, 2):
+            about = {"type": "step", "reward": t, "terminated": False}
+            text = json.dumps({**about, "truncated": False}).encode()
+            both += struct.pack("<II", len(text), 8) + text + obs(t)
+        client.socket.sendall(both)
+        assert b"before the action" in client.file.read()
+        hang_up(client)
+        with playing(server.address, CountingEnv(3)):
+            found = result.result(60)
+    batches = found if isinstance(found, list) else [found]
+    rows = torch.cat([batch.reshape(-1) for batch in batches])
+    good = rows[rows[KNOWN]]
+    assert_reward_is_time(good)
+    assert good["observation"][:2, 1].tolist() == [0, 0], "one step of the first client"
 
 
 def assert_reward_is_time(batch: Any) -> None:

@@ -179,12 +179,16 @@ def reset_pair(got: Any, who: str) -> tuple[Any, Any]:
     """Return observation and info from the result of ``reset``; raise ``BadEnvOutput`` if it is not
     such a pair.
     """
-    pair = isinstance(got, tuple) and len(got) == 2
-    if not pair or not isinstance(got[1], Mapping):
+    if not isinstance(got, tuple) or len(got) != 2:
+        size = f" of {len(got)}" if isinstance(got, tuple) else ""
         raise BadEnvOutput(
-            f"{who}.reset returned {type(got).__name__}, expected (observation, info). {FIX}"
+            f"{who}.reset returned {type(got).__name__}{size}, expected (observation, info). {FIX}"
         )
     observation, info = got
+    if not isinstance(info, Mapping):
+        raise BadEnvOutput(
+            f"{who}.reset returned {described_value(info)} as info, expected a dict. {FIX}"
+        )
     return observation, info
 
 

@@ -22,7 +22,7 @@ class Priorities:
         alpha: see ``ReplayMemory``.
 
     Attributes:
-        largest: largest priority so far, which new transitions get.
+        largest: largest priority so far.
     """
 
     def __init__(self, places: int, alpha: float) -> None:
@@ -47,9 +47,9 @@ class Priorities:
         found: Array = self._levels[0][places]
         return found
 
-    def add(self, places: Array) -> None:
-        """Give places the largest priority so far."""
-        self._set(places, self.largest**self._alpha)
+    def add(self, places: Array, priority: float) -> None:
+        """Let places be drawn, with this priority."""
+        self._set(places, priority**self._alpha)
 
     def forget(self, places: Array) -> None:
         """Let places never be drawn."""

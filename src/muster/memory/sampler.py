@@ -167,7 +167,7 @@ class Sampler:
 
     def _prioritize(self, number: int, lo: int, hi: int) -> None:
         """Set the priorities of rows that were dropped since the rows from ``lo`` to ``hi`` were
-        readable, and of those that were added.
+        readable, and of those that were added: these get the largest one so far, of all rings.
         """
         ring = self.rings[number]
         priorities = self.priorities[number]
@@ -177,7 +177,8 @@ class Sampler:
         first = max(hi, ring.lo)
         added = ring.places_of(np.arange(first * B, ring.hi * B))
         is_transition = ring.stored.is_transition(added)
-        priorities.add(added[is_transition])
+        largest = max(each.largest for each in self.priorities)
+        priorities.add(added[is_transition], largest)
 
     # --- drawing ----------------------------------------------------------------------------------
 

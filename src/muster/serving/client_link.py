@@ -10,6 +10,7 @@ order. docs/serve.md has all messages.
 from __future__ import annotations
 
 import json
+import select
 import socket
 import struct
 import sys
@@ -155,6 +156,17 @@ class Connection:
                 f"{kind} has {nbytes} bytes of values, expected {sizes[kind]}",
             )
         return about, self._take(nbytes, deadline)
+
+    def has_more(self) -> bool:
+        """Return whether a part of a further message is there, or the end of the connection."""
+        if self._received:
+            return True
+        poller = select.poll()
+        try:
+            poller.register(self._socket, select.POLLIN)
+        except (OSError, ValueError):  # closed
+            return False
+        return bool(poller.poll(0))
 
     def send(
         self,

@@ -360,12 +360,18 @@ class ClientEnv:
         self.cut = False
         assert self._connection is not None, "step before reset"
         try:
+            is_early = self._connection.has_more()
             self._connection.send(
                 {"type": "action"},
                 clients.spaces.actions.encode(action),
                 clients.timeouts["step"],
             )
             kind, obs, reward, terminated, truncated = self._receive("step")
+            if is_early and kind == "step":
+                raise ClientLost(
+                    "bad_message",
+                    "a step was sent before the action that it is the result of: wait for each action",
+                )
         except ClientLost as lost:
             clients.check_open()
             self._lose(lost)
