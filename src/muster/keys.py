@@ -20,6 +20,7 @@ STEP_COUNT: Key = ("step_count",)
 TRAJ_IDS: Key = ("collector", "traj_ids")
 NEXT_OBS_VALID: Key = ("collector", "next_obs_valid")
 VALID: Key = ("collector", "valid")
+MASK: Key = ("collector", "mask")  # of padded trajectories: False is padding
 POLICY_VERSION: Key = ("collector", "policy_version")
 SEED: Key = ("collector", "seed")  # of the reset of the row's episode; -1: it had none
 AGENT: Key = ("collector", "agent")  # who acted, where agents take turns

@@ -16,7 +16,7 @@ from muster import Collector, MultiSyncCollector, policies
 from muster.errors import BadOption
 from muster.policies.executor import plan
 from muster.testing import ChainEnv, CountingEnv
-from tests.tools import assert_same
+from tests.tools import assert_same, collect
 
 PARTS = st.lists(st.integers(0, 20), min_size=1, max_size=8)
 
@@ -157,6 +157,48 @@ def test_rewards_are_divided_by_the_deviation_of_returns_over_batches():
     again.load_state_dict(scaler.state_dict())
     assert again.open == scaler.open
     assert scaler.open == open_returns != {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"split_trajs": True},
+        {"reset_when_done": False},
+        {"split_trajs": True, "reset_when_done": False},
+        {"trajs_per_batch": 2, "traj_format": "pad"},
+    ],
+    ids=str,
+)
+def test_padding_is_no_return(options):
+    lengths = iter([3, 5])
+    padded = 0
+    scaler = policies.RewardScaler(0.5)
+    expected = policies.RewardScaler(0.5)
+    with Collector(
+        lambda: CountingEnv(next(lengths)),
+        None,
+        num_envs=2,
+        frames_per_batch=20,
+        total_frames=60,
+        **options,
+    ) as collector:
+        for batch in collector:
+            scaler.update(batch)
+            made = batch["collector", "traj_ids"] >= 0
+            for name in ("valid", "mask"):
+                made = made & batch.get(("collector", name), made)
+            expected.update(batch[made])
+    assert not made.all()
+    assert scaler.returns.count == expected.returns.count
+    assert torch.equal(scaler.returns.scale, expected.returns.scale)
+    assert scaler.open == expected.open
+    assert all(number >= 0 for number in scaler.open)
+
+
+def test_returns_need_the_ids_of_trajectories():
+    batch = collect(CountingEnv, frames_per_batch=6, track_traj_ids=False)
+    with pytest.raises(BadOption, match="track_traj_ids=True"):
+        policies.RewardScaler(0.5).update(batch)
 
 
 def test_bad_arguments_are_refused():

@@ -26,6 +26,7 @@ from muster.collectors import Collector
 from muster.errors import BadOption, BadRecording, UnsupportedSpace
 from muster.recording import Recorder, load
 from muster.recording.chunks import chunk_name
+from muster.testing import CountingEnv
 from muster.utils.tensor_files import seal
 from tests.fakes.words import Words
 from tests.tools import files_limited_to
@@ -467,6 +468,39 @@ def test_an_episode_has_the_number_of_its_first_environment(tmp_path):
         recording.episode(0)["observation"].tolist()
         == envs.truth[recording.episodes[0].traj_id]["obs"]
     )
+
+
+PADDED: dict[str, dict[str, Any]] = {
+    "no resets": {"reset_when_done": False},
+    "split": {"split_trajs": True},
+    "split, no resets": {"split_trajs": True, "reset_when_done": False},
+    "episodes": {"trajs_per_batch": 3, "traj_format": "pad"},
+}
+
+
+@pytest.mark.parametrize("how", PADDED)
+def test_padding_is_no_episode(tmp_path, how):
+    lengths = iter([3, 5, 7] * 20)
+    with Collector(
+        lambda: CountingEnv(next(lengths)),
+        None,
+        num_envs=3,
+        frames_per_batch=30,
+        total_frames=120,
+        record=tmp_path / "r",
+        **PADDED[how],
+    ) as collector:
+        for _ in collector:
+            pass
+    episodes = load(tmp_path / "r").episodes
+    assert all(episode.traj_id >= 0 for episode in episodes)
+    complete = [episode for episode in episodes if episode.complete]
+    assert {episode.length for episode in complete} == {3, 5, 7}
+    assert all(
+        episode.episode_return == episode.length * (episode.length + 1) / 2
+        for episode in complete
+    )
+    assert len(complete) >= 3
 
 
 def test_is_init_tells_beginnings_where_the_recording_cannot(tmp_path):

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from muster.episodes.segment import MASK, take, time_last, written
+from muster.episodes.segment import take, time_last, written
 from muster.episodes.stored import StoredItems
 from muster.errors import BadOption
-from muster.keys import VALID
+from muster.keys import MASK, VALID
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

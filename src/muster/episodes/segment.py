@@ -12,7 +12,17 @@ import numpy as np
 import torch
 
 from muster.errors import BadOption
-from muster.keys import AGENT, DONE, RESUMED, TRAJ_IDS, VALID, Key, dotted, next_of
+from muster.keys import (
+    AGENT,
+    DONE,
+    MASK,
+    RESUMED,
+    TRAJ_IDS,
+    VALID,
+    Key,
+    dotted,
+    next_of,
+)
 from muster.memory.objects import copied_cells
 from muster.memory.specs import Array
 from muster.utils.private_names import tensordict_maker
@@ -21,7 +31,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 ENDED: Key = next_of(DONE)
-MASK: Key = ("collector", "mask")
 NEVER = -1  # trajectory id of blank rows
 
 

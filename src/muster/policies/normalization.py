@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from muster.errors import BadOption
+from muster.keys import MASK, TRAJ_IDS, VALID, dotted
 
 
 class RunningNorm(nn.Module):
@@ -174,15 +175,25 @@ class RewardScaler(nn.Module):
         return (rewards * norm.scale).clamp(-norm.clip, norm.clip)
 
     def update(self, batch: Any) -> None:
-        """Add the rows of a batch, time last (as every batch of a collector).
+        """Add the rows of a batch, time last (as every batch of a collector). Padding does not count.
 
         Raises:
-            BadOption: a reward is NaN or infinite. Nothing was changed.
+            BadOption: a reward is NaN or infinite, or the batch has no trajectory ids. Nothing was
+                changed.
         """
-        valid = batch.get(("collector", "valid"), None)
-        # each trajectory's rows are in order
-        rows = batch.reshape(-1) if valid is None else batch[valid]
-        numbers = rows["collector", "traj_ids"].flatten().tolist()
+        ids = batch.get(TRAJ_IDS, None)
+        if ids is None:
+            raise BadOption(
+                f"RewardScaler.update: the batch has no {dotted(TRAJ_IDS)}, which say what belongs"
+                " together: track_traj_ids=True"
+            )
+        counts = ids >= 0
+        for key in (VALID, MASK):
+            flags = batch.get(key, None)
+            if flags is not None:
+                counts = counts & flags
+        rows = batch[counts]  # each trajectory's rows are in order
+        numbers = rows[TRAJ_IDS].flatten().tolist()
         rewards = rows["next", "reward"].flatten().tolist()
         dones = rows["next", "done"].flatten().tolist()
         found = []

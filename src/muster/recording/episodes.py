@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from muster.episodes.segment import cut
+from muster.episodes.segment import NEVER, cut
 from muster.keys import DONE, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.memory.specs import Array
 
@@ -92,7 +92,7 @@ def find_episodes(
 
     Pieces with the same trajectory id are one episode, in whichever environment, worker or chunk
     they are. ``batches`` has the columns of each batch, ``[E, T]`` with environments flattened; and
-    False if rows are missing before it.
+    False if rows are missing before it. Padding is in no episode.
     """
     # with its last done flag, and the number of gaps before it
     parts: dict[int, list[tuple[Episode, bool, int]]] = {}
@@ -101,11 +101,11 @@ def find_episodes(
         gaps += not follows
         ids = rows[TRAJ_IDS]
         is_init = rows.get(IS_INIT)
-        all_usable = np.ones(ids.shape, bool)
         none_ended = np.zeros(ids.shape, bool)
-        pieces = cut(ids, all_usable, none_ended)
+        pieces = cut(ids, ids != NEVER, none_ended)
+        begins_at = pieces.rows[pieces.first]
         for first, length in zip(
-            pieces.first.tolist(), pieces.length.tolist(), strict=True
+            begins_at.tolist(), pieces.length.tolist(), strict=True
         ):
             env, start = divmod(first, ids.shape[1])
             stop = start + length

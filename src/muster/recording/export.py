@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from muster.episodes.segment import NEVER
 from muster.errors import BadOption, BadRecording
 from muster.keys import (
     FLAGS,
@@ -82,8 +81,6 @@ class CompleteEpisodes:
         self._numbers: list[int] = []
         flagged = with_last and NEXT_OBS_VALID in recording.keys
         for number, episode in enumerate(recording.episodes):
-            if episode.traj_id == NEVER:  # padding
-                continue
             if not episode.complete:
                 self._left_out[UNFINISHED] += 1
             elif flagged and not self._episode(number)[NEXT_OBS_VALID][-1].all():

@@ -128,8 +128,8 @@ def load(
 
 
 class Recording:
-    """A recording: ``len()`` is its number of frames, iteration yields its batches as they were
-    written.
+    """A recording: ``len()`` is its number of frames, with those of padding; iteration yields its
+    batches as they were written.
 
     Every batch is a private, memory-mapped view: changing it changes neither the file nor another
     batch. Batches stay valid when the recording is dropped. The files must not be changed

@@ -47,9 +47,8 @@ from muster.compat.torchrl.services import (
 )
 from muster.compat.torchrl.updaters import DistributedWeightUpdater, RPCWeightUpdater
 from muster.compat.torchrl.weight_names import flattened
-from muster.episodes.segment import MASK
 from muster.errors import BadOption
-from muster.keys import POLICY_VERSION, TRAJ_IDS
+from muster.keys import MASK, POLICY_VERSION, TRAJ_IDS
 from muster.observing.stats import CollectorStats
 from muster.rollout.options import Execution
 from muster.utils.attributes import resolve
