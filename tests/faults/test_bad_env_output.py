@@ -906,7 +906,7 @@ RESETS: dict[str, tuple[dict[str, Any], type[MusterError], str]] = {
     "info": (
         {"output": {"info": None}},
         BadEnvOutput,
-        r"reset returned tuple, expected \(observation, info\)",
+        r"reset returned NoneType None as info, expected a dict",
     ),
     "no_info": ({"output": {"all": OBS}}, BadEnvOutput, "reset returned ndarray"),
     "none": ({"output": {"all": None}}, BadEnvOutput, "reset returned NoneType"),

@@ -198,21 +198,49 @@ def test_no_code_runs_when_a_batch_goes_away(parts):
     assert counts(slots) == (1, 0, 0)
 
 
-def test_slots_that_are_used_stay_lent_whoever_looks():
+@pytest.mark.parametrize("n", [5, 40, 200])
+def test_slots_that_are_used_stay_lent_whoever_looks(n):
     slots = ring()
-    held = {n: slots.lend(slots.take()) for n in range(40)}
-    for n, memory in held.items():
-        memory.fill_(n)
+    held = {i: slots.lend(slots.take()) for i in range(n)}
+    for i, memory in held.items():
+        memory.fill_(i)
     del memory
-    for n in range(0, 40, 3):
-        del held[n]
-    free = 40 - len(held)
-    taken = [slots.take() for _ in range(free)]
+    for i in range(0, n, 3):
+        del held[i]
+    taken = [slots.take() for _ in range(n - len(held))]
     assert slots.count(SlotState.LENT) == len(held)
-    assert len({id(slot) for slot in taken}) == free
+    assert len({id(slot) for slot in taken}) == len(taken)
     for slot in taken:
-        slot.block[...] = 77
-    assert all((memory == n).all() for n, memory in held.items())
+        slot.block[...] = 255
+    assert all((memory == i).all() for i, memory in held.items())
+
+
+@pytest.mark.parametrize("size", [1 << 10, 1 << 24])
+def test_memory_of_batches_that_were_held_is_given_back(size):
+    """At once, but for that of the newest ones; and with the next batch."""
+    slots = SlotRing(
+        layout(columns=(Column(("x",), (size,), np.dtype(np.uint8)),)),
+        limit_bytes=1 << 40,
+    )
+    held = [slots.lend(slots.take()) for _ in range(100)]
+    assert len(slots.slots) == 100
+    held.clear()
+    assert len(slots.slots) * size <= max(64 << 10, 8 << 24)
+    filling = slots.take()
+    assert len(slots.slots) == KEPT_FREE
+    assert filling in slots.slots
+
+
+def test_a_slot_lives_as_long_as_its_batch():
+    """Its end frees memory that is shared with workers."""
+    slots = ring()
+    memory = slots.lend(slots.take())
+    (slot,) = (weakref.ref(slot) for slot in slots.slots)
+    part = memory[3:7].view(2, 2).numpy()
+    del slots, memory
+    assert slot() is not None
+    del part
+    assert slot() is None
 
 
 def test_several_threads_may_count_slots_of_which_parts_are_used():

@@ -525,7 +525,7 @@ def test_a_batch_is_the_memory_that_the_environments_write():
             seen.append(starts(batch))
             if number in (1, 3):
                 kept.append((batch["next", "reward"], batch["next", "reward"].clone()))
-            lanes += [id(slot) for slot in there._engine.source.bundles[0].ring._live]
+            lanes += [id(slot) for slot in there._engine.source.bundles[0].ring.slots]
             del batch
         held = [reward.data_ptr() for reward, _ in kept]
         assert all(torch.equal(reward, copy) for reward, copy in kept)
@@ -612,7 +612,7 @@ def test_memory_of_the_host_is_made_where_an_option_needs_it(validate):
         for _ in range(3):
             collector.next()
         ring = collector._engine.source.bundles[0].ring
-        (lane,) = [lane for slot in ring._live for lane in slot.lanes]
+        (lane,) = [lane for slot in ring.slots for lane in slot.lanes]
         assert (len(lane.arrays) > 0) == (validate == "full")
         # ... and it counts as there
         assert ("next", "reward") in lane.arrays

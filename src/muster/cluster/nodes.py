@@ -198,7 +198,7 @@ class NodesPublisher:
     def __init__(self, nodes: Nodes, weights: Weights) -> None:
         self._nodes = nodes
         self._manifest = Manifest.of(weights)
-        self._sent: Loans[Buffer] = Loans(most=KEPT)
+        self._sent: Loans[Buffer] = Loans(KEPT)
 
     def publish(
         self,

@@ -68,7 +68,7 @@ class _RunningRay:
 
     def lend(self, memory: Any) -> None:
         """Note that an object of the store is used as long as ``memory`` lives."""
-        self._lent.ended(2)  # of one that is lent for each batch
+        self._lent.ended()
         self._lent.lend(None, memory)
 
     @property
@@ -76,7 +76,7 @@ class _RunningRay:
         """Whether memory of the store is used that the cluster would use again if this process left
         it.
         """
-        self._lent.ended(len(self._lent))
+        self._lent.ended()
         return self._joined and len(self._lent) > 0
 
     def add_holder(self) -> None:

@@ -112,12 +112,9 @@ class BatchViews:
                 self._view_of(ring.layout).tensordict(memory, slot),
             )
 
-    def drop(self, slot: Slot) -> bool:
-        """Forget a slot that will never be full.
-
-        Return whether it was prepared: it then returns to its ring.
-        """
-        return self._prepared.pop(id(slot), None) is not None
+    def drop(self, slot: Slot) -> None:
+        """Forget what was prepared for a slot."""
+        self._prepared.pop(id(slot), None)
 
     def give_up(self, filled: FilledSlot) -> None:
         """Release slots whose batch will not be delivered."""

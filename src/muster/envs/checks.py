@@ -30,6 +30,9 @@ from muster.memory.specs import OBJECT, Array, ArraySpec, Specs
 
 NUMBERS = "biuf"  # kinds of dtypes
 FIX = "Fix the environment, or correct its space with a gymnasium wrapper."
+OLD_API = (
+    " (Environments of Gym before 0.26 return this: shimmy's GymV21CompatibilityV0 wraps them.)"
+)
 
 
 def the_only(envs: Sequence[Any]) -> Any:
@@ -181,8 +184,9 @@ def reset_pair(got: Any, who: str) -> tuple[Any, Any]:
     """
     if not isinstance(got, tuple) or len(got) != 2:
         size = f" of {len(got)}" if isinstance(got, tuple) else ""
+        old = "" if isinstance(got, tuple) else OLD_API
         raise BadEnvOutput(
-            f"{who}.reset returned {type(got).__name__}{size}, expected (observation, info). {FIX}"
+            f"{who}.reset returned {type(got).__name__}{size}, expected (observation, info). {FIX}{old}"
         )
     observation, info = got
     if not isinstance(info, Mapping):
@@ -196,9 +200,10 @@ def step_values(got: Any, who: str) -> tuple[Any, Any, Any, Any, Any]:
     """Return the result of ``step``; raise ``BadEnvOutput`` unless it is a tuple of five values."""
     if not isinstance(got, tuple) or len(got) != 5:
         size = f" of {len(got)}" if isinstance(got, tuple) else ""
+        old = OLD_API if size == " of 4" else ""
         raise BadEnvOutput(
             f"{who} returned {type(got).__name__}{size}, expected (observation, reward, terminated,"
-            f" truncated, info). {FIX}"
+            f" truncated, info). {FIX}{old}"
         )
     return got
 

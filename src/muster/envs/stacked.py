@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -183,30 +184,41 @@ class StackedEnvs(
             first: Any = ...,
         ) -> Sequence[int] | None:
             nonlocal rewards
-            k = t * B + b  # index of the transition; its next observation is at k + B
-            got: Any = ...  # nothing yet
-            try:
-                todo = zip(steps, actions(t))  # noqa: B905 (strict costs 0.3 us per step)
-                if first is not ...:
-                    todo = zip(
-                        [lambda _: first, *steps[b + 1 :]], actions(t)[b:], strict=True
+            while True:  # no call of itself: a cycle would keep the lane's memory
+                k = (
+                    t * B + b
+                )  # index of the transition; its next observation is at k + B
+                got: Any = ...  # nothing yet
+                try:
+                    todo = zip(steps, actions(t))  # noqa: B905 (strict costs 0.3 us per step)
+                    if first is not ...:
+                        todo = zip(
+                            [partial(_given, first), *steps[b + 1 :]],
+                            actions(t)[b:],
+                            strict=True,
+                        )
+                    for env_step, action in todo:
+                        got = env_step(action)
+                        obs, reward, terminated, truncated, _ = got
+                        put(k + B, obs)
+                        rewards[k] = reward
+                        if terminated is not False or truncated is not False:
+                            finished = record(
+                                t, k - t * B, terminated, truncated, finished
+                            )
+                        got = (
+                            ...
+                        )  # before the next number: a signal can come in between
+                        k += 1
+                except BaseException as error:  # noqa: BLE001 (raised again, explained)
+                    self._explain(
+                        error, got, t, k - t * B, again=isinstance(rewards, _Rewards)
                     )
-                for env_step, action in todo:
-                    got = env_step(action)
-                    obs, reward, terminated, truncated, _ = got
-                    put(k + B, obs)
-                    rewards[k] = reward
-                    if terminated is not False or truncated is not False:
-                        finished = record(t, k - t * B, terminated, truncated, finished)
-                    got = ...  # before the next number: a signal can come in between
-                    k += 1
-            except BaseException as error:  # noqa: BLE001 (raised again, explained)
-                self._explain(
-                    error, got, t, k - t * B, again=isinstance(rewards, _Rewards)
-                )
-                rewards = _Rewards(lane.arrays[REWARD], self.casts)
-                return step(t, k - t * B, finished, got)
-            return finished
+                    rewards = _Rewards(lane.arrays[REWARD], self.casts)
+                    b = k - t * B
+                    first = got
+                else:
+                    return finished
 
         return step
 
@@ -500,6 +512,11 @@ class _Rewards:
         if problem := self._casts.reward_problem(reward):
             raise BadEnvOutput(problem)
         self._flat[k] = checks.number(reward)
+
+
+def _given(result: Any, _: Any) -> Any:
+    """Return the result of a step that was made already."""
+    return result
 
 
 def _flat(array: Array) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from muster.episodes.segment import MASK
+from muster.keys import MASK
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

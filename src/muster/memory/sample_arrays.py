@@ -1,7 +1,4 @@
-"""Arrays for samples, whose memory is used again: new pages of the system cost as much as copying two.
-
-glibc gives memory of this size back to the system, and where it does not is chance.
-"""
+"""Arrays for samples, whose memory is used again: new pages of the system cost as much as copying two."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from muster.memory import pages
 from muster.memory.specs import Array
 from muster.utils.loans import Loans
 
@@ -26,7 +24,7 @@ class SampleArrays:
     """The arrays of the samples of one memory. Several threads may use it."""
 
     def __init__(self) -> None:
-        self._loans: Loans[Array] = Loans(most=MOST_ARRAYS)
+        self._loans: Loans[Array] = Loans(MOST_ARRAYS)
 
     @property
     def nbytes(self) -> int:
@@ -42,7 +40,7 @@ class SampleArrays:
         room = 1 << (size - 1).bit_length()  # those of about this size share memory
         memory = self._loans.one_ended(lambda memory: memory.nbytes == room)
         if memory is None:
-            memory = np.empty(room, np.uint8)
+            memory = pages.zeros(room)
             while self._loans and self.nbytes + room > MOST_BYTES:
                 self._loans.forget_oldest()
         # All views have this array as their base, however many views are between: NumPy takes the

@@ -27,6 +27,7 @@ from typing_extensions import Self
 
 from muster.errors import SlotsExhausted
 from muster.keys import Key
+from muster.memory import pages
 from muster.memory.arrivals import arrival_from
 from muster.memory.shared import Arena
 from muster.memory.specs import OBJECT, Array, Column
@@ -45,8 +46,11 @@ MAX_ROW_VIEWS = 1 << 14  # with more rows, row views are made when used instead 
 KEPT_FREE = (
     2  # one to fill while the user holds another; further free slots are dropped
 )
-# lent slots, before another one is made
-MOST_LOOKED_AT = 16
+# Lent slots that are used again: the newest ones, and of larger ones fewer than these bytes, but at
+# least some. The memory of older ones goes with their batches.
+MOST_LENT = 64
+LEAST_LENT = 8  # as many as ``capture`` has graphs
+LENT_BYTES = 1 << 26
 # of slots whose parts are made once: for larger ones their making takes no noticeable time
 SMALL_BYTES = 1 << 16
 
@@ -328,6 +332,7 @@ class Slot:
         parts: arrays over the memory, of which ``SlotRing.lend_parts`` makes tensors.
         arranged_by: the object that has made ``parts``.
         adopts: ``block`` is memory of another owner, see ``adopt``.
+        lent_ahead_to: what refers to the memory that was lent ahead; None: it was not.
     """
 
     def __init__(self, layout: Layout, memory: Memory = "heap") -> None:
@@ -350,6 +355,7 @@ class Slot:
         else:
             self.block = _aligned(layout.nbytes)
         self.state = SlotState.FREE
+        self.lent_ahead_to: weakref.ref[Any] | None = None
         self.layout = layout
         self.arranged_by: object = None
         self.parts: list[Array] = []
@@ -403,6 +409,13 @@ class Slot:
     def _references(self) -> int:
         return sum(map(sys.getrefcount, self.parts))
 
+    def clear_caches(self) -> None:
+        """Drop what is kept for rollouts into the lanes. It may refer to a lane, which would outlive
+        the slot with its memory, until the garbage collector comes.
+        """
+        for lane in self.lanes:
+            lane.cache.clear()
+
     def complete(self) -> None:
         """Note that all lanes are complete: the slot waits for delivery."""
         self.state = SlotState.FULL
@@ -425,6 +438,12 @@ class HostBytes(np.ndarray[Any, Any]):
     """
 
     slot: Slot
+
+
+def _owner_of(slot: Slot, memory: Array) -> HostBytes:
+    owner = memory.view(HostBytes)
+    owner.slot = slot
+    return owner
 
 
 class DeviceBytes:
@@ -469,14 +488,24 @@ class SlotRing:
         self.memory: Memory = memory
         self.lends_parts = memory == "heap" and layout.nbytes <= SMALL_BYTES
         self._free: deque[Slot] = deque()
+        most = LENT_BYTES // max(layout.nbytes, 1)
+        self._most_lent = min(MOST_LENT, max(LEAST_LENT, most))
         # of slots that ``lend_parts`` has lent, the user may hold some parts
-        self._loans: Loans[Slot] = Loans(lambda slot: slot.is_used)
-        self._live: weakref.WeakSet[Slot] = weakref.WeakSet()
+        self._loans: Loans[Slot] = Loans(is_used=lambda slot: slot.is_used)
+        self._slots: list[weakref.ref[Slot]] = []
+        self._look_through_at = 2 * MOST_LENT  # of these
+
+    @property
+    def slots(self) -> list[Slot]:
+        """All slots: those that are free or filled, and those that are lent."""
+        known = [(ref, ref()) for ref in self._slots]
+        self._slots = [ref for ref, slot in known if slot is not None]
+        return [slot for _, slot in known if slot is not None]
 
     def count(self, state: SlotState) -> int:
         """Return the number of slots in ``state``."""
-        self._look(len(self._loans))
-        return sum(slot.state is state for slot in self._live)
+        self._look()
+        return sum(slot.state is state for slot in self.slots)
 
     def take(self) -> Slot:
         """Return a slot to fill.
@@ -498,10 +527,16 @@ class SlotRing:
         if self._free:
             slot = self._free.popleft()
         else:
-            slot = Slot(self.layout, self.memory)
-            self._live.add(slot)
+            slot = self._another()
         slot.state = SlotState.FILLING
         return slot.begin()
+
+    def _another(self) -> Slot:
+        if len(self._slots) >= self._look_through_at:
+            self._look_through_at = 2 * (len(self.slots) + MOST_LENT)
+        slot = Slot(self.layout, self.memory)
+        self._slots.append(weakref.ref(slot))
+        return slot
 
     def lend(self, slot: Slot) -> torch.Tensor:
         """Return the slot's memory as flat bytes, for the user; the slot is free once no tensor
@@ -535,8 +570,7 @@ class SlotRing:
         return [*map(torch.from_numpy, others), self._lend(slot, last)]
 
     def _lend(self, slot: Slot, memory: Array) -> torch.Tensor:
-        owner = memory.view(HostBytes)
-        owner.slot = slot
+        owner = _owner_of(slot, memory)
         self._note_loan(slot, owner)
         return torch.from_numpy(owner)
 
@@ -551,34 +585,39 @@ class SlotRing:
     def _note_loan(self, slot: Slot, owner: Any) -> None:
         """Lend a slot for as long as its ``owner`` lives."""
         slot.state = SlotState.LENT
+        if len(self._loans) >= self._most_lent:
+            forgotten = self._loans.forget_oldest()
+            if forgotten is not None:
+                forgotten.clear_caches()
         self._loans.lend(slot, owner)
 
-    def _look(self, most: int) -> None:
-        """Free those of so many lent slots that are not used any more."""
-        for slot in self._loans.ended(most):
+    def _look(self) -> None:
+        """Free the lent slots that are not used any more."""
+        for slot in self._loans.ended():
             self.give_back(slot)
 
     def close(self) -> None:
         """No slot will be taken any more: refer to no memory of others, as lent slots do that have
         adopted it.
         """
-        self._look(len(self._loans))
+        self._look()
         for slot in self._loans.all():
             if slot.adopts:
                 slot.use_own()
 
-    def lend_ahead(self, slot: Slot) -> Any:
-        """Return the memory of a slot that is being filled, for a batch; ``lent_ahead`` follows when
-        it is full.
+    def lend_ahead(self, slot: Slot) -> torch.Tensor:
+        """Return the memory of a slot in host memory that is being filled, for a batch.
+
+        When it is full, ``lent_ahead`` follows; or else ``give_back``, when this memory is gone.
         """
-        state = slot.state
-        memory = self.lend(slot)
-        slot.state = state
-        return memory
+        owner = _owner_of(slot, slot.block)
+        slot.lent_ahead_to = weakref.ref(owner)
+        return torch.from_numpy(owner)
 
     def lent_ahead(self, slot: Slot) -> None:
         """The batch of a slot that was lent ahead is delivered."""
-        slot.state = SlotState.LENT
+        owner = slot.lent_ahead_to and slot.lent_ahead_to()
+        self._note_loan(slot, owner)
 
     def give_back(self, slot: Slot) -> None:
         """Make a slot free again, or drop it if enough slots are free."""
@@ -587,30 +626,27 @@ class SlotRing:
         slot.state = SlotState.FREE
         if len(self._free) < KEPT_FREE:
             self._free.append(slot)
+        else:
+            slot.clear_caches()
 
     def forget_views(self) -> None:
         """Clear the caches of all lanes, so policies and environments prepare their views again."""
-        for slot in self._live:
-            for lane in slot.lanes:
-                lane.cache.clear()
+        for slot in self.slots:
+            slot.clear_caches()
 
     def _has_room(self) -> bool:
         """Whether a slot is free, or may be made."""
-        self._look(2)  # of one that is added for each batch
-        if not self._free:
-            self._look(MOST_LOOKED_AT)
-        if self._free or self._fits():
-            return True
-        self._look(len(self._loans))
+        self._look()
         return bool(self._free) or self._fits()
 
     def _fits(self) -> bool:
-        return (len(self._live) + 1) * self.layout.nbytes <= self.limit_bytes
+        most = self.limit_bytes // max(self.layout.nbytes, 1)
+        return len(self._slots) < most or len(self.slots) < most
 
 
 def _aligned(nbytes: int) -> Array:
     """Return zeros that start at a multiple of ``ALIGNMENT``."""
-    raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    raw = pages.zeros(nbytes + ALIGNMENT)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes]
 

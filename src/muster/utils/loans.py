@@ -21,14 +21,15 @@ class Loans(Generic[Lent]):
     threads may use it.
 
     Args:
+        most: number of loans that are remembered, None: all. What an older one has lent is not free
+            again: it is gone with the object, if that refers to it.
         is_used: whether a thing is used although its object is gone; None: none is.
-        most: number of loans that are remembered; None: all. An older one is never free again.
     """
 
     def __init__(
         self,
-        is_used: Callable[[Lent], bool] | None = None,
         most: int | None = None,
+        is_used: Callable[[Lent], bool] | None = None,
     ) -> None:
         self._is_used = is_used
         self._loans: deque[tuple[Lent, weakref.ref[Any]]] = deque(maxlen=most)
@@ -40,42 +41,46 @@ class Loans(Generic[Lent]):
         """Lend a thing to an object."""
         self._loans.append((thing, weakref.ref(to)))
 
-    def ended(self, most: int) -> list[Lent]:
-        """Return the things that are free, among the ``most`` loans that were looked at least
-        recently.
-        """
-        found = []
-        for _ in range(min(most, len(self._loans))):
-            found += self._next(None)
-        return found
+    def ended(self) -> list[Lent]:
+        """Return the things that are free."""
+        free = []
+        going_on = []
+        for _ in range(len(self)):
+            with contextlib.suppress(IndexError):  # another thread looks, too
+                loan = self._loans.popleft()
+                if self._is_free(loan):
+                    free.append(loan[0])
+                else:
+                    going_on.append(loan)
+        self._loans.extendleft(reversed(going_on))
+        return free
 
     def one_ended(self, fits: Callable[[Lent], bool] | None = None) -> Lent | None:
-        """Return a thing that is free and fits; None: there is none."""
-        for _ in range(len(self._loans)):
-            for thing in self._next(fits):
-                return thing
-        return None
+        """Return the oldest thing that is free and fits; None: there is none."""
+        found: Lent | None = None
+        others = []
+        for _ in range(len(self)):
+            with contextlib.suppress(IndexError):
+                loan = self._loans.popleft()
+                if self._is_free(loan) and (fits is None or fits(loan[0])):
+                    found = loan[0]
+                    break
+                others.append(loan)
+        self._loans.extendleft(reversed(others))
+        return found
 
-    def _next(self, fits: Callable[[Lent], bool] | None) -> list[Lent]:
-        """Look at the next loan: return its thing if it is free and fits, or remember it."""
-        try:
-            loan = self._loans.popleft()  # no other thread looks at it meanwhile
-        except IndexError:
-            return []
-        thing, to = loan
-        is_free = to() is None
-        if is_free and self._is_used is not None:
-            is_free = not self._is_used(thing)
-        if is_free and (fits is None or fits(thing)):
-            return [thing]
-        self._loans.append(loan)
-        return []
-
-    def forget_oldest(self) -> None:
-        """Forget the loan that was looked at least recently, if there is one."""
+    def forget_oldest(self) -> Lent | None:
+        """Forget the oldest loan, and return what was lent; None: there is no loan."""
         with contextlib.suppress(IndexError):
-            self._loans.popleft()
+            return self._loans.popleft()[0]
+        return None
 
     def all(self) -> list[Lent]:
         """Return all things that are lent, free or not."""
         return [thing for thing, _ in list(self._loans)]
+
+    def _is_free(self, loan: tuple[Lent, weakref.ref[Any]]) -> bool:
+        thing, to = loan
+        if to() is not None:
+            return False
+        return self._is_used is None or not self._is_used(thing)

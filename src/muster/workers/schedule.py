@@ -155,11 +155,8 @@ class Ahead(Protocol):
     def prepare(self, ring: SlotRing, slot: Slot) -> None:
         """Prepare the batch of a slot that is being filled."""
 
-    def drop(self, slot: Slot) -> bool:
-        """Drop what was prepared for a slot that will not be filled.
-
-        Return whether this frees the slot.
-        """
+    def drop(self, slot: Slot) -> None:
+        """Drop what was prepared for a slot that will not be filled."""
 
 
 class Schedule(ABC):
@@ -328,8 +325,9 @@ class Schedule(ABC):
 
     def _give_back(self, ring: SlotRing, slot: Slot) -> None:
         """Return a slot to its ring without delivering it."""
-        if self.ahead is None or not self.ahead.drop(slot):
-            ring.give_back(slot)
+        if self.ahead is not None:
+            self.ahead.drop(slot)
+        ring.give_back(slot)
 
     def _handles(self, bundles: Sequence[Bundle]) -> list[Handle]:
         counters = self.pool.counters
