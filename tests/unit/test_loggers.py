@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from muster.errors import BadOption, HookError
 from muster.observing.loggers import CollectionLog, as_logger
 from muster.observing.progress import progress
 from muster.testing import CountingEnv
+from muster.utils.streams import Unfailing
 from tests.fakes.stats import stats, worker
 from tests.tools import counting, files_limited_to
 
@@ -562,6 +564,42 @@ class TestProgress:
         assert "36 frames" in said
         assert "100%" not in said
         assert not threads
+
+    @pytest.mark.parametrize(
+        "kind", ["none", "closed", "a logger", "full", "no reader"]
+    )
+    @pytest.mark.parametrize("terminal", [False, True])
+    def test_a_stream_that_cannot_be_written_to_ends_no_run(
+        self, kind, terminal, monkeypatch
+    ):
+        stream: Any = None
+        logged = []
+        if kind == "closed":
+            stream = io.StringIO()
+            stream.close()
+        elif kind == "a logger":
+            stream = SimpleNamespace(write=logged.append)
+        elif kind == "full":
+            stream = open("/dev/full", "w")  # noqa: SIM115 (closed below)
+        elif kind == "no reader":
+            reader, writer = os.pipe()
+            os.close(reader)
+            stream = os.fdopen(writer, "w")
+        if terminal and stream is not None:
+            monkeypatch.setattr(Unfailing, "isatty", lambda _: True)
+        monkeypatch.setattr("sys.stderr", stream)
+        with Collector(
+            CountingEnv, None, frames_per_batch=12, total_frames=36, progress=True
+        ) as collector:
+            assert len(list(collector)) == 3
+        with progress("collect", 36, every_s=0.0, stream=Unfailing(stream)) as show:
+            show(12, "twelve")
+        monkeypatch.undo()
+        if kind == "a logger":
+            assert "twelve" in "".join(logged) or terminal
+        if kind in ("full", "no reader"):
+            with contextlib.suppress(OSError):
+                stream.close()
 
     def test_a_pipe_gets_lines(self, capsys):
         with Collector(

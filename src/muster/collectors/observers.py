@@ -17,6 +17,7 @@ from muster.observing.progress import CollectionProgress
 from muster.observing.watching import WatchedRun
 from muster.restore.film import film_command
 from muster.restore.kept_episodes import KeptEpisodes
+from muster.utils.streams import Unfailing
 
 NO_FILMS = "For films, pass watch=Watch(films=True)."
 NODES = "Episodes cannot be repeated: their actions are not kept by this collector."
@@ -90,7 +91,7 @@ class Observers:
             if watch.address is not None and watch.announce:
                 later = f"muster watch {self.watched.directory}"
                 address = f"watch     {self.watched.url}  (afterwards: {later})"
-                print(address, file=sys.stderr, flush=True)  # noqa: T201
+                print(address, file=Unfailing(sys.stderr), flush=True)
 
     def collection_ended(self, error: str) -> None:
         """Show in the last snapshot which error has ended the collection."""

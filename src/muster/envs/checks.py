@@ -30,9 +30,7 @@ from muster.memory.specs import OBJECT, Array, ArraySpec, Specs
 
 NUMBERS = "biuf"  # kinds of dtypes
 FIX = "Fix the environment, or correct its space with a gymnasium wrapper."
-OLD_API = (
-    " (Environments of Gym before 0.26 return this: shimmy's GymV21CompatibilityV0 wraps them.)"
-)
+OLD_API = " (Environments of Gym before 0.26 return this: shimmy's GymV21CompatibilityV0 wraps them.)"
 
 
 def the_only(envs: Sequence[Any]) -> Any:

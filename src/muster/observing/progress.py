@@ -9,8 +9,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 
+from muster.utils.streams import Unfailing
 from muster.utils.texts import clock, short
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class CollectionProgress:
                 "collect",
                 self._total,
                 lines=lambda: worker_lines(self._workers()),
-                stream=sys.stderr,
+                stream=Unfailing(sys.stderr),
             )
             self._show = self._made.enter_context(shown)
         self._show(stats.frames, in_one_line(stats, self._total), stats.frames_per_s)
@@ -76,7 +77,7 @@ def progress(
     quiet: bool = False,
     lines: Callable[[], list[str]] = list,
     every_s: float = LINE_EVERY_S,
-    stream: TextIO | None = None,
+    stream: TextIO | Unfailing | None = None,
 ) -> Iterator[Show]:
     """Yield a function of the progress towards ``total`` and a text: shows a bar; in files and
     pipes, lines.
@@ -126,7 +127,7 @@ def progress(
     with Live(
         get_renderable=below(bar, lines),
         refresh_per_second=10,
-        console=Console(file=stream),
+        console=Console(file=cast("TextIO", stream)),
     ):
         yield show
 
@@ -169,7 +170,7 @@ class _Cell:
         return {"text/plain": page.getvalue().rstrip()}
 
 
-def _lines(name: str, total: int, every_s: float, stream: TextIO) -> Show:
+def _lines(name: str, total: int, every_s: float, stream: TextIO | Unfailing) -> Show:
     began = last = time.monotonic()
 
     def show(done: int, text: str, rate: float | None = None) -> None:
