@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,13 @@ from gymnasium import spaces
 
 import muster
 from muster import Collector
-from muster.errors import BadOption, BadPolicyOutput, MusterError, PolicyError
+from muster.errors import (
+    BadEnvOutput,
+    BadOption,
+    BadPolicyOutput,
+    MusterError,
+    PolicyError,
+)
 from muster.testing import CountingEnv, SpaceEnv
 from tests.fakes.faults import TwoArguments
 from tests.tools import assert_accounted, collect, column, counting, recorded, stable
@@ -459,3 +467,65 @@ def test_an_output_that_rows_cannot_store_is_named(what: str) -> None:
         pytest.raises(BadPolicyOutput, match=expected),
     ):
         c.next()
+
+
+class Follows(gymnasium.Env[Any, Any]):
+    """Returns its action as reward and observation, as a simulator does that goes on with NaN.
+
+    ``broken_at``: the observation is NaN from this step on, whatever the action.
+    """
+
+    observation_space = gymnasium.spaces.Box(-9, 9, (2,), np.float32)
+    action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, broken_at: int = 1000) -> None:
+        self.broken_at = broken_at
+        self.t = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.t = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        observation = np.array(action, np.float32)
+        if self.t >= self.broken_at:
+            observation[1] = np.nan
+        return observation, float(observation.sum()), False, False, {}
+
+
+@pytest.mark.parametrize("mode", ["fast", "full"])
+@pytest.mark.parametrize("frames", [2, 12])
+def test_the_first_bad_value_is_the_cause_of_those_that_follow(mode, frames):
+    calls = 0
+
+    def act(observation: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        bad = float("nan") if calls == 4 else 0.5
+        return torch.full_like(observation, bad)
+
+    with (
+        Collector(
+            Follows, act, num_envs=2, frames_per_batch=frames, validate=mode
+        ) as collector,
+        pytest.raises(BadPolicyOutput, match="action for env 0.*nan is not finite"),
+    ):
+        for _ in range(6):
+            collector.rollout()
+
+    def copy(observation: torch.Tensor) -> torch.Tensor:
+        return observation.clone()
+
+    with (
+        Collector(
+            partial(Follows, 3),
+            copy,
+            num_envs=2,
+            frames_per_batch=frames,
+            validate=mode,
+        ) as collector,
+        pytest.raises(BadEnvOutput, match="Follows"),
+    ):
+        for _ in range(6):
+            collector.rollout()

@@ -182,11 +182,13 @@ def first_bad_value(
     rows = slice(begin, lane.done_steps)
     made = None if late is None or not late.any() else ~late
     reward = lane.arrays[env_spec.reward_key][rows]
+    # row, place within the row (what comes first is the cause of what follows), and what is returned
+    bad: list[tuple[int, int, str, bool]] = []
     finite = np.isfinite(reward)
     if not finite.all():
         t, b = (int(i) for i in np.argwhere(~finite)[0])
         where = f"{env_spec.name}[{b}].step (row {t} of the batch)"
-        return t, f"{where}: reward is {reward[t, b]}", False
+        bad.append((t, 2, f"{where}: reward is {reward[t, b]}", False))
     for key, spec in env_spec.action_specs.items():
         if not spec.is_tensor or (lane.mirrored and mode != "full"):
             continue
@@ -196,27 +198,30 @@ def first_bad_value(
         found = _first(values[rows], bounds, made)
         if found is not None:
             t, b, what = found
-            return t, f"{dotted(key)} for env {b} (row {t} of the batch): {what}", True
-    if mode != "full":
+            where = f"{dotted(key)} for env {b} (row {t} of the batch)"
+            bad.append((t, 1, f"{where}: {what}", True))
+    if mode == "full":
+        for key, spec in env_spec.observation_specs.items():
+            # An observation occurs twice: after the step that returned it, and before the next step.
+            shown = [(0, _first(_host(lane, key)[rows], spec, made))]
+            if next_of(key) in lane.data:
+                known = made
+                if (
+                    NEXT_OBS_VALID in lane.data
+                ):  # where False, the observation is NaN or 0
+                    certain = _host(lane, NEXT_OBS_VALID)[rows]
+                    known = certain if made is None else certain & made
+                after = _first(_host(lane, next_of(key))[rows], spec, known)
+                shown.append((3, after))
+            for place, found in shown:
+                if found is not None:
+                    t, b, what = found
+                    where = f"{env_spec.name}[{b}] (row {t} of the batch)"
+                    bad.append((t, place, f"{where}: {dotted(key)} {what}", False))
+    if not bad:
         return None
-    for key, spec in env_spec.observation_specs.items():
-        # An observation occurs twice: after the step that returned it, and before the next step.
-        shown = [_first(_host(lane, key)[rows], spec, made)]
-        if next_of(key) in lane.data:
-            known = made
-            if NEXT_OBS_VALID in lane.data:  # where False, the observation is NaN or 0
-                certain = _host(lane, NEXT_OBS_VALID)[rows]
-                known = certain if made is None else certain & made
-            shown.append(_first(_host(lane, next_of(key))[rows], spec, known))
-        places = [place for place in shown if place is not None]
-        if places:
-            t, b, what = min(places, key=lambda place: place[0])
-            return (
-                t,
-                f"{env_spec.name}[{b}] (row {t} of the batch): {dotted(key)} {what}",
-                False,
-            )
-    return None
+    t, _, text, by_policy = min(bad)
+    return t, text, by_policy
 
 
 def first_unsent(
