@@ -567,8 +567,11 @@ def test_a_mask_says_which_final_observations_are_there(form, mask):
     assert not (batch["next", "observation"] == -7).any()
 
 
+@pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("kind", ["dict", "tuple"])
-def test_final_observations_in_the_form_of_a_step(kind):
+def test_final_observations_in_the_form_of_a_step(kind, each):
+    """Or one for each environment: with ``each``, in a tuple."""
+
     def formed(obs: Any) -> Any:
         wide = obs.astype(np.float64)
         return {"a": obs, "b": wide} if kind == "dict" else (obs, wide)
@@ -591,7 +594,8 @@ def test_final_observations_in_the_form_of_a_step(kind):
         def step(self, actions: Any) -> Any:
             obs, *values, info = super().step(actions)
             if info:
-                info["final_obs"] = formed(info["final_obs"])
+                final = info["final_obs"]
+                info["final_obs"] = tuple(map(formed, final)) if each else formed(final)
             return formed(obs), *values, info
 
     batch = collect(Formed, frames_per_batch=12)

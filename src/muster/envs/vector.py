@@ -10,6 +10,7 @@ already, and returns the true last observation in ``info``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import gymnasium
@@ -254,8 +255,14 @@ class VectorEnvBatch(
         if there is not None and not self._column(there, "info['_final_obs']", "b")[i]:
             return None
         try:
-            if isinstance(final, (Mapping, tuple)):
+            leaves = []
+            if isinstance(final, Mapping):
                 leaves = self.observations.flatten(final)
+            elif isinstance(final, tuple):
+                # or it has an observation for each environment
+                with suppress(BadEnvOutput):
+                    leaves = self.observations.flatten(final)
+            if leaves and all(isinstance(leaf, np.ndarray) for leaf in leaves):
                 return self.observations.build([leaf[i] for leaf in leaves])
             return final[i]
         except (BadEnvOutput, TypeError, IndexError, KeyError) as error:
