@@ -11,7 +11,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from muster import Collector
+from muster import Collector, policies
 from muster.errors import BadOption, EnvError, UnsupportedEnv
 from muster.policies import tanh_gaussian
 from muster.testing import CountingEnv
@@ -101,6 +101,30 @@ def test_unequal_spaces_are_refused_by_name():
         ) as collector,
     ):
         collector.rollout()
+
+
+class CannotClose(CountingEnv):
+    def close(self) -> None:
+        raise OSError("it cannot be closed")
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "match"),
+    [
+        (None, {"frames_per_batch": -3}, "frames_per_batch=-3"),
+        (policies.gaussian(torch.nn.Linear(2, 2)), {}, "gaussian"),
+        (None, {"compile_env": True}, "compile_env"),
+    ],
+)
+def test_a_refusal_is_not_replaced_by_an_error_of_closing(policy, options, match):
+    with pytest.raises(BadOption, match=match):
+        Collector(CannotClose, policy, num_envs=2, **{"frames_per_batch": 8, **options})
+
+
+def test_an_error_of_making_is_not_replaced_by_one_of_closing():
+    made = iter([CannotClose, CannotClose])
+    with pytest.raises(EnvError, match="making env 2.*StopIteration"):
+        Collector(lambda: next(made)(), None, num_envs=3, frames_per_batch=9)
 
 
 def test_a_failing_factory_closes_what_was_made():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
@@ -115,7 +116,8 @@ def _make(
         return _wrap(envs, num_envs, name, device)
     except BaseException:
         for env in envs:
-            getattr(env, "close", lambda: None)()
+            with suppress(Exception):  # the error says more
+                getattr(env, "close", lambda: None)()
         raise
 
 

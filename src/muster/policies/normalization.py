@@ -96,6 +96,7 @@ class RunningNorm(nn.Module):
         Raises:
             BadOption: they have another shape, or contain NaN or infinity. Nothing was changed.
         """
+        observations = torch.as_tensor(observations)
         lead = observations.ndim - len(self.shape)
         if lead < 0 or tuple(observations.shape[lead:]) != self.shape:
             raise BadOption(
@@ -107,7 +108,7 @@ class RunningNorm(nn.Module):
                 math.prod(observations.shape[:lead]), *self.shape
             )
         else:
-            rows = observations[mask.bool()]
+            rows = observations[torch.as_tensor(mask).bool()]
         rows = rows.to(self.mean)
         if not len(rows):
             return

@@ -99,7 +99,7 @@ def build_envs(
     looks: dict[tuple[int, int], Callable[[], Seen]] = {}
     for factory, keywords in zip(factories, kwargs, strict=True):
         env = build_env(factory, options.num_envs, keywords, setting.env_device)
-        made.callback(env.close)
+        _close_with(made, env)
         _check_env(env, options)
         if options.compile_env not in (None, False):
             compiling = capability(env, CompilesSteps)
@@ -135,6 +135,19 @@ def build_envs(
     return built
 
 
+def _close_with(made: ExitStack, env: EnvBatch) -> None:
+    """Let ``made`` close an environment. An error that is on its way says more than one of closing."""
+
+    def close(kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            env.close()
+        except Exception:
+            if error is None:
+                raise
+
+    made.push(close)
+
+
 def _infos_of(
     built: EnvBatch,
     factory: Any,
@@ -162,7 +175,7 @@ def _infos_of(
                 id(_innermost(each)) for each in probe.objects()
             ):
                 env = probe
-                made.callback(env.close)
+                _close_with(made, env)
                 telling = capability(env, TellsInfos)
                 assert telling is not None  # else ``with_infos`` has raised
                 telling.keep_infos()
