@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import datasets
+import gymnasium
 import huggingface_hub
 import imageio_ffmpeg
 import minari
@@ -37,6 +38,7 @@ from muster.testing import (
 from muster.testing.oracle import EXECUTED
 from tests.fakes.faults import Signalled
 from tests.fakes.seeded import SeededEnv
+from tests.fakes.words import Words
 
 NAMES = dict.fromkeys(("t", "stage", "half", "place", "goal")) | InfoEnv.SPACES
 BOX = spaces.Box(-1, 1, (3,), np.float32)
@@ -233,6 +235,55 @@ class TestMinari:
             load(tmp_path / "minari" / "cart" / "random-v0").meta["env"]
             == "CartPole-v1"
         )
+
+    @pytest.mark.parametrize(
+        "space",
+        [
+            spaces.Dict({"observation": BOX}),
+            spaces.Dict({"0": BOX, "1": BOX}),
+            spaces.Tuple((BOX, BOX)),
+        ],
+        ids=str,
+    )
+    def test_spaces_that_are_given_say_how_columns_are_nested(self, tmp_path, space):
+        recording = recorded(tmp_path / "run", partial(SpaceEnv, space, BOX))
+        recording.to_minari("nested-v0", observation_space=space, action_space=BOX)
+        dataset = minari.load_dataset("nested-v0")
+        assert dataset.observation_space == space
+        for found, data in zip(
+            dataset.iterate_episodes(), whole(recording), strict=True
+        ):
+            expected = as_space(data, space, "observation", is_observation=True)
+            same(found.observations, expected)
+
+    def test_a_space_that_does_not_fit_is_refused(self, tmp_path):
+        recording = recorded(tmp_path / "run", partial(CountingEnv, 3))
+        with pytest.raises(BadOption, match=r"has a, and the recording has \['observ"):
+            recording.to_minari(
+                "other-v0",
+                observation_space=spaces.Dict({"a": BOX}),
+                action_space=spaces.Discrete(2),
+            )
+
+    def test_texts_come_back(self, tmp_path):
+        recording = recorded(tmp_path / "run", Words)
+        recording.to_minari("words-v0")
+        for found, data in zip(load("minari:words-v0"), whole(recording), strict=True):
+            assert list(found["word"]) == list(data["word"])
+            assert list(found["next", "word"]) == list(data["next", "word"])
+            assert torch.equal(found["t"], data["t"])
+
+    def test_an_environment_of_the_program_gives_no_spec(self, tmp_path):
+        name = "OfTheProgram-v0"
+        gymnasium.register(name, partial(CountingEnv, 3))
+        try:
+            recording = recorded(tmp_path / "run", name, meta={"env": name})
+            recording.to_minari("ours-v0")
+            assert minari.load_dataset("ours-v0").env_spec is None
+            with pytest.raises(BadOption, match="leave env out"):
+                recording.to_minari("theirs-v0", env=name)
+        finally:
+            gymnasium.registry.pop(name)
 
     def test_no_dataset_is_overwritten_and_none_is_left_half_written(self, tmp_path):
         recording = recorded(tmp_path / "run", partial(CountingEnv, 3))

@@ -27,6 +27,7 @@ from muster.keys import (
     TRAJ_IDS,
     TRUNCATED,
     Key,
+    dotted,
     nested,
     next_of,
 )
@@ -70,15 +71,18 @@ def write_minari(
         if key[0] == INFO and next_of(key) in recording.keys:
             infos.append(key)
     episodes = CompleteEpisodes(recording, with_last=True)
+    given_observation = observation_space
+    given_action = action_space
 
     def actions_of(data: TensorDict) -> Any:
-        return _as_space({key: array_of(data, key) for key in actions}, ACTION)
+        columns = {key: array_of(data, key) for key in actions}
+        return _as_space(columns, ACTION, given_action)
 
     def buffer(data: TensorDict) -> Any:
         observations = {key: _with_last(data, key) for key in observed}
         return EpisodeBuffer(
             seed=seed_of(data),
-            observations=_as_space(observations, OBSERVATION),
+            observations=_as_space(observations, OBSERVATION, given_observation),
             actions=actions_of(data),
             rewards=array_of(data, REWARD),
             terminations=array_of(data, next_of(TERMINATED)),
@@ -88,7 +92,7 @@ def write_minari(
 
     if env is None:
         recorded = recording.meta.get("env")
-        if recorded in list(gymnasium.registry):
+        if _can_be_told(recorded):
             env = recorded
     if env is None:
         seen = [actions_of(data) for data in episodes]
@@ -123,8 +127,11 @@ def write_minari(
     except BaseException as error:
         shutil.rmtree(path, ignore_errors=True)
         if isinstance(error, (ValueError, TypeError, AssertionError)):
+            remedy = ""
+            if env is not None:
+                remedy = " Without an environment, the dataset has spaces only: leave env out."
             raise BadOption(
-                f"Minari refuses the dataset {dataset_id!r}: {error}"
+                f"Minari refuses the dataset {dataset_id!r}: {error}{remedy}"
             ) from error
         raise
     return episodes.written(Path(dataset.storage.data_path).parent)
@@ -245,7 +252,11 @@ def _batch(data: Any) -> TensorDict:
     return TensorDict(nested(leaves), batch_size=[length], names=["time"])
 
 
-def _tensor(rows: Any) -> torch.Tensor:
+def _tensor(rows: Any) -> Any:
+    if np.asarray(rows).dtype.kind in "US":
+        from tensordict import NonTensorStack
+
+        return NonTensorStack(*[str(row) for row in rows])
     try:
         return torch.from_numpy(np.array(rows))
     except TypeError as error:
@@ -281,12 +292,42 @@ def _with_last(data: TensorDict, key: Key) -> Any:
     return np.concatenate([rows, after[-1:]])
 
 
-def _as_space(columns: Mapping[Key, Array], root: Key) -> Any:
-    """Nest columns as the environment's space has them: an array, a dict, or a tuple."""
+def _can_be_told(env: Any) -> bool:
+    """Return whether Minari can store which environment it was: not, if it was registered with a
+    class or a function.
+    """
+    spec = gymnasium.registry.get(env) if isinstance(env, str) else None
+    return spec is not None and isinstance(spec.entry_point, str)
+
+
+def _as_space(
+    columns: Mapping[Key, Array], root: Key, space: spaces.Space[Any] | None
+) -> Any:
+    """Nest columns as the space has them: an array, a dict, or a tuple. Without a space, names tell:
+    one that is called as the root is an array, and 0, 1, ... are a tuple.
+    """
+    if isinstance(space, (spaces.Dict, spaces.Tuple)):
+        at_top = isinstance(space, spaces.Dict) and root == OBSERVATION
+        return _of_space(columns, () if at_top else root, space)
     value: Any = nested(columns)
     if set(value) == set(root):
         value = value[root[0]]
     return _tuples(value)
+
+
+def _of_space(columns: Mapping[Key, Array], key: Key, space: spaces.Space[Any]) -> Any:
+    if isinstance(space, spaces.Dict):
+        parts = space.spaces.items()
+        return {name: _of_space(columns, (*key, name), part) for name, part in parts}
+    if isinstance(space, spaces.Tuple):
+        items = enumerate(space.spaces)
+        return tuple(_of_space(columns, (*key, str(i)), part) for i, part in items)
+    if key not in columns:
+        raise BadOption(
+            f"to_minari: a space that was given has {dotted(key)}, and the recording has"
+            f" {sorted(map(dotted, columns))}"
+        )
+    return columns[key]
 
 
 def _tuples(value: Any) -> Any:
@@ -313,6 +354,13 @@ def _space_of(values: list[Any], *, is_action: bool = False) -> spaces.Space[Any
         for i in range(len(first)):
             items.append(_space_of([value[i] for value in values], is_action=is_action))
         return spaces.Tuple(items)
+    if isinstance(first, list):
+        texts = [text for rows in values for text in rows]
+        return spaces.Text(
+            min_length=0,
+            max_length=max(1, *map(len, texts)),
+            charset=frozenset("".join(texts)) or frozenset(" "),
+        )
     dtype = first.dtype
     shape = first.shape[1:]
     if is_action and dtype.kind in "iu" and not shape:
