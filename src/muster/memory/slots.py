@@ -498,9 +498,8 @@ class SlotRing:
     @property
     def slots(self) -> list[Slot]:
         """All slots: those that are free or filled, and those that are lent."""
-        known = [(ref, ref()) for ref in self._slots]
-        self._slots = [ref for ref, slot in known if slot is not None]
-        return [slot for _, slot in known if slot is not None]
+        known = [ref() for ref in list(self._slots)]
+        return [slot for slot in known if slot is not None]
 
     def count(self, state: SlotState) -> int:
         """Return the number of slots in ``state``."""
@@ -533,7 +532,8 @@ class SlotRing:
 
     def _another(self) -> Slot:
         if len(self._slots) >= self._look_through_at:
-            self._look_through_at = 2 * (len(self.slots) + MOST_LENT)
+            self._slots = [ref for ref in self._slots if ref() is not None]
+            self._look_through_at = 2 * (len(self._slots) + MOST_LENT)
         slot = Slot(self.layout, self.memory)
         self._slots.append(weakref.ref(slot))
         return slot
