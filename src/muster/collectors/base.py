@@ -342,6 +342,9 @@ class BaseCollector(ABC):
         latest ``shutdown()``. ``is_running()``, ``stats()`` and the properties never raise it.
         After that ``start()`` continues.
 
+        The thread keeps the collector alive: one that no variable refers to any more, as after a
+        notebook cell that is run again, goes on until the program ends. Call ``shutdown()`` before.
+
         With ``capture`` the first batches are collected before ``start()`` returns, until rollouts
         are recorded: after ``init_random_frames``, mostly three.
 
