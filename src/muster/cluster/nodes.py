@@ -207,9 +207,8 @@ class NodesPublisher:
         workers: Collection[int] | None = None,
     ) -> None:
         receiving = chosen(workers, self._nodes.count)
-        buffer = self._sent.one_ended()
-        if buffer is None:
-            buffer = Buffer.private(self._manifest)
+        free = self._sent.ended(most=1)
+        buffer = free[0] if free else Buffer.private(self._manifest)
         buffer.write(weights, version, WRITING)  # numbers are the nodes' own
         block = Block(buffer.memory)
         self._sent.lend(buffer, block)

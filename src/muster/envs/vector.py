@@ -45,6 +45,7 @@ STATISTICS = (
 )  # what Gymnasium's wrapper of batches adds
 TERMINATED = next_of(("terminated",))
 TRUNCATED = next_of(("truncated",))
+FINAL = "final_obs"
 
 
 class VectorEnvBatch(
@@ -248,10 +249,10 @@ class VectorEnvBatch(
         ``final_obs`` has an observation for each environment, as Gymnasium's, or is one observation
         of arrays for all, as those of a step; the mask ``_final_obs`` says for which it is there.
         """
-        final = info.get("final_obs") if isinstance(info, Mapping) else None
+        final = info.get(FINAL) if isinstance(info, Mapping) else None
         if final is None:
             return None
-        there = info.get("_final_obs")
+        there = info.get(f"_{FINAL}")  # Gymnasium's masks
         if there is not None and not self._column(there, "info['_final_obs']", "b")[i]:
             return None
         try:

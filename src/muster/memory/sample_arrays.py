@@ -38,8 +38,10 @@ class SampleArrays:
         if not LEAST <= size <= MOST:
             return np.empty(shape, dtype)
         room = 1 << (size - 1).bit_length()  # those of about this size share memory
-        memory = self._loans.one_ended(lambda memory: memory.nbytes == room)
-        if memory is None:
+        free = self._loans.ended(lambda memory: memory.nbytes == room, 1)
+        if free:
+            (memory,) = free
+        else:
             memory = pages.zeros(room)
             while self._loans and self.nbytes + room > MOST_BYTES:
                 self._loans.forget_oldest()

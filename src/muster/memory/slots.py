@@ -397,17 +397,13 @@ class Slot:
         """Set ``parts``, to which nothing else may refer."""
         self.arranged_by = by
         self.parts = parts
-        self._unused = self._references()
+        self._unused = sum(map(sys.getrefcount, parts))
 
-    @property
     def is_used(self) -> bool:
-        """Whether tensors still share the memory of ``parts``: each such memory has a reference to
-        its array.
+        """Return whether tensors still share the memory of ``parts``: each such memory has a
+        reference to its array.
         """
-        return self._references() > self._unused
-
-    def _references(self) -> int:
-        return sum(map(sys.getrefcount, self.parts))
+        return sum(map(sys.getrefcount, self.parts)) > self._unused
 
     def clear_caches(self) -> None:
         """Drop what is kept for rollouts into the lanes. It may refer to a lane, which would outlive
@@ -438,12 +434,6 @@ class HostBytes(np.ndarray[Any, Any]):
     """
 
     slot: Slot
-
-
-def _owner_of(slot: Slot, memory: Array) -> HostBytes:
-    owner = memory.view(HostBytes)
-    owner.slot = slot
-    return owner
 
 
 class DeviceBytes:
@@ -489,9 +479,10 @@ class SlotRing:
         self.lends_parts = memory == "heap" and layout.nbytes <= SMALL_BYTES
         self._free: deque[Slot] = deque()
         most = LENT_BYTES // max(layout.nbytes, 1)
-        self._most_lent = min(MOST_LENT, max(LEAST_LENT, most))
         # of slots that ``lend_parts`` has lent, the user may hold some parts
-        self._loans: Loans[Slot] = Loans(is_used=lambda slot: slot.is_used)
+        self._loans: Loans[Slot] = Loans(
+            min(MOST_LENT, max(LEAST_LENT, most)), Slot.is_used
+        )
         self._slots: list[weakref.ref[Slot]] = []
         self._look_through_at = 2 * MOST_LENT  # of these
 
@@ -512,7 +503,10 @@ class SlotRing:
         Raises:
             SlotsExhausted: no slot is free, and another one would exceed ``limit_bytes``.
         """
-        if not self._has_room():
+        # not ``_look``: a call per batch of one step
+        for ended in self._loans.ended():
+            self.give_back(ended)
+        if not self._free and not self._has_room():
             gc.collect()  # frees the slots of batches in reference cycles
             if not self._has_room():
                 raise SlotsExhausted(
@@ -570,7 +564,8 @@ class SlotRing:
         return [*map(torch.from_numpy, others), self._lend(slot, last)]
 
     def _lend(self, slot: Slot, memory: Array) -> torch.Tensor:
-        owner = _owner_of(slot, memory)
+        owner = memory.view(HostBytes)
+        owner.slot = slot
         self._note_loan(slot, owner)
         return torch.from_numpy(owner)
 
@@ -585,11 +580,9 @@ class SlotRing:
     def _note_loan(self, slot: Slot, owner: Any) -> None:
         """Lend a slot for as long as its ``owner`` lives."""
         slot.state = SlotState.LENT
-        if len(self._loans) >= self._most_lent:
-            forgotten = self._loans.forget_oldest()
-            if forgotten is not None:
-                forgotten.clear_caches()
-        self._loans.lend(slot, owner)
+        forgotten = self._loans.lend(slot, owner)
+        if forgotten is not None:
+            forgotten.clear_caches()
 
     def _look(self) -> None:
         """Free the lent slots that are not used any more."""
@@ -610,14 +603,17 @@ class SlotRing:
 
         When it is full, ``lent_ahead`` follows; or else ``give_back``, when this memory is gone.
         """
-        owner = _owner_of(slot, slot.block)
+        owner = slot.block.view(HostBytes)
+        owner.slot = slot
         slot.lent_ahead_to = weakref.ref(owner)
         return torch.from_numpy(owner)
 
     def lent_ahead(self, slot: Slot) -> None:
-        """The batch of a slot that was lent ahead is delivered."""
-        owner = slot.lent_ahead_to and slot.lent_ahead_to()
-        self._note_loan(slot, owner)
+        """The batch of a slot that was lent ahead is delivered; nothing if the slot is lent already."""
+        if slot.state is SlotState.LENT:
+            return
+        assert slot.lent_ahead_to is not None
+        self._note_loan(slot, slot.lent_ahead_to())
 
     def give_back(self, slot: Slot) -> None:
         """Make a slot free again, or drop it if enough slots are free."""

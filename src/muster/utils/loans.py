@@ -31,42 +31,45 @@ class Loans(Generic[Lent]):
         most: int | None = None,
         is_used: Callable[[Lent], bool] | None = None,
     ) -> None:
+        self._most = most
         self._is_used = is_used
-        self._loans: deque[tuple[Lent, weakref.ref[Any]]] = deque(maxlen=most)
+        self._loans: deque[tuple[Lent, weakref.ref[Any]]] = deque()
 
     def __len__(self) -> int:
         return len(self._loans)
 
-    def lend(self, thing: Lent, to: Any) -> None:
-        """Lend a thing to an object."""
-        self._loans.append((thing, weakref.ref(to)))
+    def lend(self, thing: Lent, to: Any) -> Lent | None:
+        """Lend a thing to an object; return the oldest one if it is not remembered any more."""
+        loans = self._loans
+        loans.append((thing, weakref.ref(to)))
+        if self._most is None or len(loans) <= self._most:
+            return None
+        return self.forget_oldest()
 
-    def ended(self) -> list[Lent]:
-        """Return the things that are free."""
-        free = []
-        going_on = []
-        for _ in range(len(self)):
-            with contextlib.suppress(IndexError):  # another thread looks, too
-                loan = self._loans.popleft()
-                if self._is_free(loan):
-                    free.append(loan[0])
-                else:
-                    going_on.append(loan)
-        self._loans.extendleft(reversed(going_on))
-        return free
-
-    def one_ended(self, fits: Callable[[Lent], bool] | None = None) -> Lent | None:
-        """Return the oldest thing that is free and fits; None: there is none."""
-        found: Lent | None = None
+    def ended(
+        self,
+        fits: Callable[[Lent], bool] | None = None,
+        most: int | None = None,
+    ) -> list[Lent]:
+        """Return the things that are free and fit, oldest first; ``most``: so many, None: all."""
+        loans = self._loans
+        is_used = self._is_used
+        found = []
         others = []
-        for _ in range(len(self)):
-            with contextlib.suppress(IndexError):
-                loan = self._loans.popleft()
-                if self._is_free(loan) and (fits is None or fits(loan[0])):
-                    found = loan[0]
+        for _ in range(len(loans)):
+            try:
+                loan = loans.popleft()  # no other thread looks at it meanwhile
+            except IndexError:
+                break
+            thing, to = loan
+            is_free = to() is None and (is_used is None or not is_used(thing))
+            if is_free and (fits is None or fits(thing)):
+                found.append(thing)
+                if len(found) == most:
                     break
+            else:
                 others.append(loan)
-        self._loans.extendleft(reversed(others))
+        loans.extendleft(reversed(others))
         return found
 
     def forget_oldest(self) -> Lent | None:
@@ -78,9 +81,3 @@ class Loans(Generic[Lent]):
     def all(self) -> list[Lent]:
         """Return all things that are lent, free or not."""
         return [thing for thing, _ in list(self._loans)]
-
-    def _is_free(self, loan: tuple[Lent, weakref.ref[Any]]) -> bool:
-        thing, to = loan
-        if to() is not None:
-            return False
-        return self._is_used is None or not self._is_used(thing)
