@@ -231,6 +231,19 @@ def test_memory_of_batches_that_were_held_is_given_back(size):
     assert filling in slots.slots
 
 
+def test_parts_that_are_held_count():
+    slots, view = ring(100 * layout().nbytes), BatchView(layout(), stacked=False)
+    held = []
+    with pytest.raises(SlotsExhausted, match="100 batches"):
+        for _ in range(200):
+            slot = slots.take()
+            view.arrange(slot)
+            held.append(view.tensordict(slots.lend_parts(slot), slot)["observation"])
+    assert counts(slots) == (0, 0, 100)
+    del held[::2]
+    assert counts(slots) == (KEPT_FREE, 0, 50)
+
+
 def test_a_slot_lives_as_long_as_its_batch():
     """Its end frees memory that is shared with workers."""
     slots = ring()

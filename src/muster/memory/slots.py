@@ -479,10 +479,9 @@ class SlotRing:
         self.lends_parts = memory == "heap" and layout.nbytes <= SMALL_BYTES
         self._free: deque[Slot] = deque()
         most = LENT_BYTES // max(layout.nbytes, 1)
-        # of slots that ``lend_parts`` has lent, the user may hold some parts
-        self._loans: Loans[Slot] = Loans(
-            min(MOST_LENT, max(LEAST_LENT, most)), Slot.is_used
-        )
+        self._loans: Loans[Slot] = Loans(min(MOST_LENT, max(LEAST_LENT, most)))
+        # lent by ``lend_parts``, of which the user holds some parts, but not the last one
+        self._held: deque[Slot] = deque()
         self._slots: list[weakref.ref[Slot]] = []
         self._look_through_at = 2 * MOST_LENT  # of these
 
@@ -503,9 +502,13 @@ class SlotRing:
         Raises:
             SlotsExhausted: no slot is free, and another one would exceed ``limit_bytes``.
         """
-        # not ``_look``: a call per batch of one step
         for ended in self._loans.ended():
-            self.give_back(ended)
+            if ended.is_used():
+                self._held.append(ended)
+            else:
+                self.give_back(ended)
+        if self._held:
+            self._look_at_held(2)  # of one that is added for each batch
         if not self._free and not self._has_room():
             gc.collect()  # frees the slots of batches in reference cycles
             if not self._has_room():
@@ -585,9 +588,21 @@ class SlotRing:
             forgotten.clear_caches()
 
     def _look(self) -> None:
-        """Free the lent slots that are not used any more."""
-        for slot in self._loans.ended():
-            self.give_back(slot)
+        """Free all lent slots that are not used any more."""
+        self._held.extend(self._loans.ended())
+        self._look_at_held(len(self._held))
+
+    def _look_at_held(self, most: int) -> None:
+        """Free those of so many slots whose parts are not used any more."""
+        for _ in range(most):
+            try:
+                slot = self._held.popleft()
+            except IndexError:  # another thread looks at it, for ``stats()``
+                return
+            if slot.is_used():
+                self._held.append(slot)
+            else:
+                self.give_back(slot)
 
     def close(self) -> None:
         """No slot will be taken any more: refer to no memory of others, as lent slots do that have

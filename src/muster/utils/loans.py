@@ -23,16 +23,10 @@ class Loans(Generic[Lent]):
     Args:
         most: number of loans that are remembered, None: all. What an older one has lent is not free
             again: it is gone with the object, if that refers to it.
-        is_used: whether a thing is used although its object is gone; None: none is.
     """
 
-    def __init__(
-        self,
-        most: int | None = None,
-        is_used: Callable[[Lent], bool] | None = None,
-    ) -> None:
+    def __init__(self, most: int | None = None) -> None:
         self._most = most
-        self._is_used = is_used
         self._loans: deque[tuple[Lent, weakref.ref[Any]]] = deque()
 
     def __len__(self) -> int:
@@ -53,7 +47,6 @@ class Loans(Generic[Lent]):
     ) -> list[Lent]:
         """Return the things that are free and fit, oldest first; ``most``: so many, None: all."""
         loans = self._loans
-        is_used = self._is_used
         found = []
         others = []
         for _ in range(len(loans)):
@@ -62,8 +55,7 @@ class Loans(Generic[Lent]):
             except IndexError:
                 break
             thing, to = loan
-            is_free = to() is None and (is_used is None or not is_used(thing))
-            if is_free and (fits is None or fits(thing)):
+            if to() is None and (fits is None or fits(thing)):
                 found.append(thing)
                 if len(found) == most:
                     break
