@@ -98,13 +98,19 @@ def pytest_collection():
 def in_two_processes(folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the tests in a folder."""
     command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "tests.scheduling"]
+    # else the program, which starts the processes, would take itself for gw0, and wait for gw1
+    outside = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PYTEST_XDIST")
+    }
     return subprocess.run(
         [*command, "-c", os.devnull, "--rootdir", folder, folder],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=200,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
+        env={**outside, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
     )
 
 
