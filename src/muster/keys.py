@@ -40,6 +40,11 @@ RESERVED = frozenset(
 )
 
 
+def key_of(name: str | Key) -> Key:
+    """Return the key of a name as TensorDict has it, which is a text at the top."""
+    return name if isinstance(name, tuple) else (name,)
+
+
 def next_of(key: Key) -> Key:
     """The key of the same quantity after the step."""
     return ("next", *key)

@@ -189,11 +189,12 @@ def test_no_code_runs_when_a_batch_goes_away(parts):
     if parts:
         view.arrange(slot)
     memory = slots.lend_parts(slot) if parts else slots.lend(slot)
-    column = [view.tensordict(memory, slot)["observation"].square()]
+    batch = [view.tensordict(memory, slot)]
     del memory
-    assert slots.count(SlotState.LENT) == 0
-    slot = slots.take()
-    column.append(view.tensordict(slots.lend(slot), slot)["observation"])
+    assert counts(slots) == (0, 0, 1)
+    column = [batch[0]["observation"]]
+    assert not python_calls(batch.clear)
+    assert counts(slots) == (0, 0, 1)
     assert not python_calls(column.clear)
     assert counts(slots) == (1, 0, 0)
 

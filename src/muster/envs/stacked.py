@@ -185,9 +185,8 @@ class StackedEnvs(
         ) -> Sequence[int] | None:
             nonlocal rewards
             while True:  # no call of itself: a cycle would keep the lane's memory
-                k = (
-                    t * B + b
-                )  # index of the transition; its next observation is at k + B
+                # index of the transition; its next observation is at k + B
+                k = t * B + b
                 got: Any = ...  # nothing yet
                 try:
                     todo = zip(steps, actions(t))  # noqa: B905 (strict costs 0.3 us per step)
@@ -206,9 +205,8 @@ class StackedEnvs(
                             finished = record(
                                 t, k - t * B, terminated, truncated, finished
                             )
-                        got = (
-                            ...
-                        )  # before the next number: a signal can come in between
+                        # before the next number: a signal can come in between
+                        got = ...
                         k += 1
                 except BaseException as error:  # noqa: BLE001 (raised again, explained)
                     self._explain(

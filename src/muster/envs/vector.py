@@ -46,6 +46,7 @@ STATISTICS = (
 TERMINATED = next_of(("terminated",))
 TRUNCATED = next_of(("truncated",))
 FINAL = "final_obs"
+(FINAL_MASK,) = mask_of((FINAL,))
 
 
 class VectorEnvBatch(
@@ -227,11 +228,9 @@ class VectorEnvBatch(
         rows: list[Array],
     ) -> bool:
         """For SAME_STEP: write the true last observation into rows, and return whether it is known."""
-        final = self._final_of(i, info)
-        if final is None:
+        leaves = self._final_leaves(i, info)
+        if leaves is None:
             return False
-        single = self.observations.single
-        leaves = [final] if single else self.observations.flatten(final)
         specs = self.observations.specs.items()
         for (key, spec), row, leaf in zip(specs, rows, leaves, strict=True):
             who = f"{self.spec.name}[{i}]"
@@ -243,8 +242,8 @@ class VectorEnvBatch(
                 row[i] = checks.stored_copy(leaf, f"{who}: {what}")
         return True
 
-    def _final_of(self, i: int, info: Any) -> Any:
-        """Return the last observation of an environment; None: it is unknown.
+    def _final_leaves(self, i: int, info: Any) -> list[Any] | None:
+        """Return the leaves of the last observation of an environment; None: it is unknown.
 
         ``final_obs`` has an observation for each environment, as Gymnasium's, or is one observation
         of arrays for all, as those of a step; the mask ``_final_obs`` says for which it is there.
@@ -252,8 +251,11 @@ class VectorEnvBatch(
         final = info.get(FINAL) if isinstance(info, Mapping) else None
         if final is None:
             return None
-        there = info.get(f"_{FINAL}")  # Gymnasium's masks
-        if there is not None and not self._column(there, "info['_final_obs']", "b")[i]:
+        there = info.get(FINAL_MASK)
+        if (
+            there is not None
+            and not self._column(there, f"info['{FINAL_MASK}']", "b")[i]
+        ):
             return None
         try:
             leaves = []
@@ -264,14 +266,19 @@ class VectorEnvBatch(
                 with suppress(BadEnvOutput):
                     leaves = self.observations.flatten(final)
             if leaves and all(isinstance(leaf, np.ndarray) for leaf in leaves):
-                return self.observations.build([leaf[i] for leaf in leaves])
-            return final[i]
+                return [leaf[i] for leaf in leaves]
+            of_env = final[i]
         except (BadEnvOutput, TypeError, IndexError, KeyError) as error:
             raise BadEnvOutput(
                 f"{self.spec.name}.step: info['final_obs'] is {checks.described_value(final)}; expected an"
                 f" array or list of {self.spec.num_envs} observations (None where there is none), or"
                 f" an observation as step returns it: {text_of(error)}. {FIX}"
             ) from error
+        if of_env is None:
+            return None
+        return (
+            [of_env] if self.observations.single else self.observations.flatten(of_env)
+        )
 
     def _flag_unknown(
         self,

@@ -10,7 +10,7 @@ import torch
 from muster.episodes.agent_returns import AgentRewards, joined, with_returns
 from muster.episodes.record import Episodes, info_records
 from muster.episodes.segment import ENDED, find_pieces
-from muster.keys import INFO, TERMINATED, TRUNCATED, Key, next_of
+from muster.keys import INFO, TERMINATED, TRUNCATED, Key, key_of, next_of
 from muster.memory.specs import Array
 
 if TYPE_CHECKING:
@@ -90,6 +90,5 @@ def _infos_at(batch: TensorDict, rows: Array) -> Array:
             values: Any = column.cpu().numpy()[rows]
         else:
             values = [column[row].data for row in rows.tolist()]
-        path = key if isinstance(key, tuple) else (key,)
-        columns[path] = values
+        columns[key_of(key)] = values
     return info_records(columns, len(rows))

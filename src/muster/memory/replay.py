@@ -450,7 +450,7 @@ class ReplayMemory:
             make, condition = _as_asked(n_step, gamma, sequence, across_episodes)
         if type(n) is not int or n < 1:
             n = integer("n", n, of="sample")
-        if condition is not None and relabel is not None:
+        if sequence is not None and relabel is not None:
             raise BadOption(
                 "sample: relabel is for single transitions; leave sequence out"
             )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from muster.errors import NothingToSample
-from muster.keys import Key
+from muster.keys import Key, key_of
 from muster.memory.gathering import WEIGHT, Gathering, tensordict_of
 from muster.memory.priorities import Priorities
 from muster.memory.ring import AddRow, Ring
@@ -437,9 +437,8 @@ def _in_places(
     n = sum(map(len, places))
     entries: dict[Key, torch.Tensor] = {}
     for name in first.keys(True, True):
-        key = name if isinstance(name, tuple) else (name,)
-        rows = [part.get(key) for part in parts]
-        entries[key] = _column_in_places(rows, places, n, arrays)
+        rows = [part.get(name) for part in parts]
+        entries[key_of(name)] = _column_in_places(rows, places, n, arrays)
     return tensordict_of(entries, [n, *first.batch_size[1:]])
 
 

@@ -56,7 +56,7 @@ class CollectionProgress:
                 "collect",
                 self._total,
                 lines=lambda: worker_lines(self._workers()),
-                stream=Unfailing(sys.stderr),
+                stream=cast("TextIO", Unfailing(sys.stderr)),
             )
             self._show = self._made.enter_context(shown)
         self._show(stats.frames, in_one_line(stats, self._total), stats.frames_per_s)
@@ -77,7 +77,7 @@ def progress(
     quiet: bool = False,
     lines: Callable[[], list[str]] = list,
     every_s: float = LINE_EVERY_S,
-    stream: TextIO | Unfailing | None = None,
+    stream: TextIO | None = None,
 ) -> Iterator[Show]:
     """Yield a function of the progress towards ``total`` and a text: shows a bar; in files and
     pipes, lines.
@@ -127,7 +127,7 @@ def progress(
     with Live(
         get_renderable=below(bar, lines),
         refresh_per_second=10,
-        console=Console(file=cast("TextIO", stream)),
+        console=Console(file=stream),
     ):
         yield show
 
@@ -170,7 +170,7 @@ class _Cell:
         return {"text/plain": page.getvalue().rstrip()}
 
 
-def _lines(name: str, total: int, every_s: float, stream: TextIO | Unfailing) -> Show:
+def _lines(name: str, total: int, every_s: float, stream: TextIO) -> Show:
     began = last = time.monotonic()
 
     def show(done: int, text: str, rate: float | None = None) -> None:

@@ -71,18 +71,16 @@ def write_minari(
         if key[0] == INFO and next_of(key) in recording.keys:
             infos.append(key)
     episodes = CompleteEpisodes(recording, with_last=True)
-    given_observation = observation_space
-    given_action = action_space
 
     def actions_of(data: TensorDict) -> Any:
         columns = {key: array_of(data, key) for key in actions}
-        return _as_space(columns, ACTION, given_action)
+        return _as_space(columns, ACTION, action_space)
 
     def buffer(data: TensorDict) -> Any:
         observations = {key: _with_last(data, key) for key in observed}
         return EpisodeBuffer(
             seed=seed_of(data),
-            observations=_as_space(observations, OBSERVATION, given_observation),
+            observations=_as_space(observations, OBSERVATION, observation_space),
             actions=actions_of(data),
             rewards=array_of(data, REWARD),
             terminations=array_of(data, next_of(TERMINATED)),
@@ -94,12 +92,13 @@ def write_minari(
         recorded = recording.meta.get("env")
         if _can_be_told(recorded):
             env = recorded
+    actions_in = action_space
+    observations_in = observation_space
     if env is None:
         seen = [actions_of(data) for data in episodes]
-        action_space = action_space or _space_of(seen, is_action=True)
-        observation_space = observation_space or _space_of(
-            [buffer(episodes[0]).observations]
-        )
+        actions_in = action_space or _space_of(seen, is_action=True)
+        first = buffer(episodes[0]).observations
+        observations_in = observation_space or _space_of([first])
     if not DATASET_ID.fullmatch(dataset_id):
         raise BadOption(
             f"{dataset_id!r} is not an id of a Minari dataset: expected NAME-vN or NAMESPACE/NAME-vN,"
@@ -120,8 +119,8 @@ def write_minari(
                 dataset_id,
                 (buffer(data) for data in episodes),
                 env=env,
-                observation_space=observation_space,
-                action_space=action_space,
+                observation_space=observations_in,
+                action_space=actions_in,
                 **{"jpeg_encoding": False, **metadata},
             )
     except BaseException as error:

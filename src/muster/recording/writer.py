@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from muster.errors import BadOption, BadRecording, FileError, UnsupportedSpace
-from muster.keys import Key, dotted
+from muster.keys import Key, dotted, key_of
 from muster.recording import chunks
 from muster.utils.attributes import installed
 from muster.utils.forks import Owner
@@ -416,8 +416,7 @@ def _leaves(batch: TensorDictBase) -> Iterator[tuple[Key, Any]]:
         return issubclass(kind, NonTensorStack) or not issubclass(kind, TensorDictBase)
 
     for key in batch.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf):
-        path = key if isinstance(key, tuple) else (key,)
-        yield path, batch.get(key)
+        yield key_of(key), batch.get(key)
 
 
 def _storable(key: Key, tensor: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from muster.keys import (
     VALID,
     Key,
     dotted,
+    key_of,
     next_of,
 )
 from muster.memory.slots import Lane
@@ -131,7 +132,7 @@ class StepView:
 
     def __setitem__(self, key: str | Key, value: Any) -> None:
         row = self[key]
-        path = key if isinstance(key, tuple) else (key,)
+        path = key_of(key)
         if self._is_fixed(path):
             raise BadOption(
                 f"step[{key!r}]: that can only be read; it says what happened in the environment"

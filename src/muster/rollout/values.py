@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -201,27 +202,39 @@ def first_bad_value(
             where = f"{dotted(key)} for env {b} (row {t} of the batch)"
             bad.append((t, 1, f"{where}: {what}", True))
     if mode == "full":
-        for key, spec in env_spec.observation_specs.items():
-            # An observation occurs twice: after the step that returned it, and before the next step.
-            shown = [(0, _first(_host(lane, key)[rows], spec, made))]
-            if next_of(key) in lane.data:
-                known = made
-                if (
-                    NEXT_OBS_VALID in lane.data
-                ):  # where False, the observation is NaN or 0
-                    certain = _host(lane, NEXT_OBS_VALID)[rows]
-                    known = certain if made is None else certain & made
-                after = _first(_host(lane, next_of(key))[rows], spec, known)
-                shown.append((3, after))
-            for place, found in shown:
-                if found is not None:
-                    t, b, what = found
-                    where = f"{env_spec.name}[{b}] (row {t} of the batch)"
-                    bad.append((t, place, f"{where}: {dotted(key)} {what}", False))
+        bad += _bad_observations(lane, env_spec, rows, made)
     if not bad:
         return None
-    t, _, text, by_policy = min(bad)
+    t, _, text, by_policy = min(bad, key=itemgetter(0, 1))
     return t, text, by_policy
+
+
+def _bad_observations(
+    lane: Lane,
+    env_spec: EnvSpec,
+    rows: slice,
+    made: Array | None,
+) -> list[tuple[int, int, str, bool]]:
+    """Find the first bad value of each observation; see ``first_bad_value``."""
+    bad = []
+    for key, spec in env_spec.observation_specs.items():
+        # An observation occurs twice: before a step, and after the one that returned it.
+        shown = [(0, key, made)]
+        if next_of(key) in lane.data:
+            known = made
+            if NEXT_OBS_VALID in lane.data:
+                # where False, the observation is NaN or 0
+                certain = _host(lane, NEXT_OBS_VALID)[rows]
+                known = certain if made is None else certain & made
+            shown.append((3, next_of(key), known))
+        for place, column, cells in shown:
+            found = _first(_host(lane, column)[rows], spec, cells)
+            if found is None:
+                continue
+            t, b, what = found
+            where = f"{env_spec.name}[{b}] (row {t} of the batch)"
+            bad.append((t, place, f"{where}: {dotted(key)} {what}", False))
+    return bad
 
 
 def first_unsent(

@@ -36,9 +36,3 @@ class Unfailing(io.TextIOBase):
             return bool(self._stream.isatty())
         except (OSError, ValueError, AttributeError):
             return False
-
-    def fileno(self) -> int:
-        try:
-            return int(self._stream.fileno())
-        except (ValueError, AttributeError) as error:
-            raise OSError("the stream has no descriptor") from error
