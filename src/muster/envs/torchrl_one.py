@@ -21,6 +21,7 @@ from muster.keys import (
     REWARD,
     Key,
     dotted,
+    key_of,
     nested,
     next_of,
 )
@@ -344,7 +345,7 @@ class OneEnv:
 
         Completes done flags, reshapes them and rewards, and keeps state that is not returned.
         """
-        key = (name,) if isinstance(name, str) else name
+        key = key_of(name)
         if key in self.specs.done:
             self.complete(after)
         value = after.get(name, None)

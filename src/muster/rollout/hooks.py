@@ -111,7 +111,7 @@ class StepView:
         return np.flatnonzero(np.asarray(ended) & self.valid)
 
     def __getitem__(self, key: str | Key) -> Any:
-        key = (key,) if isinstance(key, str) else key
+        key = key_of(key)
         if key in LATER:
             raise BadOption(
                 f"step[{key!r}] is made when the rollout is complete; step.finished says who has"

@@ -22,6 +22,7 @@ from muster.collectors import Collector
 from muster.collectors.options import CollectorOptions
 from muster.collectors.signatures import passes_on
 from muster.errors import BadOption
+from muster.keys import key_of
 from muster.protocols import EnvBatch
 from muster.testing.poison import poisoned
 
@@ -275,7 +276,7 @@ def _observation_keys(batch: TensorDict) -> list[Key]:
 def _paths(batch: TensorDict) -> set[Key]:
     """Return the keys of all columns, each as a tuple."""
     keys = _columns(batch)
-    return {key if isinstance(key, tuple) else (key,) for key in keys}
+    return {key_of(key) for key in keys}
 
 
 def _without(batch: TensorDict, key: Key, *, last: bool) -> Any:

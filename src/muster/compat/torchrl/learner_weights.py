@@ -30,6 +30,7 @@ from muster.cluster.ray_runtime import (
     search_path,
 )
 from muster.errors import BadOption, WorkerDied
+from muster.keys import key_of
 from muster.weights.names import Weights, named_weights, plain_modules
 
 POLICY = "policy"
@@ -170,7 +171,7 @@ class WeightsReceiver:
                 f"model_id={model_id!r}: a learner on Ray sends the weights of the policy only"
             )
         named = {
-            (key,) if isinstance(key, str) else key: tensor
+            key_of(key): tensor
             for key, tensor in TensorDict.from_module(self._model).items(True, True)
         }
         return tuple(
