@@ -19,7 +19,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from muster import Collector, ReplayMemory
+from muster import Collector, ReplayMemory, policies
 
 FRAMES_PER_UPDATE, TARGET_EVERY = 4, 1000  # the target network is replaced after so many frames
 LEARNING_RATE, BATCH_SIZE, GAMMA = 1e-4, 32, 0.99
@@ -38,21 +38,6 @@ class Values(nn.Sequential):
 
     def forward(self, obs: Tensor) -> Tensor:
         return super().forward(obs / 255)
-
-
-class EpsilonGreedy(nn.Module):
-    """The best action, or with probability ``epsilon`` a random one."""
-
-    def __init__(self, q: Values, actions: int) -> None:
-        super().__init__()
-        self.q, self.actions = q, actions
-        self.register_buffer("epsilon", torch.ones(()))
-        self.epsilon: Tensor
-
-    def forward(self, obs: Tensor) -> Tensor:
-        best = self.q(obs).argmax(-1)
-        explore = torch.rand(best.shape) < self.epsilon
-        return torch.where(explore, torch.randint(self.actions, best.shape), best)
 
 
 def update(q: nn.Module, target: nn.Module, optimizer: torch.optim.Optimizer, rows: TensorDict) -> None:
@@ -79,9 +64,8 @@ def main(argv: list[str] | None = None) -> ReplayMemory:
     torch.manual_seed(args.seed)
     gymnasium.register_envs(ale_py)
     envs = gymnasium.make_vec(args.env, num_envs=1, reward_clipping=False)  # returns are the game's
-    actions = int(envs.single_action_space.n)
-    q = Values(actions)
-    target, policy = copy.deepcopy(q), EpsilonGreedy(q, actions)
+    q = Values(int(envs.single_action_space.n))
+    target, policy = copy.deepcopy(q), policies.epsilon_greedy(q, 1.0)
     optimizer = torch.optim.Adam(q.parameters(), lr=LEARNING_RATE, fused=True)
     memory = ReplayMemory(args.buffer_size, stack=4, seed=args.seed)
     returns, started = list[float](), time.perf_counter()

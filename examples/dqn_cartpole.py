@@ -14,7 +14,7 @@ from statistics import fmean
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor, nn
+from torch import nn
 
 from muster import Collector, Evaluator, ReplayMemory, policies
 
@@ -22,21 +22,6 @@ FRAMES_PER_UPDATE = 2
 TARGET_EVERY = 256  # frames, after which the target network is replaced
 LEARNING_RATE, BATCH_SIZE, BUFFER_SIZE, GAMMA = 2.3e-3, 64, 100_000, 0.99
 LEARNING_STARTS, EPSILON_END, EXPLORATION = 1000, 0.04, 0.16  # epsilon falls during this part of the run
-
-
-class EpsilonGreedy(nn.Module):
-    """The best action, or with probability ``epsilon`` a random one."""
-
-    def __init__(self, q: nn.Module) -> None:
-        super().__init__()
-        self.q = q
-        self.register_buffer("epsilon", torch.ones(()))
-        self.epsilon: Tensor
-
-    def forward(self, obs: Tensor) -> Tensor:
-        best = self.q(obs).argmax(-1)
-        explore = torch.rand(best.shape) < self.epsilon
-        return torch.where(explore, torch.randint(2, best.shape), best)
 
 
 def update(q: nn.Module, target: nn.Module, optimizer: torch.optim.Optimizer, rows: TensorDict) -> None:
@@ -55,7 +40,7 @@ def train(seed: int, total_frames: int, *, log_every: int = 2048) -> nn.Module:
     """Return the trained network of action values."""
     torch.manual_seed(seed)
     q = nn.Sequential(nn.Linear(4, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 2))
-    target, policy = copy.deepcopy(q), EpsilonGreedy(q)
+    target, policy = copy.deepcopy(q), policies.epsilon_greedy(q, 1.0)
     optimizer = torch.optim.Adam(q.parameters(), lr=LEARNING_RATE, fused=True)
     memory = ReplayMemory(BUFFER_SIZE, seed=seed)
     returns: list[float] = []

@@ -81,6 +81,7 @@ ACTORS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "gaussian": (pendulum, lambda: policies.gaussian(net(3, 1))),
     "squashed": (pendulum, lambda: policies.tanh_gaussian(net(3, 2))),
     "deterministic": (pendulum, lambda: policies.deterministic(net(3, 1))),
+    "epsilon": (cart, lambda: policies.epsilon_greedy(net(4, 2), 0.5)),
     "module": (cart, Drawing),
     "recurrent": (cart, Remembering),
     "tensordict": (cart, actor_on_tensordicts),

@@ -34,6 +34,7 @@ SPACES: dict[str, spaces.Space[Any]] = {
 }
 OUTPUTS = {  # of the network, by head and space
     "categorical": {"Discrete": 5, "MultiDiscrete": 5, "MultiBinary": 8},
+    "epsilon_greedy": {"Discrete": 5},
     "gaussian": {"Box": 3},
     "tanh_gaussian": {"Box": 6},
     "deterministic": {"Box": 3, "Discrete": 5},

@@ -229,7 +229,34 @@ def test_the_greedy_head_chooses_among_what_is_allowed():
     assert torch.equal(batch["action"], values.argmax(-1))
 
 
-@pytest.mark.parametrize("policy", ["random", "head", "greedy"])
+@pytest.mark.parametrize("num_envs", [None, 3])
+@pytest.mark.parametrize("where", ["obs", "info"])
+def test_epsilon_greedy_explores_among_what_is_allowed(where, num_envs):
+    head = policies.epsilon_greedy(nn.Linear(2, 5), 0.4)
+    batch = collect(
+        masked("discrete", where),
+        head,
+        num_envs=num_envs,
+        frames_per_batch=2_100,
+        seed=0,
+        **options_of(where),
+    )
+    mask, obs = batch.get("action_mask"), batch.get("position")
+    if where == "info":
+        mask, obs = batch["info", "action_mask"], batch["observation"]
+    assert mask.gather(-1, batch["action"].unsqueeze(-1)).all()
+    distribution = head.distribution(obs, action_mask=mask)
+    torch.testing.assert_close(
+        batch["action_log_prob"], distribution.log_prob(batch["action"])
+    )
+    best = head.mode(obs, action_mask=mask)
+    other = 0.4 * (1 - 1 / mask.sum(-1))  # the probability of another one
+    found = (batch["action"] != best).float()
+    error = float((other * (1 - other)).sum().sqrt())
+    assert abs(float((found - other).sum())) < 5 * error
+
+
+@pytest.mark.parametrize("policy", ["random", "head", "greedy", "epsilon"])
 @pytest.mark.parametrize("where", ["obs", "info"])
 @pytest.mark.parametrize("num_envs", [None, 2])
 def test_a_mask_that_allows_nothing_is_an_error_that_names_the_environment(
@@ -240,6 +267,7 @@ def test_a_mask_that_allows_nothing_is_an_error_that_names_the_environment(
         "random": None,
         "head": policies.categorical(net),
         "greedy": policies.deterministic(net),
+        "epsilon": policies.epsilon_greedy(net, 1.0),
     }[policy]
     source = masked("discrete", where, 4)
     options = options_of(where)
@@ -301,6 +329,7 @@ ACTING: dict[str, Any] = {
     "random": lambda: None,
     "head": lambda: policies.categorical(nn.Linear(2, 5)),
     "greedy": lambda: policies.deterministic(nn.Linear(2, 5)),
+    "epsilon": lambda: policies.epsilon_greedy(nn.Linear(2, 5), 0.5),
 }
 UNEVEN: dict[str, Any] = {
     "no resets": lambda c: [c.next() for _ in range(4)],

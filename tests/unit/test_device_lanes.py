@@ -281,6 +281,10 @@ HEADS: dict[str, Any] = {
     "gaussian": (lambda: policies.gaussian(net(2), log_std=-0.5), BOX),
     "gaussian by state": (lambda: policies.gaussian(net(4), log_std=None), BOX),
     "squashed": (lambda: policies.tanh_gaussian(net(4)), BOX),
+    "epsilon": (
+        lambda: policies.epsilon_greedy(net(3), 0.6),
+        spaces.Discrete(3, start=-1),
+    ),
 }
 
 
@@ -401,7 +405,7 @@ class Unchecked(MaskedPoints):
     step = Points.step
 
 
-MASKED = {name: HEADS[name] for name in ("one choice", "several choices")}
+MASKED = {name: HEADS[name] for name in ("one choice", "several choices", "epsilon")}
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])

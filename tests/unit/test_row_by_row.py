@@ -81,6 +81,11 @@ CASES: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
         lambda: policies.deterministic(net(4, 2)),
         {"frames_per_batch": 1, "init_random_frames": 20},
     ),
+    "epsilon": (
+        CARTPOLE,
+        lambda: policies.epsilon_greedy(net(4, 2), 0.5),
+        {"frames_per_batch": 1, "keep": ["action_log_prob"]},
+    ),
     "gaussian": (
         PENDULUM,
         lambda: policies.gaussian(net(3, 1)),

@@ -122,6 +122,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "gaussian by state": lambda: policies.gaussian(nn.Linear(3, 4), log_std=None),
     "tanh_gaussian": lambda: policies.tanh_gaussian(nn.Linear(3, 4)),
     "deterministic": lambda: policies.deterministic(nn.Linear(3, 2)),
+    "epsilon_greedy": lambda: policies.epsilon_greedy(nn.Linear(3, 2)),
     "RunningNorm": lambda: policies.categorical(
         nn.Sequential(policies.RunningNorm(3), nn.Linear(3, 2))
     ),

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         Head,
         categorical,
         deterministic,
+        epsilon_greedy,
         gaussian,
         tanh_gaussian,
     )
@@ -23,6 +24,7 @@ __all__ = [
     "RunningNorm",
     "categorical",
     "deterministic",
+    "epsilon_greedy",
     "gaussian",
     "per_agent",
     "recurrent",

@@ -6,7 +6,8 @@
     action, extras = actor(obs)  # plain torch, any batch shape
     log_prob = actor.distribution(obs).log_prob(batch["action"])  # in the loss
 
-``categorical`` and ``deterministic`` choose among the actions that an action mask allows. The mask
+``categorical``, ``epsilon_greedy`` and ``deterministic`` choose among the actions that an action mask
+allows. The mask
 is the leaf ``action_mask`` of the observation, which the network does not get, or the argument
 ``action_mask``. With a mask of the combinations of several variables, the distribution of
 ``categorical`` is the product of its variables, renormalised over the allowed combinations.
@@ -957,34 +958,16 @@ class Squashed(D.TransformedDistribution):
         return mode
 
 
-def deterministic(net: nn.Module) -> Deterministic:
-    """A policy whose action is the network's output (Box), or its argmax (Discrete).
-
-    It has no log-probability.
+class Greedy(Head):
+    """A head whose mode is the network's output (Box), or the action with the highest one
+    (Discrete).
     """
-    return Deterministic(net)
 
-
-class Deterministic(Head):
-    """See ``deterministic``."""
-
-    name = "deterministic"
-    has_log_prob = False
     takes_mask = True
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__(net)
         self.low: int | None = None  # the first action of a discrete space
-
-    def forward(
-        self,
-        obs: Any,
-        *,
-        action_mask: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return ``(action, {})``."""
-        action = self.mode(obs, action_mask=action_mask)
-        return action, {}
 
     def mode(
         self,
@@ -1001,18 +984,57 @@ class Deterministic(Head):
         self._is_joint(out, action_mask)  # raises for another size
         return allowed_only(out, action_mask)
 
+    def _bind_choice(
+        self,
+        spec: ArraySpec,
+        takes: str,
+        instead: str | None = None,
+    ) -> int:
+        """Set the first action from a discrete space; returns the number of its actions."""
+        choices, low = _choices(self, spec)
+        if spec.shape != ():
+            raise self._refuse(spec, takes, instead)
+        (self.low,) = low
+        return choices[0]
+
+    def _action_of(self, out: torch.Tensor) -> torch.Tensor:
+        if self.low is None:
+            return out
+        return out.argmax(-1) + self.low
+
+
+def deterministic(net: nn.Module) -> Deterministic:
+    """A policy whose action is the network's output (Box), or its argmax (Discrete).
+
+    It has no log-probability.
+    """
+    return Deterministic(net)
+
+
+class Deterministic(Greedy):
+    """See ``deterministic``."""
+
+    name = "deterministic"
+    has_log_prob = False
+
+    def forward(
+        self,
+        obs: Any,
+        *,
+        action_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return ``(action, {})``."""
+        action = self.mode(obs, action_mask=action_mask)
+        return action, {}
+
     def bind(self, spec: ArraySpec) -> int:
         if spec.dtype.kind == "f":
             return self._bind_floats(spec)
-        choices, low = _choices(self, spec)
-        if spec.shape != ():
-            raise self._refuse(
-                spec,
-                "Discrete and Box spaces",
-                f"{_suitable(spec)} and exploration_type='mode'",
-            )
-        self.low = low[0]
-        return choices[0]
+        return self._bind_choice(
+            spec,
+            "Discrete and Box spaces",
+            f"{_suitable(spec)} and exploration_type='mode'",
+        )
 
     def emitter(
         self,
@@ -1028,10 +1050,114 @@ class Deterministic(Head):
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
         return self._action_of(out), None
 
-    def _action_of(self, out: torch.Tensor) -> torch.Tensor:
-        if self.low is None:
-            return out
-        return out.argmax(-1) + self.low
+
+def epsilon_greedy(net: nn.Module, epsilon: float = 0.1) -> EpsilonGreedy:
+    """A policy for Discrete spaces: the action with the highest value, or with probability
+    ``epsilon`` one of all allowed actions, with equal probabilities (Watkins, 1989; DQN: Mnih et
+    al., 2015).
+
+    ``policy.epsilon`` is a buffer, so it is published with the weights: lower it with
+    ``policy.epsilon.fill_(0.05)`` and ``collector.update_policy_weights_()``.
+
+    Args:
+        net: returns the value of each action, ``[*batch, n]``.
+        epsilon: from 0 (no exploration) to 1 (random actions).
+
+    Raises:
+        BadOption: ``epsilon`` is no probability; also later, before a rollout.
+    """
+    return EpsilonGreedy(net, epsilon)
+
+
+class EpsilonGreedy(Greedy):
+    """See ``epsilon_greedy``.
+
+    Attributes:
+        epsilon: the probability of exploration, a tensor without dimensions; in the ``state_dict``.
+    """
+
+    name = "epsilon_greedy"
+
+    def __init__(self, net: nn.Module, epsilon: float) -> None:
+        super().__init__(net)
+        self.low = 0
+        initial = torch.tensor(_probability(epsilon))
+        self.register_buffer("epsilon", initial)
+        self.epsilon: torch.Tensor
+
+    def distribution(
+        self,
+        obs: Any,
+        *,
+        action_mask: torch.Tensor | None = None,
+    ) -> D.Distribution:
+        values, action_mask = self._output_and_mask(obs, action_mask)
+        legal = torch.ones_like(values, dtype=torch.bool)
+        if action_mask is not None:
+            values = self.restrict(values, action_mask)
+            legal = action_mask.reshape(values.shape) != 0
+        count = legal.sum(-1, keepdim=True).clamp(min=1)  # a blank row allows nothing
+        probabilities = self.epsilon * legal / count
+        best = values.argmax(-1, keepdim=True)
+        more = (1 - self.epsilon).expand_as(best).to(probabilities.dtype)
+        logits = probabilities.scatter_add(-1, best, more).log()
+        if not self.low:
+            return D.Categorical(logits=logits)
+        return Categoricals(logits, (values.shape[-1],), (self.low,), ())
+
+    def bind(self, spec: ArraySpec) -> int:
+        if spec.dtype.kind == "f":
+            raise self._refuse(spec, "Discrete spaces")
+        return self._bind_choice(spec, "Discrete spaces")
+
+    def needs(self, spec: ArraySpec) -> str:
+        return f"one value per action, and the action space has {spec}"
+
+    def emitter(
+        self,
+        rows: ActionRows,
+        first: int,
+        rng: np.random.Generator | None,
+    ) -> Emit:
+        return sampling.epsilon_greedy(
+            rows,
+            first,
+            low=np.array([self.low]),
+            epsilon=_probability(self.epsilon),
+            rng=rng,
+        )
+
+    def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
+        assert self.low is not None
+        legal = torch.ones_like(out, dtype=torch.bool)
+        if self.mask is not None:
+            legal = out != torch.finfo(out.dtype).min  # see ``allowed_only``
+        total = legal.cumsum(-1)
+        count = total[:, -1].clamp(min=1)  # a blank row allows nothing
+        best = out.argmax(-1)
+        index = best
+        if not deterministic:
+            explores, which = torch.rand((2, len(out)), device=out.device)
+            nth = (which * count).long()
+            is_beyond = total > nth[:, None]
+            drawn = is_beyond.byte().argmax(-1)
+            index = torch.where(explores < self.epsilon, drawn, best)
+        share = self.epsilon / count
+        probability = share + (1 - self.epsilon) * (index == best)
+        return index + self.low, probability.log()
+
+
+def _probability(epsilon: Any) -> float:
+    """Return a number from 0 to 1. Raises ``BadOption``."""
+    is_number = isinstance(epsilon, (int, float, np.number))
+    if isinstance(epsilon, torch.Tensor):
+        is_number = epsilon.numel() == 1
+    if is_number and 0 <= float(epsilon) <= 1:
+        return float(epsilon)
+    raise BadOption(
+        f"epsilon_greedy: epsilon is {epsilon!r}, expected a number from 0 to 1: the probability of"
+        " a random action"
+    )
 
 
 def _draw_normal(

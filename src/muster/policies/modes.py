@@ -19,7 +19,13 @@ import torch
 from torch import nn
 
 from muster.policies.executor import layers_are_known
-from muster.policies.heads import Categorical, Deterministic, Gaussian, TanhGaussian
+from muster.policies.heads import (
+    Categorical,
+    Deterministic,
+    EpsilonGreedy,
+    Gaussian,
+    TanhGaussian,
+)
 from muster.policies.normalization import RunningNorm
 from muster.protocols import PolicyMode
 
@@ -31,6 +37,7 @@ INDIFFERENT = frozenset(
         Gaussian,
         TanhGaussian,
         Deterministic,
+        EpsilonGreedy,
         RunningNorm,
         nn.Sequential,
         nn.ModuleList,

@@ -685,6 +685,58 @@ def greedy(rows: ActionRows, *, low: Array) -> Emit:
     return emit
 
 
+def epsilon_greedy(
+    rows: ActionRows,
+    first: int,
+    *,
+    low: Array,
+    epsilon: float,
+    rng: np.random.Generator | None,
+) -> Emit:
+    """Choose the action with the highest value, or with probability ``epsilon`` any allowed one;
+    ``rng=None``: the former. ``params``: values ``[B, n]``.
+    """
+    choose_best = greedy(rows, low=low)
+    actions = rows.flat
+    log_probs = rows.log_prob
+    legal = rows.legal
+    start = int(low[0])
+    explores: Array = np.zeros((rows.T, rows.B), bool)
+    which = np.zeros((rows.T, rows.B))
+    if rng is not None:
+        # a fixed amount per row, so that rollouts of any length draw the same
+        drawn = rng.random((rows.T - first, rows.B, 2))
+        np.less(drawn[..., 0], epsilon, out=explores[first:])
+        which[first:] = drawn[..., 1]
+    some_explore = np.any(explores, 1).tolist()
+
+    def emit(t: int, values: Array) -> None:
+        choose_best(t, values)
+        if legal is None:
+            count = values.shape[1]
+            of_other = epsilon / count
+            of_best = math.log(of_other + (1 - epsilon))
+            log_probs[t].fill(of_best)
+            if not some_explore[t]:
+                return
+            index = (which[t] * count).astype(np.int64)
+        else:
+            allowed: Array = legal[t] != 0
+            counts = allowed.sum(1)
+            of_other = epsilon / counts
+            np.log(of_other + (1 - epsilon), out=log_probs[t], casting="unsafe")
+            if not some_explore[t]:
+                return
+            nth = (which[t] * counts).astype(np.int64)
+            index = (allowed.cumsum(1) > nth[:, None]).argmax(1)
+        row = actions[t]
+        is_other = explores[t] & (index + start != row)
+        np.copyto(row, index + start, where=is_other, casting="unsafe")
+        np.log(of_other, out=log_probs[t], where=is_other, casting="unsafe")
+
+    return emit
+
+
 def identity(rows: ActionRows) -> Emit:
     """Use the network's output as the action."""
     actions = rows.matrix

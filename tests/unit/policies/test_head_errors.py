@@ -59,6 +59,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "gaussian, 5": ("gaussian", {"log_std": torch.zeros(5)}),
     "tanh_gaussian": ("tanh_gaussian", {}),
     "deterministic": ("deterministic", {}),
+    "epsilon_greedy": ("epsilon_greedy", {}),
 }
 
 
@@ -181,7 +182,8 @@ def test_a_space_of_several_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["categorical", "gaussian", "tanh_gaussian", "deterministic"]
+    "name",
+    ["categorical", "gaussian", "tanh_gaussian", "deterministic", "epsilon_greedy"],
 )
 def test_objects_and_unbounded_integers_have_no_head(name: str) -> None:
     head = getattr(policies, name)

@@ -21,6 +21,7 @@ from muster.policies.heads import (
     Head,
     categorical,
     deterministic,
+    epsilon_greedy,
     gaussian,
     tanh_gaussian,
 )
@@ -82,6 +83,11 @@ HEADS = {
     "tanh": lambda: (tanh_gaussian(net(4)), box()),
     "deterministic": lambda: (deterministic(net(2)), box()),
     "greedy": lambda: (deterministic(net(3)), discrete(3, start=2)),
+    "epsilon": lambda: (epsilon_greedy(net(3), 0.5), discrete(3)),
+    "epsilon, start": lambda: (epsilon_greedy(net(20), 0.7), discrete(20, start=-1)),
+    "epsilon, int32": lambda: (epsilon_greedy(net(3)), discrete(3, dtype=np.int32)),
+    "epsilon 1": lambda: (epsilon_greedy(net(3), 1), discrete(3)),
+    "epsilon 0": lambda: (epsilon_greedy(net(3), 0.0), discrete(3)),
 }
 
 
@@ -212,6 +218,56 @@ def test_categorical_frequencies(n, B):
     counts = np.bincount(action.ravel(), minlength=n)
     chi2 = ((counts - action.size * probs) ** 2 / (action.size * probs)).sum()
     assert chi2 < n - 1 + 5 * math.sqrt(2 * (n - 1))
+
+
+@pytest.mark.parametrize("path", ["executor", "module", "torch"])
+@pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0])
+def test_epsilon_greedy_frequencies(path, epsilon):
+    head = epsilon_greedy(net(5), epsilon)
+    obs = np.broadcast_to(np.ones(4, np.float32), (8001, 2, 4))
+    policy = make(head, discrete(5), executor=path == "executor")
+    if path == "torch":
+        torch.manual_seed(0)
+        action = head(torch.as_tensor(obs[:-1].copy()))[0].numpy()
+    else:
+        action, _ = collect(policy, discrete(5), obs)
+    expected = np.full(5, epsilon / 5)
+    expected[head.mode(torch.ones(4))] += 1 - epsilon
+    counts = np.bincount(action.ravel(), minlength=5)
+    assert not counts[expected == 0].any()
+    some = expected * action.size
+    some, counts = some[expected > 0], counts[expected > 0]
+    chi2 = ((counts - some) ** 2 / some).sum()
+    assert chi2 < 4 + 5 * math.sqrt(2 * 4)
+
+
+def test_a_gradient_step_and_a_new_epsilon_are_followed_in_the_next_rollout():
+    head = epsilon_greedy(net(3), 1.0)
+    policy = make(head, discrete(3))
+    obs = np.broadcast_to(np.ones(4, np.float32), (201, 8, 4))
+    first, _ = collect(policy, discrete(3), obs)
+    assert len(np.unique(first)) == 3
+    head.epsilon.fill_(0)
+    with torch.no_grad():
+        head.net[2].bias.copy_(torch.tensor([0.0, 0.0, 9.0]))
+    second, log_prob = collect(policy, discrete(3), obs)
+    assert (second == 2).all()
+    assert (log_prob == 0).all()
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.5, math.nan, "0.1", None, torch.ones(2)])
+def test_epsilon_is_a_probability(wrong):
+    with pytest.raises(BadOption, match="expected a number from 0 to 1"):
+        epsilon_greedy(net(3), wrong)
+
+
+def test_an_epsilon_that_was_changed_to_none_is_refused_before_a_rollout():
+    head = epsilon_greedy(net(3))
+    policy = make(head, discrete(3))
+    collect(policy, discrete(3), observations())
+    head.epsilon.fill_(1.5)
+    with pytest.raises(BadOption, match="epsilon is tensor"):
+        collect(policy, discrete(3), observations())
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "gaussian by state"])
