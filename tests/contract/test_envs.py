@@ -112,6 +112,7 @@ class TestDisabled(OfVectors):
     mode = AutoresetMode.DISABLED
 
 
+@pytest.mark.filterwarnings("ignore:.*the infos 'episode' are wrong")
 class TestWrappedVectors(OfVectors):
     def make_env(self) -> Any:
         return RecordEpisodeStatistics(super().make_env())

@@ -204,6 +204,15 @@ def test_statistics_of_gymnasiums_wrappers(mode: AutoresetMode, where: str) -> N
     assert not batch["info", "episode", "r"].any()
 
 
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
+def test_statistics_of_a_batch_that_forgets_them_are_warned_of(mode: Any) -> None:
+    make = lambda: RecordBatchStatistics(VECTORS[mode.name]())  # noqa: E731
+    with warnings_are_errors():
+        Collector(make, None, frames_per_batch=16).shutdown()  # nothing is read
+    with pytest.warns(UserWarning, match="'episode' are wrong.*SAME_STEP"):
+        statistics_of(make)
+
+
 COLLECTORS: dict[str, Any] = {
     "1 worker": partial(MultiSyncCollector, num_workers=1),
     "2 workers": partial(MultiSyncCollector, num_workers=2),

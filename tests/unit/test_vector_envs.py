@@ -17,7 +17,7 @@ from gymnasium.vector.utils import batch_space
 
 from muster import Collector, ReplayMemory
 from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv
-from muster.testing import ChainEnv, FaultyEnv, SpaceEnv
+from muster.testing import ChainEnv, CountingEnv, FaultyEnv, SpaceEnv
 from tests.tools import (
     assert_accounted,
     assert_chain,
@@ -384,6 +384,92 @@ def test_gymnasiums_vectorized_cartpole(wrap):
     assert_same(
         batch, collect(vectorized(wrap), frames_per_batch=60, seed=0, batches=5)
     )
+
+
+def batch_of(mode: AutoresetMode, B: int = 2, seed: int = 0) -> VectorEnv:
+    """Episodes end after 3 and after 50 steps."""
+    lengths = (3, 50)[:B]
+    makers = [partial(CountingEnv, length) for length in lengths]
+    return SyncVectorEnv(makers, autoreset_mode=mode)
+
+
+def rewards_of(make: Any, frames: int = 60) -> Any:
+    return collect(make, frames_per_batch=frames, seed=0)["next", "reward"][..., 0]
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "mode"),
+    [
+        ("NormalizeReward", AutoresetMode.NEXT_STEP),
+        ("NormalizeReward", AutoresetMode.DISABLED),
+        ("NormalizeObservation", AutoresetMode.NEXT_STEP),  # takes no other
+    ],
+)
+@pytest.mark.parametrize("outside", [False, True])
+def test_wrappers_that_forget_all_environments_are_refused(wrapper, mode, outside):
+    def make() -> VectorEnv:
+        env = getattr(gymnasium.wrappers.vector, wrapper)(batch_of(mode))
+        return gymnasium.wrappers.vector.ClipReward(env, -1, 1) if outside else env
+
+    with pytest.raises(UnsupportedEnv, match=rf"wrapper {wrapper} .*Wrap the single"):
+        Collector(make, None, frames_per_batch=8)
+
+
+def test_a_wrapper_that_forgets_all_is_right_where_all_or_none_are_reset():
+    wrap = gymnasium.wrappers.vector.NormalizeReward
+    for mode in (AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED):
+        alone = rewards_of(lambda mode=mode: wrap(batch_of(mode, B=1)))
+        assert alone.isfinite().all()
+    env = wrap(batch_of(AutoresetMode.SAME_STEP))
+    env.reset(seed=0)
+    expected = [env.step(np.zeros(2, int))[1] for _ in range(30)]
+    found = rewards_of(lambda: wrap(batch_of(AutoresetMode.SAME_STEP)))
+    torch.testing.assert_close(found, torch.from_numpy(np.stack(expected, 1)).float())
+
+
+def test_a_wrapper_that_forgets_all_is_refused_when_one_environment_is_cut():
+    wrap = gymnasium.wrappers.vector.NormalizeReward
+    make = lambda: wrap(batch_of(AutoresetMode.SAME_STEP))  # noqa: E731
+    with Collector(make, None, frames_per_batch=20, seed=0) as collector:
+        collector.rollout()
+        with pytest.raises(UnsupportedEnv, match="NormalizeReward"):
+            collector.reset(1)
+            collector.rollout()
+
+
+class Returns(gymnasium.vector.VectorWrapper):
+    """Adds up rewards, as programs do themselves; the reward is the sum so far."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.total = np.zeros(self.num_envs)
+        return super().reset(seed=seed, options=options)
+
+    def step(self, actions: Any) -> Any:
+        obs, reward, *flags, info = super().step(actions)
+        self.total += reward
+        return obs, self.total.copy(), *flags, info
+
+
+class ReturnsByMask(Returns):
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        mask = (options or {}).get("reset_mask")
+        if mask is None:
+            return super().reset(seed=seed, options=options)
+        self.total[mask] = 0
+        return self.env.reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
+def test_a_wrapper_of_the_users_that_does_not_read_the_mask_is_warned_of(mode):
+    with pytest.warns(UserWarning, match=r"Returns.reset\(\) does not read"):
+        rewards_of(lambda: Returns(batch_of(mode)))
+    found = rewards_of(lambda: ReturnsByMask(batch_of(mode)))  # warnings are errors
+    single = [rewards_of(partial(CountingEnv, length), 30) for length in (3, 50)]
+    expected = []
+    for rewards, length in zip(single, (3, 50), strict=True):
+        parts = rewards.reshape(-1).split(length)
+        expected.append(torch.cat([part.cumsum(0) for part in parts]))
+    torch.testing.assert_close(found, torch.stack(expected))
 
 
 def test_gymnasiums_vectorized_cartpole_alone_is_the_same_environment():

@@ -31,6 +31,11 @@ from muster.envs.cartpole_vector import has_masks, with_masks
 from muster.envs.checks import FIX, Casts
 from muster.envs.own_memory import with_own_memory
 from muster.envs.spaces import SpaceCodec, action_codec, action_masks, observation_codec
+from muster.envs.vector_wrappers import (
+    check_masked_resets,
+    forgets_statistics,
+    unknown_resets,
+)
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv, text_of
 from muster.keys import NEXT_OBS_VALID, REWARD, Key, dotted, mask_of, next_of
 from muster.memory.objects import copied_cells
@@ -90,6 +95,10 @@ class VectorEnvBatch(
             rows = (B, *spec.shape)
             self._batched.append(ArraySpec(rows, spec.dtype))
         self.casts: Casts = Casts(name)
+        if self._is_reset_by_mask:
+            check_masked_resets(env, name)
+            for text in unknown_resets(env, name):
+                self.casts.warn(text)
         # else ``_try_mask``
         self._masks = self._known or self.mode is AutoresetMode.SAME_STEP or B == 1
         # SAME_STEP: environments that have reset themselves and await ``reset``, and their first
@@ -178,8 +187,20 @@ class VectorEnvBatch(
     def objects(self) -> Sequence[object]:
         return [self.env]
 
+    @property
+    def _is_reset_by_mask(self) -> bool:
+        """Where an episode ends; to cut one, and for ``reset(index)``, it is in every mode."""
+        return self.spec.num_envs > 1 and self.mode is not AutoresetMode.SAME_STEP
+
     def keep_infos(self) -> None:
         self._keeps_infos = True
+        if self._is_reset_by_mask and forgets_statistics(self.env):
+            self.casts.warn(
+                f"{self.spec.name}: the infos 'episode' are wrong. Gymnasium's RecordEpisodeStatistics"
+                " of batches forgets all episodes when Muster resets one environment: wrap the single"
+                " environments, or build the batch with autoreset_mode=AutoresetMode.SAME_STEP."
+                " collector.episodes has return and length of each episode"
+            )
 
     def snapshot(self) -> dict[str, Any]:
         finished, leaves = self._fresh
@@ -316,6 +337,7 @@ class VectorEnvBatch(
             if not self._masks:
                 self._try_mask(seeds)
             return self._reset(seed=self._seeds(seeds), **given)
+        check_masked_resets(self.env, self.spec.name)
         mask = np.zeros(self.spec.num_envs, bool)
         mask[which] = True
         seed_arg: Any = None
