@@ -235,6 +235,36 @@ def test_action_masks_say_what_is_legal_and_random_actions_obey(masks):
         assert batch["cook", "observation", "observation"].shape == (2, 200, 2, 2)
 
 
+def test_agents_that_come_later_have_masks_in_infos_as_the_others():
+    times = {"cook": (0, 6, False), "late": (2, 5, False)}
+    make = shifts(times=times, masks="info")
+    batch = collect(make, None, num_envs=2, frames_per_batch=120, seed=0)
+    for name in times:
+        mask, there = batch[name, "action_mask"], batch[name, "mask"]
+        assert mask.gather(-1, batch[name, "action"][..., None]).all()
+        assert not mask[there].all()
+        assert mask[~there].all()
+
+
+class Secretive(Shifts):
+    """Its masks are in the infos of steps, and not in those of resets."""
+
+    def reset(self, **options: Any) -> Any:
+        seen, _ = super().reset(**options)
+        return seen, {agent: {} for agent in seen}
+
+
+def test_a_mask_in_an_info_that_has_no_column_is_an_error_and_loses_nothing():
+    make = lambda: Secretive(masks="info")  # noqa: E731
+    with (
+        Collector(make, None, frames_per_batch=8, seed=0) as collector,
+        pytest.raises(
+            BadEnvOutput, match=r"cook_0: its info has an action_mask.*Let reset"
+        ),
+    ):
+        collector.rollout()
+
+
 def test_the_global_state_is_stored_where_there_is_one():
     batch = collect(Shifts(state=True), None, frames_per_batch=8, validate="full")
     assert batch["state"].tolist() == [[0], [1], [2], [3]] * 2

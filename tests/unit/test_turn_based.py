@@ -218,6 +218,24 @@ def test_rows_are_those_of_a_plain_loop(agents, ends, seed, batch, masks):
     expected_rows(rows, env, seed, len(rows))
 
 
+class Secretive(Quarrel):
+    """Its masks are in infos after the first turn only."""
+
+    def _note(self) -> None:
+        super()._note()
+        if not self.turn:
+            self.infos = {agent: {} for agent in self.agents}
+
+
+def test_a_mask_in_an_info_that_has_no_column_is_an_error():
+    make = lambda: Secretive(masks="info")  # noqa: E731
+    with (
+        Collector(make, None, frames_per_batch=8, seed=0) as collector,
+        pytest.raises(BadEnvOutput, match=r"its info has an action_mask.*Let reset"),
+    ):
+        collector.rollout()
+
+
 def test_several_games_are_independent_and_seeded_one_by_one():
     made: list[Quarrel] = []
 

@@ -119,15 +119,19 @@ class AgentSpaces:
         """Return the checked leaves of an agent's observation, and its action mask (True: all are
         allowed).
         """
-        mask: Any = None
-        if self.mask_shape is not None:
-            source = seen if self._mask_in_obs else info
-            mask = source.get(MASK) if isinstance(source, Mapping) else None
-            if mask is not None and np.shape(mask) != self.mask_shape:
-                raise BadEnvOutput(
-                    f"{who}: its action_mask has shape {np.shape(mask)}, expected"
-                    f" {self.mask_shape}. {FIX}"
-                )
+        source = seen if self._mask_in_obs else info
+        mask: Any = source.get(MASK) if isinstance(source, Mapping) else None
+        if mask is not None and self.mask_shape is None:
+            raise BadEnvOutput(
+                f"{who}: its info has an action_mask, but no info of the first reset had one, so there is"
+                " no column for it. Let reset return the infos of all possible_agents, with their"
+                " masks, or put the masks into Dict observations"
+            )
+        if mask is not None and np.shape(mask) != self.mask_shape:
+            raise BadEnvOutput(
+                f"{who}: its action_mask has shape {np.shape(mask)}, expected"
+                f" {self.mask_shape}. {FIX}"
+            )
         if self._mask_in_obs and isinstance(seen, Mapping):
             seen = {key: value for key, value in seen.items() if key != MASK}
         leaves = self.observation.flatten(seen, who)
@@ -143,17 +147,31 @@ class AgentSpaces:
         infos: Mapping[str, Any],
     ) -> tuple[int, ...] | None:
         """Return the shape of an agent's mask: that of its space, or of the first info that has
-        one.
+        one. Where others have masks, those of agents without an info have a number for each choice.
         """
         if self._mask_in_obs:
             space = env.observation_space(agents[0])[MASK]
             return tuple(space.shape) if space.shape is not None else ()
         for agent in agents:
-            info = infos.get(agent) or {}
-            if MASK in info:
-                shape: tuple[int, ...] = np.shape(info[MASK])
+            mask = _mask_in(infos, agent)
+            if mask is not None:
+                shape: tuple[int, ...] = np.shape(mask)
                 return shape
-        return None
+        if any(agent in infos for agent in agents):
+            return None
+        if all(_mask_in(infos, other) is None for other in infos):
+            return None
+        specs = list(self.action.specs.values())
+        if len(specs) > 1 or not specs[0].is_discrete:
+            return None
+        nvec, _ = choices_of(specs[0])
+        return (sum(nvec),)
+
+
+def _mask_in(infos: Mapping[str, Any], agent: str) -> Any:
+    """Return the action mask in an agent's info; None: there is none."""
+    info = infos.get(agent)
+    return info.get(MASK) if isinstance(info, Mapping) else None
 
 
 def name_of_game(envs: Sequence[Any]) -> str:
