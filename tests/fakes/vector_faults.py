@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,27 @@ class Gated(CountingEnv):
     def take(self, data: Any) -> int:
         self.wait()
         return len(data)
+
+
+class Telling(CountingEnv):
+    """Its infos have names that batches of environments use themselves."""
+
+    def __init__(self, length: int, names: Sequence[str]) -> None:
+        super().__init__(length)
+        self.names = names
+        self.steps = 0
+
+    def reset(self, **options: Any) -> Any:
+        obs, _ = super().reset(**options)
+        return obs, self.info()
+
+    def step(self, action: Any) -> Any:
+        *got, _ = super().step(action)
+        return *got, self.info()
+
+    def info(self) -> dict[str, Any]:
+        self.steps += 1
+        return {name: {"x": self.steps} for name in self.names}
 
 
 class Closing(CountingEnv):

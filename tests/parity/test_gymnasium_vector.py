@@ -37,7 +37,7 @@ from muster.errors import (
 )
 from muster.testing import CountingEnv, InfoEnv, SpaceEnv
 from tests.fakes.fault_runs import all_gone
-from tests.fakes.vector_faults import Closing, Drawing, Gated
+from tests.fakes.vector_faults import Closing, Drawing, Gated, Telling
 from tests.waits import open_files
 from tests.warned import warnings_are_errors
 
@@ -112,6 +112,13 @@ def both(
 
 
 # --- the same results -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_infos_may_have_the_names_of_those_of_muster(mode: Any) -> None:
+    names = [["muster"], ["final_obs", "muster"]]
+    makers = [lambda names=names: Telling(3, names) for names in names]
+    both(makers, 8, autoreset_mode=mode)
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)

@@ -21,7 +21,7 @@ from gymnasium.error import NoAsyncCallError
 
 from muster.errors import BadOption, EnvError, UnsupportedEnv
 from muster.testing import CountingEnv, InfoEnv, SpaceEnv
-from tests.fakes.vector_faults import Drawing, Locking, Rendering, Wrapped
+from tests.fakes.vector_faults import Drawing, Locking, Rendering, Telling, Wrapped
 from tests.warned import noted_warnings
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="worker processes")
@@ -40,6 +40,14 @@ def in_spaces(observation_space: Any, action_space: Any) -> Any:
 MAKERS: dict[str, Any] = {
     "infos": [lambda n=n: InfoEnv(n) for n in (1, 2, 5)],
     "truncated": [lambda n=n: CountingEnv(n, truncate=True) for n in (2, 3)],
+    "names of batches": [
+        lambda names=names: Telling(3, names)
+        for names in (
+            ["final_obs"],
+            ["final_info", "muster"],
+            ["final_obs", "final_info", "muster", "terminal_observation"],
+        )
+    ],
     "cart pole": [partial(gymnasium.make, "CartPole-v1", max_episode_steps=15)] * 3,
     "pendulum": [partial(gymnasium.make, "Pendulum-v1", max_episode_steps=6)] * 2,
     "discrete": [lambda: in_spaces(spaces.Discrete(5), spaces.Discrete(3))] * 2,

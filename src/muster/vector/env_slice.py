@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from gymnasium import spaces
@@ -27,13 +27,27 @@ from muster.vector.rows import VectorRows, part_of
 if TYPE_CHECKING:
     from muster.workers.main import WorkerMain
 
-Infos = list[
-    tuple[int, dict[str, Any]]
-]  # of environments, by their number; one can have two
-# the same, pickled at once: the environment may change them in its next call
-PackedInfos = list[tuple[int, bytes]]
+# "final": ``final_obs`` and ``final_info`` of an episode that ended, with SAME_STEP; "failure": why an
+# environment was made again
+InfoKind = Literal["step", "final", "reset", "failure"]
+# ``(number, kind, pickled info)``: pickled at once, since the environment may change it in its next call
+PackedInfos = list[tuple[int, InfoKind, bytes]]
 
 RETURNED = "what the environments returned"  # in errors
+
+
+class Info(NamedTuple):
+    """An info that is not empty; an environment may have several of different kinds.
+
+    Attributes:
+        env: number of the environment.
+        kind: where it comes from, which its keys do not tell: they are the environment's.
+        values: the info.
+    """
+
+    env: int
+    kind: InfoKind
+    values: dict[str, Any]
 
 
 # --- messages to a worker -------------------------------------------------------------------------
@@ -195,7 +209,7 @@ class EnvSlice(EnvBatch):
             cells[ACTING] = cells[STEPPING] = i
             if self._due[i] and mode is AutoresetMode.NEXT_STEP:
                 shared.put(i, 0.0)
-                self._add(infos, i, self._reset(i, {}, infos))
+                self._add(infos, i, "reset", self._reset(i, {}, infos))
                 cells[PHASE] = Phase.STEP
                 continue
             self._streams.use(i)
@@ -210,13 +224,14 @@ class EnvSlice(EnvBatch):
                 continue
             if terminated or truncated:
                 if mode is AutoresetMode.SAME_STEP:
-                    self._add(infos, i, {"final_obs": obs, "final_info": info})
-                    self._add(infos, i, self._reset(i, {}, infos))
+                    final = {"final_obs": obs, "final_info": info}
+                    self._add(infos, i, "final", final)
+                    self._add(infos, i, "reset", self._reset(i, {}, infos))
                     cells[PHASE] = Phase.STEP
                     continue
                 self._due[i] = True
             self._keep(i, "step", obs)
-            self._add(infos, i, info)
+            self._add(infos, i, "step", info)
         return shared.write(half, infos)
 
     def truncate(self, half: int) -> bytes | None:
@@ -237,7 +252,7 @@ class EnvSlice(EnvBatch):
         infos: PackedInfos = []
         for i, given in arguments.items():
             self.shared.put(i, 0.0)
-            self._add(infos, i, self._reset(i, given, infos))
+            self._add(infos, i, "reset", self._reset(i, given, infos))
         return self.shared.write(half, infos)
 
     def _reset(
@@ -289,17 +304,19 @@ class EnvSlice(EnvBatch):
         self.shared.put(i, 0.0, truncated=True)
         self._due[i] = True
         if self._mode is AutoresetMode.SAME_STEP:
-            self._add(infos, i, {"final_obs": self.shared.obs[i], "final_info": {}})
-            self._add(infos, i, self._reset(i, {}, infos))
+            final = {"final_obs": self.shared.obs[i], "final_info": {}}
+            self._add(infos, i, "final", final)
+            self._add(infos, i, "reset", self._reset(i, {}, infos))
 
     def _add(
         self,
         infos: PackedInfos,
         i: int,
+        kind: InfoKind,
         info: dict[str, Any],
     ) -> None:
         if info:
-            infos.append((self._first + i, packed(info, RETURNED)))
+            infos.append((self._first + i, kind, packed(info, RETURNED)))
 
     # --- failures ---------------------------------------------------------------------------------
 
@@ -321,7 +338,7 @@ class EnvSlice(EnvBatch):
         for name, value in history.attributes.items():
             self.envs[i].set_wrapper_attr(name, value)
         history.was_replaced(self._first + i)
-        self._add(infos, i, {"muster": {"error": str(failure)}})
+        self._add(infos, i, "failure", {"muster": {"error": str(failure)}})
 
     def _error(
         self,

@@ -31,7 +31,7 @@ from muster.errors import (
 from muster.restore.pickling import dumps, loads
 from muster.rng import seeds_of
 from muster.utils.forks import Owner
-from muster.vector.env_slice import EnvSlice, Infos
+from muster.vector.env_slice import EnvSlice, Info
 from muster.vector.rows import VectorRows
 from muster.vector.slices import Inheritance, SliceCall, Slices, TimeIsUp, config_of
 
@@ -80,7 +80,7 @@ class VectorWorkers:
 
     Attributes:
         described: observation space, action space, metadata and render mode of each environment.
-        infos: infos of the last step or reset, as pairs of a number of an environment and its info.
+        infos: those of the last step or reset, in order.
         failure: error after which all environments have to be reset.
     """
 
@@ -98,7 +98,7 @@ class VectorWorkers:
             env_fns, mode, num_workers, on_failure, timeouts or {}, start_method
         )
         self.num_envs = len(env_fns)
-        self.infos: Infos = []
+        self.infos: list[Info] = []
         self.failure: BaseException | None = None
         self._sent: _Sent | None = None
         self._observations: _Observations  # from ``open`` on
@@ -202,9 +202,8 @@ class VectorWorkers:
         _, answers = self._receive(AsyncState.WAITING_STEP, timeout)
         self._take(answers)
         for n, cause in self._slices.lost.items():
-            self.infos += [
-                (i, {"muster": {"error": cause}}) for i in self._slices.parts[n]
-            ]
+            for i in self._slices.parts[n]:
+                self.infos.append(Info(i, "failure", {"muster": {"error": cause}}))
         self._slices.lost.clear()
 
     def drop(self) -> None:
@@ -226,8 +225,8 @@ class VectorWorkers:
             try:
                 packed_infos, obs = loads(answer, "the observations of a worker")
                 infos = [
-                    (i, loads(info, f"the info of environment {i}"))
-                    for i, info in packed_infos
+                    Info(i, kind, loads(info, f"the info of environment {i}"))
+                    for i, kind, info in packed_infos
                 ]
             except BadOption as unreadable:
                 self.failure = unreadable
@@ -235,8 +234,8 @@ class VectorWorkers:
             self.infos += infos
             if obs is not None:
                 self._observations.keep(self._slices.parts[n], obs)
-            for _, info in infos:
-                if "muster" in info and not self._slices.may_replace(n):
+            for _, kind, info in infos:
+                if kind == "failure" and not self._slices.may_replace(n):
                     error = info["muster"]["error"]
                     self.failure = EnvError(f"{error}\n\nIt was replaced too often.")
                     raise self.failure

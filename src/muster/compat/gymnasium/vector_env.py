@@ -344,7 +344,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def _infos(self) -> dict[str, Any]:
         infos: dict[str, Any] = {}
-        for i, info in self._workers.infos:
+        for i, _, info in self._workers.infos:
             infos = self._add_info(infos, info, i)
         return infos
 

@@ -104,7 +104,7 @@ class VecEnv(vec_env.VecEnv):
             arguments[i] = {"seed": self._seeds[i], **options}
         self._workers.reset(arguments)
         self.reset_infos = [{} for _ in range(self.num_envs)]
-        for i, info in self._workers.infos:
+        for i, _, info in self._workers.infos:
             self.reset_infos[i].update(info)
         self._reset_seeds()
         self._reset_options()
@@ -119,20 +119,15 @@ class VecEnv(vec_env.VecEnv):
     def step_wait(self) -> tuple[Any, Array, Array, list[dict[str, Any]]]:
         """Wait for the step, and return observations, rewards (float32), dones and infos."""
         self._workers.receive()
-        rows, infos = (
-            self._workers.rows,
-            [dict[str, Any]() for _ in range(self.num_envs)],
-        )
+        rows = self._workers.rows
+        infos = [dict[str, Any]() for _ in range(self.num_envs)]
         dones = rows.terminated | rows.truncated
-        ended: set[int] = set()
-        for i, info in self._workers.infos:
-            if "final_obs" in info:
-                ended.add(i)
+        for i, kind, info in self._workers.infos:
+            if kind == "final":
                 self.reset_infos[i] = {}
-                infos[i].update(
-                    info["final_info"], terminal_observation=info["final_obs"]
-                )
-            elif i in ended and "muster" not in info:
+                infos[i].update(info["final_info"])
+                infos[i]["terminal_observation"] = info["final_obs"]
+            elif kind == "reset":
                 self.reset_infos[i] = info
             else:
                 infos[i].update(info)
