@@ -403,6 +403,7 @@ WHOLE = [
         "gaussian by state",
         "tanh_gaussian",
         "deterministic",
+        "epsilon_greedy",
         "RunningNorm",
         "BatchNorm",
     ),
