@@ -34,6 +34,7 @@ InfoKind = Literal["step", "final", "reset", "failure"]
 PackedInfos = list[tuple[int, InfoKind, bytes]]
 
 RETURNED = "what the environments returned"  # in errors
+REMEDY = "Let the environment return values that can be pickled."
 
 
 class Info(NamedTuple):
@@ -316,7 +317,9 @@ class EnvSlice(EnvBatch):
         info: dict[str, Any],
     ) -> None:
         if info:
-            infos.append((self._first + i, kind, packed(info, RETURNED)))
+            number = self._first + i
+            data = packed(info, f"the info of environment {number}", REMEDY)
+            infos.append((number, kind, data))
 
     # --- failures ---------------------------------------------------------------------------------
 
@@ -400,7 +403,7 @@ class EnvSlice(EnvBatch):
                 results.append(function(self.envs[i]))
             except Exception as error:
                 raise self._error(i, "the call", error) from error
-        return packed(results, RETURNED)
+        return packed(results, RETURNED, REMEDY)
 
     def close(self) -> None:
         checks.close_all([env.close for env in self.envs])
@@ -463,7 +466,7 @@ class _SharedRows:
     def write(self, half: int, infos: PackedInfos) -> bytes | None:
         """Show the latest observations to the caller; see ``EnvSlice.step`` for the result."""
         if self._halves is None:
-            return packed((infos, self.obs), RETURNED)
+            return packed((infos, self.obs), RETURNED, REMEDY)
         concatenate(self._space, self.obs, self._halves[half])
         return packed((infos, None), RETURNED) if infos else None
 
