@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -94,9 +95,17 @@ def assert_goes_on(factory: Any, *, steps: int = 150, trust: bool = True) -> Any
     expected = go_on(env, steps)
     assert len(set(expected)) > 1, "the steps should differ"
     other = factory() if callable(factory) else make(factory)
-    for used in (other, begun(factory, 7, seed=1), env):
+    again = factory() if callable(factory) else make(factory)
+    assert restore(again, snapshot, trust) is None
+    saved_again = take(again)  # before it makes a step
+    for used, saved in (
+        (other, snapshot),
+        (begun(factory, 7, seed=1), snapshot),
+        (env, snapshot),
+        (again, saved_again),
+    ):
         layers = used, used.unwrapped, used.step
-        assert restore(used, snapshot, trust) is None
+        assert restore(used, saved, trust) is None
         assert go_on(used, steps) == expected
         assert (used, used.unwrapped, used.step) == layers
     return other
@@ -407,6 +416,27 @@ def test_arrays_that_share_memory_still_do():
     assert env.fortran.flags.f_contiguous
 
 
+@pytest.mark.parametrize("protocol", [4, pickle.HIGHEST_PROTOCOL])
+def test_arrays_that_were_unpickled_are_saved(protocol):
+    """So are those of environments in workers, whose functions have arrays, and after a load."""
+    whole = np.arange(12.0).reshape(3, 4)
+    given = {"whole": whole, "fortran": np.asfortranarray(whole), "same": whole}
+    held = pickle.loads(pickle.dumps(given, protocol))
+    held["row"] = held["whole"][1, ::-1]
+    held["constant"] = np.frombuffer(b"\1\2", np.uint8)  # cannot be written
+    env = restored(**held)
+    for _ in range(2):
+        env.whole += 1
+        assert env.same is env.whole
+        assert env.row.tolist() == env.whole[1, ::-1].tolist()
+        assert env.fortran.flags.f_contiguous
+        assert not env.constant.flags.writeable
+        again = Holding()
+        assert restore(again, take(env), True) is None
+        assert again.whole.tolist() == env.whole.tolist()
+        env = again
+
+
 def test_snapshots_share_no_memory_with_environments():
     env = CountingEnv()
     env.total, env.many = np.zeros(2), [1]
@@ -517,8 +547,15 @@ def numbers() -> Any:
     yield 1
 
 
+HELD_BYTES = bytearray(8)
+
+
 def shared_buffer() -> Any:
-    return np.frombuffer(bytearray(8), np.uint8)
+    return np.frombuffer(HELD_BYTES, np.uint8)
+
+
+def shared_part() -> Any:
+    return np.frombuffer(memoryview(HELD_BYTES)[2:], np.uint8).reshape(2, 3)
 
 
 def local_class() -> Any:
@@ -539,6 +576,7 @@ OUTSIDE = Helper()
         (numbers, "(builtins.generator)"),
         (lambda: open(__file__), "it is an open file"),  # noqa: SIM115
         (shared_buffer, "it is a view into the memory of a bytearray"),
+        (shared_part, "it is a view into the memory of a bytearray"),
         (lambda: torch.zeros(2).numpy(), "a view into the memory of a Tensor"),
         (lambda: (ctypes.c_double * 2)(), "it belongs to this process"),
         (lambda: weakref.ref(OUTSIDE), "a weak reference to a Helper held elsewhere"),

@@ -266,8 +266,25 @@ class _GraphPickler(Pickler):
         return FunctionType, arguments, state, *rest
 
     def _array(self, array: Any) -> Any:
+        last = array
+        while isinstance(last.base, np.ndarray):
+            last = last.base
+        if not _owns_bytes(last):
+            self._check_memory(last.base)
         base = array.base
-        owner = base
+        if not isinstance(base, np.ndarray):
+            is_plain = type(array) is np.ndarray and array.flags.writeable
+            # so that it owns its memory when it comes back, and not a ``bytearray``
+            return array.__reduce__() if is_plain else NotImplemented
+        contiguous = base.flags.c_contiguous or base.flags.f_contiguous
+        if array.dtype.hasobject or not contiguous:
+            raise pickle.PicklingError("it is a view that cannot be made again")
+        address, _ = array.__array_interface__["data"]
+        first, _ = base.__array_interface__["data"]
+        return _view, (base, array.shape, array.dtype, address - first, array.strides)
+
+    def _check_memory(self, owner: Any) -> None:
+        """Raise ``PicklingError`` if the memory of an array belongs to an object of another kind."""
         while isinstance(owner, (np.ndarray, memoryview)):
             owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
         foreign: tuple[Any, ...] = FOREIGN_MEMORY
@@ -278,14 +295,6 @@ class _GraphPickler(Pickler):
             raise pickle.PicklingError(
                 f"it is a view into the memory of a {type(owner).__name__}"
             )
-        if not isinstance(base, np.ndarray):
-            return NotImplemented
-        contiguous = base.flags.c_contiguous or base.flags.f_contiguous
-        if array.dtype.hasobject or not contiguous:
-            raise pickle.PicklingError("it is a view that cannot be made again")
-        address, _ = array.__array_interface__["data"]
-        first, _ = base.__array_interface__["data"]
-        return _view, (base, array.shape, array.dtype, address - first, array.strides)
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
         unusual = tensor.requires_grad or tensor.is_quantized
@@ -419,6 +428,22 @@ def _with_state(cls: Any, *parts: Any) -> Any:
     made = cls.__new__(cls)
     made.__setstate__(b"".join(parts))
     return made
+
+
+def _owns_bytes(array: Any) -> bool:
+    """Return whether the memory of an array is a ``bytearray`` that nothing else refers to, as in every
+    array that pickle has made.
+    """
+    if not isinstance(array.base, memoryview):
+        return False
+    if type(array.base.obj) is not bytearray:
+        return False
+    unpickled = np.frombuffer(bytearray(1), np.uint8)
+    return _references_to_memory(array) == _references_to_memory(unpickled)
+
+
+def _references_to_memory(array: Any) -> int:
+    return sys.getrefcount(array.base.obj)
 
 
 def _view(
