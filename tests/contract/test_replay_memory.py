@@ -448,6 +448,76 @@ def test_parallel_agents():
     assert memory.sample(5, n_step=2).shape == (5,)
 
 
+@pytest.mark.parametrize("n_step", [2, 3, 9])
+def test_windows_of_agents_end_where_they_do(n_step):
+    """Not with the episode of the environment: some leave before, come later, or come back."""
+    pytest.importorskip("pettingzoo")
+    from tests.unit.test_pettingzoo import Shifts
+
+    class Returning(Shifts):
+        """The cook with the number 1 comes back in the row after that in which it left."""
+
+        def step(self, actions: Any) -> Any:
+            if self.t == 3:
+                self.times = {**self.times, "cook_1": (4, 6, False)}
+            return super().step(actions)
+
+        def reset(self, **options: Any) -> Any:
+            self.times = {
+                "cook_0": (0, 4, True),
+                "cook_1": (1, 3, False),
+                "waiter": (0, 8, False),
+            }
+            return super().reset(**options)
+
+    gamma = 0.5
+    memory = ReplayMemory(200, seed=0)
+    with Collector(Returning, None, frames_per_batch=40, replay_buffer=memory) as c:
+        c.next()
+    rows = memory[0 : len(memory)]
+    over = rows["next", "done"].squeeze(-1).tolist()
+    batch = memory.sample(300, n_step=n_step, gamma=gamma)
+    assert len(batch["index"].unique()) > 30
+    for sampled in batch:
+        i = int(sampled["index"])
+        for group in ("cook", "waiter"):
+            for agent, there in enumerate(rows[i][group, "mask"].tolist()):
+                j, total = i, float(rows[i]["next", group, "reward"][agent])
+                gone = rows["next", group, "done"][:, agent, 0].tolist()
+                while there and j + 1 < len(rows) and j + 1 < i + n_step:
+                    if over[j] or gone[j]:
+                        break
+                    j += 1
+                    reward = float(rows[j]["next", group, "reward"][agent])
+                    total += gamma ** (j - i) * reward
+                after, last = sampled["next", group], rows[j]["next", group]
+                assert float(after["reward"][agent]) == total
+                for key in ("observation", "done", "terminated", "truncated", "mask"):
+                    assert torch.equal(after[key][agent], last[key][agent])
+                assert sampled[group, "steps_to_next_obs"][agent].tolist() == [
+                    j - i + 1
+                ]
+                assert sampled[group, "gamma"][agent].item() == gamma ** (j - i + 1)
+
+
+def test_an_observation_of_agents_may_be_called_gamma():
+    pytest.importorskip("pettingzoo")
+    from tests.unit.test_pettingzoo import Shifts
+
+    class Named(Shifts):
+        def observation_space(self, agent: str) -> Any:
+            return spaces.Dict(gamma=super().observation_space(agent))
+
+        def see(self, agent: str) -> Any:
+            return {"gamma": super().see(agent)}
+
+    memory = ReplayMemory(200, seed=0)
+    with Collector(Named, None, frames_per_batch=8, replay_buffer=memory) as collector:
+        collector.next()
+    assert memory.sample(4)["cook", "observation", "gamma"].shape == (4, 2, 2)
+    assert memory.sample(4, n_step=2)["cook", "gamma"].shape == (4, 2, 1)
+
+
 def check_begins(memory: ReplayMemory) -> None:
     """Sequences across episodes say where each begins; within, they are one step after another."""
     for across in (False, True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from muster.errors import BadOption
-from muster.keys import IS_INIT, Key, dotted, is_below, next_of
+from muster.keys import DONE, IS_INIT, Key, dotted, is_below, next_of
 from muster.memory.ring import Ring
 from muster.memory.specs import Array
 from muster.utils.private_names import tensordict_maker
@@ -56,6 +57,12 @@ class Gathering:
             elif column.role is not None or is_below(key, keep):
                 shown.append(key)
         following = list(map(next_of, stored.observed))
+        # groups of agents, each of which may end before the episode of its environment
+        self._groups: list[Key] = []
+        for key in (*returned, *following):
+            group = key[1:-1]
+            if group and key[-1:] == DONE and group not in self._groups:
+                self._groups.append(group)
         self._ring = ring
         self._number = number
         self._count = count
@@ -97,7 +104,9 @@ class Gathering:
         n_step: int,
         gamma: float,
     ) -> TensorDict:
-        """Return transitions of up to ``n_step`` steps, ``[n]``."""
+        """Return transitions of up to ``n_step`` steps, ``[n]``. The window of an agent that ends
+        before the others is shorter.
+        """
         self.check_free("sample(n_step=...)", GAMMA, STEPS)
         ring = self._ring
         stored = ring.stored
@@ -112,7 +121,13 @@ class Gathering:
             rewards[key] = reward
         last = cells.copy()
         steps = np.ones(len(cells), np.int64)
-        goes_on = np.ones(len(cells), bool)
+        goes_on: Array = np.ones(len(cells), bool)
+        windows = [_AgentWindows(ring, group, cells) for group in self._groups]
+        of_agents = {}
+        for key in rewards:
+            for window in windows:
+                if is_below(key, [next_of(window.group)]):
+                    of_agents[key] = window
         for k in range(1, n_step):
             later = cells + k * ring.B
             goes_on &= ring.continues(cells, later)
@@ -122,21 +137,74 @@ class Gathering:
             steps += goes_on
             read_cells = np.where(goes_on, later, cells)
             there = stored.on_device(ring.places_of(read_cells))
-            factors = self._tensor(goes_on * gamma**k)
+            for window in windows:
+                window.advance(read_cells, goes_on)
             for key, reward in rewards.items():
+                goes = goes_on
+                if key in of_agents:
+                    window = of_agents[key]
+                    goes = window.shaped(window.goes_on)
+                factors = self._tensor(goes * gamma**k)
                 more = stored.to_tensor(read[key](there, 0))
-                ones = [1] * (reward.ndim - 1)
-                more = more * factors.reshape(-1, *ones)
+                ones = [1] * (reward.ndim - goes.ndim)
+                more = more * factors.reshape(*goes.shape, *ones)
                 rewards[key] = reward + more.to(reward.dtype)
         ends = ring.places_of(last)
         columns = self._columns(cells, places, ends)
         entries = dict(zip(self._keys, columns, strict=True))
+        for window in windows:
+            self._take_ends(entries, window, cells, places, last)
+            self._add_discount(
+                entries, window.group, window.shaped(window.steps), gamma
+            )
         entries |= rewards
+        self._add_discount(entries, (), steps, gamma)
+        return tensordict_of(entries, [len(cells)])
+
+    def _add_discount(
+        self,
+        entries: dict[Key, torch.Tensor],
+        group: Key,
+        steps: Array,
+        gamma: float,
+    ) -> None:
+        """Add the numbers of steps, and the factors of the values of next observations; of agents, or
+        of the environment (no group).
+        """
         made_steps = self._tensor(steps).unsqueeze(-1)
         discount = gamma ** made_steps.double()
-        entries[STEPS] = made_steps
-        entries[GAMMA] = discount.to(torch.float32)
-        return tensordict_of(entries, [len(cells)])
+        for key, value in (
+            (STEPS, made_steps),
+            (GAMMA, discount.to(torch.float32)),
+        ):
+            there = (*group, *key)
+            if there in self._keys:
+                raise BadOption(
+                    f"sample(n_step=...) writes {dotted(there)!r} into a sample, and the environment"
+                    " has a value of that name: rename it"
+                )
+            entries[there] = value
+
+    def _take_ends(
+        self,
+        entries: dict[Key, torch.Tensor],
+        window: _AgentWindows,
+        cells: Array,
+        places: Array,
+        last: Array,
+    ) -> None:
+        """Replace what the last steps of the windows of environments have returned to agents whose
+        windows end before.
+        """
+        keys = [key for key in self._keys if is_below(key, [next_of(window.group)])]
+        for agent, own_last in enumerate(window.last.T):
+            if np.array_equal(own_last, last):
+                continue
+            ends = self._ring.places_of(own_last)
+            columns = self._columns(cells, places, ends)
+            own = dict(zip(self._keys, columns, strict=True))
+            for key in keys:
+                window.take(entries[key], own[key], agent)
 
     def sequences(self, cells: Array, length: int) -> TensorDict:
         """Return consecutive transitions that begin with cells, ``[n, length]``."""
@@ -206,6 +274,70 @@ class Gathering:
         if device is None:
             return tensor
         return tensor.to(device)
+
+
+class _AgentWindows:
+    """The n-step windows of the agents of a group, which end where an agent does.
+
+    Args:
+        ring: has the rows.
+        group: key of the group.
+        cells: first cells of the windows.
+
+    Attributes:
+        lead: the dimensions of the agents in the group's columns; (): there is one without.
+        last: last cells of the windows, ``[n, agents]``.
+        steps: their numbers of steps.
+        goes_on: which of them contain the step that was made last.
+    """
+
+    def __init__(self, ring: Ring, group: Key, cells: Array) -> None:
+        self.group = group
+        stored = ring.stored
+        self._ring = ring
+        done = (*group, *DONE)
+        # of a step; or of a row, where agents are away
+        self._is_of_step = next_of(done) in stored.reads
+        self._read = stored.reads[next_of(done) if self._is_of_step else done]
+        flags = self._flags(cells)
+        self.lead = tuple(flags.shape[1:-1])
+        agents = math.prod(self.lead)
+        self.last = np.repeat(cells[:, None], agents, 1)
+        self.steps = np.ones((len(cells), agents), np.int64)
+        self.goes_on: Array = np.ones((len(cells), agents), bool)
+        if not self._is_of_step:
+            self.goes_on &= ~self._done(cells)
+        self._before = cells
+
+    def advance(self, cells: Array, goes_on: Array) -> None:
+        """Make one more step, at ``cells`` where the environment ``goes_on``, ``[n]`` each."""
+        ended = self._done(self._before if self._is_of_step else cells)
+        self.goes_on &= goes_on[:, None] & ~ended
+        self._before = cells
+        self.last = np.where(self.goes_on, cells[:, None], self.last)
+        self.steps += self.goes_on
+
+    def shaped(self, values: Array) -> Array:
+        """Return values ``[n, agents]`` with the dimensions of the group."""
+        return values.reshape(len(values), *self.lead)
+
+    def take(self, rows: torch.Tensor, others: torch.Tensor, agent: int) -> None:
+        """Replace the values of an agent in rows of a column, if the column has one for each."""
+        if tuple(rows.shape[1 : 1 + len(self.lead)]) != self.lead:
+            return
+        size = (len(rows), len(self.last.T), -1)
+        rows.view(size)[:, agent] = others.view(size)[:, agent]
+
+    def _done(self, cells: Array) -> Array:
+        """Return whether agents have ended, ``[n, agents]``."""
+        flags = self._flags(cells)
+        done: Array = flags.reshape(len(cells), -1).cpu().numpy()
+        return done
+
+    def _flags(self, cells: Array) -> torch.Tensor:
+        stored = self._ring.stored
+        places = stored.on_device(self._ring.places_of(cells))
+        return stored.to_tensor(self._read(places, 0))
 
 
 class KeyTree:

@@ -419,7 +419,8 @@ class ReplayMemory:
             n_step: the reward is the sum of so many, discounted by ``gamma``, and the next
                 observation and flags are those of the last of these steps. Fewer steps where the
                 episode ends, or is not further yet. ``gamma`` of the sample is the factor of the
-                value of the next observation, and ``steps_to_next_obs`` the number of steps.
+                value of the next observation, and ``steps_to_next_obs`` the number of steps. Groups
+                of agents that end one by one have both of their own.
             gamma: discount factor for ``n_step``.
             sequence: draw sequences of so many consecutive transitions of one environment instead,
                 ``[n, sequence]``. For burn-in, make them longer, and use the first steps for the
