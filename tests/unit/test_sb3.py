@@ -260,6 +260,32 @@ def test_normalized_dicts_change_the_keys_that_are_normalized():
 # --- what is not SB3's own ------------------------------------------------------------------------
 
 
+def test_a_class_that_does_not_call_the_constructor_of_its_base_needs_no_metadata():
+    """As SuperSuit's ``concat_vec_envs_v1(..., base_class="stable_baselines3")``."""
+
+    class Bare(sb3.VecEnvWrapper):
+        def __init__(self, venv: Any) -> None:
+            self.venv = venv
+            self.num_envs = venv.num_envs
+            self.observation_space = venv.observation_space
+            self.action_space = venv.action_space
+
+        def reset(self) -> Any:
+            return self.venv.reset()
+
+        def step_wait(self) -> Any:
+            return self.venv.step_wait()
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(name)
+
+    options = {"frames_per_batch": 60}
+    make = lambda: Bare(sb3.DummyVecEnv([counting(4)] * 3))  # noqa: E731
+    batch = collect(make, **options)
+    expected = collect(vector(counting(4)), **options)
+    assert torch.equal(batch["next", "observation"], expected["next", "observation"])
+
+
 def test_wrappers_of_others_are_taken_as_long_as_nothing_is_reset_alone():
     options = {"frames_per_batch": 60, "seed": 0}
     got = collect(vector(wrap=Strange), **options)

@@ -61,7 +61,9 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
     def __init__(self, env: Any) -> None:
         self.env = env
         self.num_envs = env.num_envs
-        self.metadata = {**env.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
+        # classes that do not call the constructor of their base have none
+        metadata = getattr(env, "metadata", None) or {}
+        self.metadata = {**metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
         self.single_observation_space = _observation_space(env)
         self.single_action_space = env.action_space
         self.observation_space = batch_space(
