@@ -421,19 +421,27 @@ def test_arrays_that_were_unpickled_are_saved(protocol):
     """So are those of environments in workers, whose functions have arrays, and after a load."""
     whole = np.arange(12.0).reshape(3, 4)
     given = {"whole": whole, "fortran": np.asfortranarray(whole), "same": whole}
+    given["swapped"] = np.arange(4.0).astype(">f8")
     held = pickle.loads(pickle.dumps(given, protocol))
     held["row"] = held["whole"][1, ::-1]
+    held["last"] = held["swapped"][3:]
+    held["permuted"] = np.zeros((2, 3, 4)).transpose(2, 0, 1) + 1
     held["constant"] = np.frombuffer(b"\1\2", np.uint8)  # cannot be written
-    env = restored(**held)
-    for _ in range(2):
+    env = Holding(**held)
+    for _ in range(3):
         env.whole += 1
         assert env.same is env.whole
         assert env.row.tolist() == env.whole[1, ::-1].tolist()
         assert env.fortran.flags.f_contiguous
         assert not env.constant.flags.writeable
+        env.swapped += 1
+        assert env.swapped.dtype == ">f8"
+        assert env.last.tolist() == env.swapped[3:].tolist()
+        assert np.shares_memory(env.permuted, env.permuted.transpose(1, 2, 0).ravel())
         again = Holding()
         assert restore(again, take(env), True) is None
         assert again.whole.tolist() == env.whole.tolist()
+        assert again.swapped.tolist() == env.swapped.tolist()
         env = again
 
 
@@ -558,6 +566,21 @@ def shared_part() -> Any:
     return np.frombuffer(memoryview(HELD_BYTES)[2:], np.uint8).reshape(2, 3)
 
 
+def two_over_one_view() -> Any:
+    view = memoryview(bytearray(8))
+    return [np.frombuffer(view, np.uint8), np.frombuffer(view[4:], np.uint8)]
+
+
+def two_over_one_base() -> Any:
+    first = np.frombuffer(bytearray(8), np.uint8)
+    return [first, np.frombuffer(first.base, np.uint8)]
+
+
+def array_and_its_view() -> Any:
+    first = np.zeros(8, np.uint8)
+    return [first, np.asarray(memoryview(first))]
+
+
 def local_class() -> Any:
     class Local:
         pass
@@ -577,6 +600,9 @@ OUTSIDE = Helper()
         (lambda: open(__file__), "it is an open file"),  # noqa: SIM115
         (shared_buffer, "it is a view into the memory of a bytearray"),
         (shared_part, "it is a view into the memory of a bytearray"),
+        (two_over_one_view, "it is a view into the memory of a bytearray"),
+        (two_over_one_base, "it is a view into the memory of a bytearray"),
+        (array_and_its_view, "it is a view into the memory of a ndarray"),
         (lambda: torch.zeros(2).numpy(), "a view into the memory of a Tensor"),
         (lambda: (ctypes.c_double * 2)(), "it belongs to this process"),
         (lambda: weakref.ref(OUTSIDE), "a weak reference to a Helper held elsewhere"),

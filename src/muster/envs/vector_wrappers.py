@@ -7,6 +7,7 @@ environments then returns wrong values for the others.
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,14 +51,18 @@ def check_masked_resets(env: VectorEnv[Any, Any, Any], name: str) -> None:
 
 
 def unknown_resets(env: VectorEnv[Any, Any, Any], name: str) -> list[str]:
-    """Return warnings of wrappers of the user's whose ``reset`` does not read the mask."""
+    """Return warnings of wrappers of the user's whose ``reset`` sets attributes, and does not read the
+    mask.
+    """
     warnings = []
     for wrapper in _wrappers(env):
         reset = type(wrapper).reset
         if reset.__module__.split(".")[0] in ("gymnasium", "muster"):
             continue
         code = getattr(reset, "__code__", None)
-        if code is not None and MASK in code.co_consts:
+        if code is None or MASK in code.co_consts:
+            continue
+        if all(step.opname != "STORE_ATTR" for step in dis.get_instructions(code)):
             continue
         warnings.append(
             f"{name}: {type(wrapper).__name__}.reset() does not read options['{MASK}'], with which"

@@ -42,7 +42,7 @@ else:
     from muster.utils import lazy_torch as torch
 
 # the owner can be in the graph, too; also tensors
-FOREIGN_MEMORY = (mmap.mmap, ctypes.Array, bytearray, array.array)
+FOREIGN_MEMORY = (mmap.mmap, ctypes.Array, bytearray, array.array, np.ndarray)
 # Modules of handles of this process, some of which can be pickled.
 REFUSED = {"multiprocessing", "subprocess", "ctypes", "_ctypes", "socket", "asyncio"}
 # called to make objects that have no reduction of their own
@@ -165,6 +165,8 @@ class _GraphPickler(Pickler):
         self._rules: dict[type, Callable[[Any], Any]] = {}
         # ids of pickled objects, which the pickle keeps alive until it is done
         self._met: set[int] = set()
+        # the arrays that own a ``bytearray``, by its id
+        self._owners: dict[int, Any] = {}
 
     def persistent_id(self, obj: Any) -> Any:
         return self._fixed.get(id(obj))
@@ -266,16 +268,13 @@ class _GraphPickler(Pickler):
         return FunctionType, arguments, state, *rest
 
     def _array(self, array: Any) -> Any:
-        last = array
-        while isinstance(last.base, np.ndarray):
-            last = last.base
-        if not _owns_bytes(last):
-            self._check_memory(last.base)
-        base = array.base
-        if not isinstance(base, np.ndarray):
-            is_plain = type(array) is np.ndarray and array.flags.writeable
-            # so that it owns its memory when it comes back, and not a ``bytearray``
-            return array.__reduce__() if is_plain else NotImplemented
+        base = array
+        while isinstance(base.base, np.ndarray):
+            base = base.base
+        if not self._owns_bytes(base):
+            self._check_memory(base.base)
+        if base is array:
+            return NotImplemented
         contiguous = base.flags.c_contiguous or base.flags.f_contiguous
         if array.dtype.hasobject or not contiguous:
             raise pickle.PicklingError("it is a view that cannot be made again")
@@ -283,13 +282,27 @@ class _GraphPickler(Pickler):
         first, _ = base.__array_interface__["data"]
         return _view, (base, array.shape, array.dtype, address - first, array.strides)
 
+    def _owns_bytes(self, array: Any) -> bool:
+        """Return whether the memory of an array is a ``bytearray`` that nothing else refers to, as in
+        every array that pickle has made.
+        """
+        if not isinstance(array.base, memoryview):
+            return False
+        if type(array.base.obj) is not bytearray:
+            return False
+        unpickled = np.frombuffer(bytearray(1), np.uint8)
+        if _references_to_memory(array) != _references_to_memory(unpickled):
+            return False
+        # memoryviews of one memoryview have one reference together
+        return self._owners.setdefault(id(array.base.obj), array) is array
+
     def _check_memory(self, owner: Any) -> None:
         """Raise ``PicklingError`` if the memory of an array belongs to an object of another kind."""
-        while isinstance(owner, (np.ndarray, memoryview)):
-            owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
+        while isinstance(owner, memoryview):
+            owner = owner.obj
         foreign: tuple[Any, ...] = FOREIGN_MEMORY
         if "torch" in sys.modules:
-            foreign = (*FOREIGN_MEMORY, torch.Tensor)
+            foreign = (*foreign, torch.Tensor)
         of_mujoco = type(owner).__name__ == "PyCapsule" and bool(self._mujoco)
         if of_mujoco or isinstance(owner, foreign):
             raise pickle.PicklingError(
@@ -428,18 +441,6 @@ def _with_state(cls: Any, *parts: Any) -> Any:
     made = cls.__new__(cls)
     made.__setstate__(b"".join(parts))
     return made
-
-
-def _owns_bytes(array: Any) -> bool:
-    """Return whether the memory of an array is a ``bytearray`` that nothing else refers to, as in every
-    array that pickle has made.
-    """
-    if not isinstance(array.base, memoryview):
-        return False
-    if type(array.base.obj) is not bytearray:
-        return False
-    unpickled = np.frombuffer(bytearray(1), np.uint8)
-    return _references_to_memory(array) == _references_to_memory(unpickled)
 
 
 def _references_to_memory(array: Any) -> int:

@@ -30,6 +30,19 @@ SCALARS = (type(None), bool, int, float, str, bytes)
 OWNERS = ("ndarray", "PyCapsule", "memoryview")
 
 
+def _owner_of(array: Any) -> tuple[int, str]:
+    """Return the id of what owns the memory of an array, and its type's name. Nothing may refer to it
+    afterwards: references to a ``bytearray`` are counted when arrays are pickled.
+    """
+    owner = array
+    while type(owner) is np.ndarray and owner.base is not None:
+        owner = owner.base
+    kind = type(owner).__name__
+    while isinstance(owner, memoryview):  # others may show the same memory
+        owner = owner.obj
+    return id(owner), kind
+
+
 def _space_generator() -> str | None:
     """The attribute in which Gymnasium's spaces store their generator; None if it is not found."""
     drawn: Space[Any] = Discrete(2, seed=0)
@@ -132,20 +145,17 @@ class Encoder:
 
         Raises ``NotPlain`` for others, and for memory of one copied before.
         """
-        owner = array
-        while type(owner) is np.ndarray and owner.base is not None:
-            owner = owner.base
+        place, kind = _owner_of(array)
         if array.dtype.kind not in "biufc" or not array.dtype.isnative:
             raise NotPlain
         if not array.flags.c_contiguous:
             raise NotPlain
-        copied_before = id(owner) in self._owners
-        kind = type(owner).__name__
+        copied_before = place in self._owners
         own = kind in OWNERS and not copied_before
         comparable = self._compares and (kind == "Tensor" or copied_before)
         if not own and not comparable:
             raise NotPlain
-        self._owners[id(owner)] = owner
+        self._owners[place] = array  # which keeps the owner alive
         return array.copy()
 
     def _copy_of_tensor(self, tensor: torch.Tensor) -> Any:
