@@ -53,6 +53,8 @@ class EnvSpec:
         reward_dtype: dtype of that column.
         agent_rewards: names of the agents by the column of their rewards, ``[agents, 1]``, below
             ``next``, for the returns of agents in episode records.
+        reward_ends: of columns of rewards whose agents end one by one, the observation ``done`` with
+            the same shape: where they have ended.
         final_obs_certain: False: next/observation may be unknown at the end of an episode.
         device: device of the rows; None is the host. On a device ``reset`` and ``step`` get and
             write tensors (``lane.data``), and ``step`` must not synchronize: see ``WritesNext``.
@@ -83,6 +85,7 @@ class EnvSpec:
     reward_key: Key = REWARD
     reward_dtype: np.dtype[Any] = FLOAT
     agent_rewards: Mapping[Key, tuple[str, ...]] = field(default_factory=dict)
+    reward_ends: Mapping[Key, Key] = field(default_factory=dict)
     final_obs_certain: bool = True
     device: torch.device | None = None
     agents: tuple[str, ...] = ()

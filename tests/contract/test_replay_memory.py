@@ -500,6 +500,100 @@ def test_windows_of_agents_end_where_they_do(n_step):
                 assert sampled[group, "gamma"][agent].item() == gamma ** (j - i + 1)
 
 
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Box(0, 1, (1,), np.bool_),
+        spaces.Box(0, 1, (1,), np.float32),
+        spaces.MultiBinary(3),
+        spaces.Discrete(2),
+    ],
+    ids=str,
+)
+def test_an_observation_may_be_called_done(space):
+    """It is none of the flags that end the windows of agents."""
+
+    class Tasks(CountingEnv):
+        def __init__(self) -> None:
+            super().__init__(9)
+            task = spaces.Dict(done=space, t=spaces.Box(0, 9, (1,), np.float32))
+            self.observation_space = spaces.Dict(task=task)
+
+        def _observe(self) -> Any:
+            done = np.full(space.shape, self.t % 2, space.dtype)
+            return {"task": {"done": done, "t": np.array([self.t], np.float32)}}
+
+    memory = ReplayMemory(100, seed=0)
+    with Collector(Tasks, None, frames_per_batch=45, replay_buffer=memory) as c:
+        c.next()
+    rows = memory.sample(60, n_step=3)
+    begin, after = rows["task", "t"], rows["next", "task", "t"]
+    assert torch.equal(after - begin, rows["steps_to_next_obs"].float())
+    assert set(rows["task"].keys()) == {"done", "t"}
+
+
+@pytest.mark.parametrize("flags", [(3, 1), (1,), (3,)], ids=str)
+def test_windows_of_torchrl_agents(flags):
+    """Those of rewards with the shape of the flags end with an agent, others with the episode."""
+    envs = pytest.importorskip("torchrl.envs")
+    from torchrl.data import Categorical, Composite, Unbounded
+
+    def of(spec: Any) -> Any:
+        return Composite(agents=Composite(**spec))
+
+    class Three(envs.EnvBase):
+        def __init__(self) -> None:
+            super().__init__(batch_size=[])
+            names = ("done", "terminated", "truncated")
+            root = Categorical(2, shape=(1,), dtype=torch.bool)
+            own = Categorical(2, shape=flags, dtype=torch.bool)
+            self.observation_spec = of({"observation": Unbounded((3, 1))})
+            self.action_spec = of({"action": Categorical(2, shape=(3,))})
+            self.reward_spec = of({"reward": Unbounded((3, 1))})
+            done = of(dict.fromkeys(names, own))
+            done.update(dict.fromkeys(names, root))
+            self.full_done_spec = done
+
+        def _set_seed(self, seed: Any) -> None: ...
+
+        def _state(self) -> TensorDict:
+            over = torch.tensor([self.t == 6])
+            left = torch.zeros(flags, dtype=torch.bool)
+            if self.t >= 2 and flags == (3, 1):
+                left[1] = True
+            left |= over
+            agents = {"observation": torch.full((3, 1), float(self.t))}
+            none = torch.zeros_like
+            for there, done in ((agents, left), (result := {}, over)):
+                there |= {"done": done, "terminated": done, "truncated": none(done)}
+            return TensorDict({**result, "agents": agents}, [])
+
+        def _reset(self, td: Any = None, **options: Any) -> TensorDict:
+            self.t = 0
+            return self._state()
+
+        def _step(self, td: Any) -> TensorDict:
+            self.t += 1
+            after = self._state()
+            after["agents", "reward"] = torch.ones(3, 1)
+            return after
+
+    memory = ReplayMemory(100, seed=0)
+    with Collector(Three, None, frames_per_batch=12, replay_buffer=memory) as c:
+        c.next()
+    rows = memory.sample(80, n_step=3, gamma=1.0)
+    t = rows["agents", "observation"][:, :1]
+    end = torch.full((len(rows), 3, 1), 6.0)
+    if flags == (3, 1):
+        end[:, 1] = 2
+        assert rows["agents", "gamma"].shape == (80, 3, 1)
+    else:
+        assert ("agents", "gamma") not in rows.keys(True)
+    steps = (end - t).clamp(1, 3)
+    assert torch.equal(rows["next", "agents", "reward"], steps)
+    assert torch.equal(rows["next", "agents", "observation"], t + steps)
+
+
 def test_an_observation_of_agents_may_be_called_gamma():
     pytest.importorskip("pettingzoo")
     from tests.unit.test_pettingzoo import Shifts

@@ -162,6 +162,7 @@ class ParallelEnvs(
             action_masks=masks,
             reward_key=TEAM_REWARD,
             agent_rewards=members,
+            reward_ends={each.keys["reward"]: each.keys["done"] for each in self.teams},
             single=True,
             seeds_episodes=True,
         )

@@ -134,6 +134,7 @@ class TorchRLEnvs(
             flags=specs.flags,
             reward_key=specs.reward_key,
             reward_dtype=specs.reward_dtype,
+            reward_ends=specs.reward_ends,
             final_obs_certain=not first.__dict__.get(
                 "_torchrl_native_autoreset", False
             ),

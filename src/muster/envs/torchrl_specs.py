@@ -71,6 +71,20 @@ class Declared:
     reward_dtype: np.dtype[Any]
     nodes: dict[Key, Nesting]
 
+    @property
+    def reward_ends(self) -> dict[Key, Key]:
+        """The nested flags ``done`` beside rewards of the same shape; see ``EnvSpec``."""
+        found = {}
+        for key, spec in self.steps.items():
+            done = (*key[:-1], "done")
+            if (
+                len(key) > 1
+                and done in self.done
+                and self.done[done].shape == spec.shape
+            ):
+                found[key] = done
+        return found
+
     def same_as(self, other: Declared) -> bool:
         """Return whether environments with these specs can share columns."""
         return self._signature() == other._signature()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from muster.errors import BadOption
-from muster.keys import DONE, IS_INIT, Key, dotted, is_below, next_of
+from muster.keys import IS_INIT, Key, dotted, is_below, next_of
 from muster.memory.ring import Ring
 from muster.memory.specs import Array
 from muster.utils.private_names import tensordict_maker
@@ -48,21 +48,18 @@ class Gathering:
         shown = []
         returned = []
         self._rewards = []
+        self._ended_by: dict[Key, Key] = {}  # of rewards of agents that end one by one
         for column in stored.columns:
             key = column.key
             if key[0] == "next":
                 returned.append(key)
                 if column.role == "reward":
                     self._rewards.append(key)
+                if column.ended_by is not None:
+                    self._ended_by[key] = column.ended_by
             elif column.role is not None or is_below(key, keep):
                 shown.append(key)
         following = list(map(next_of, stored.observed))
-        # groups of agents, each of which may end before the episode of its environment
-        self._groups: list[Key] = []
-        for key in (*returned, *following):
-            group = key[1:-1]
-            if group and key[-1:] == DONE and group not in self._groups:
-                self._groups.append(group)
         self._ring = ring
         self._number = number
         self._count = count
@@ -122,12 +119,9 @@ class Gathering:
         last = cells.copy()
         steps = np.ones(len(cells), np.int64)
         goes_on: Array = np.ones(len(cells), bool)
-        windows = [_AgentWindows(ring, group, cells) for group in self._groups]
-        of_agents = {}
-        for key in rewards:
-            for window in windows:
-                if is_below(key, [next_of(window.group)]):
-                    of_agents[key] = window
+        windows = {}
+        for done in self._ended_by.values():
+            windows[done] = _AgentWindows(ring, done, cells)
         for k in range(1, n_step):
             later = cells + k * ring.B
             goes_on &= ring.continues(cells, later)
@@ -137,12 +131,12 @@ class Gathering:
             steps += goes_on
             read_cells = np.where(goes_on, later, cells)
             there = stored.on_device(ring.places_of(read_cells))
-            for window in windows:
+            for window in windows.values():
                 window.advance(read_cells, goes_on)
             for key, reward in rewards.items():
                 goes = goes_on
-                if key in of_agents:
-                    window = of_agents[key]
+                if key in self._ended_by:
+                    window = windows[self._ended_by[key]]
                     goes = window.shaped(window.goes_on)
                 factors = self._tensor(goes * gamma**k)
                 more = stored.to_tensor(read[key](there, 0))
@@ -152,7 +146,7 @@ class Gathering:
         ends = ring.places_of(last)
         columns = self._columns(cells, places, ends)
         entries = dict(zip(self._keys, columns, strict=True))
-        for window in windows:
+        for window in windows.values():
             self._take_ends(entries, window, cells, places, last)
             self._add_discount(
                 entries, window.group, window.shaped(window.steps), gamma
@@ -281,39 +275,30 @@ class _AgentWindows:
 
     Args:
         ring: has the rows.
-        group: key of the group.
+        done: column that says where agents have ended.
         cells: first cells of the windows.
 
     Attributes:
+        group: key of the group.
         lead: the dimensions of the agents in the group's columns; (): there is one without.
         last: last cells of the windows, ``[n, agents]``.
         steps: their numbers of steps.
         goes_on: which of them contain the step that was made last.
     """
 
-    def __init__(self, ring: Ring, group: Key, cells: Array) -> None:
-        self.group = group
-        stored = ring.stored
+    def __init__(self, ring: Ring, done: Key, cells: Array) -> None:
+        self.group = done[:-1]
         self._ring = ring
-        done = (*group, *DONE)
-        # of a step; or of a row, where agents are away
-        self._is_of_step = next_of(done) in stored.reads
-        self._read = stored.reads[next_of(done) if self._is_of_step else done]
-        flags = self._flags(cells)
-        self.lead = tuple(flags.shape[1:-1])
+        self._read = ring.stored.reads[done]
+        self.lead = tuple(self._flags(cells).shape[1:-1])
         agents = math.prod(self.lead)
         self.last = np.repeat(cells[:, None], agents, 1)
         self.steps = np.ones((len(cells), agents), np.int64)
-        self.goes_on: Array = np.ones((len(cells), agents), bool)
-        if not self._is_of_step:
-            self.goes_on &= ~self._done(cells)
-        self._before = cells
+        self.goes_on = ~self._done(cells)  # an agent may be away
 
     def advance(self, cells: Array, goes_on: Array) -> None:
         """Make one more step, at ``cells`` where the environment ``goes_on``, ``[n]`` each."""
-        ended = self._done(self._before if self._is_of_step else cells)
-        self.goes_on &= goes_on[:, None] & ~ended
-        self._before = cells
+        self.goes_on &= goes_on[:, None] & ~self._done(cells)
         self.last = np.where(self.goes_on, cells[:, None], self.last)
         self.steps += self.goes_on
 

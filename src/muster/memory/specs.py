@@ -145,6 +145,7 @@ class Column:
     array in host memory if the slot is on another device. ``ragged`` and ``inner``: see
     ``ArraySpec``. ``by_policy``: a recurrent state that the environment declares, too; the
     environment writes it at resets only. ``role``: what it is to a learner, whatever its key.
+    ``ended_by``: of rewards of agents that end one by one, the column that says where they have.
     """
 
     key: Key
@@ -158,6 +159,7 @@ class Column:
     by_policy: bool = False
     inner: int = 0
     role: Role | None = None
+    ended_by: Key | None = None
 
     @property
     def is_tensor(self) -> bool:

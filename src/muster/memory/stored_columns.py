@@ -143,12 +143,14 @@ def described(column: Column) -> list[Any]:
         column.trailing,
         column.hidden,
         column.role,
+        column.ended_by,
     ]
 
 
 def column_of(described: Sequence[Any]) -> Column:
     """Return the column of ``described``."""
-    key, shape, dtype, carry, trailing, hidden, role = described
+    key, shape, dtype, carry, trailing, hidden, role, *more = described
+    ended_by = next(iter(more), None)  # memories that were saved before have none
     return Column(
         tuple(key),
         tuple(shape),
@@ -157,6 +159,7 @@ def column_of(described: Sequence[Any]) -> Column:
         trailing=trailing,
         hidden=hidden,
         role=role,
+        ended_by=None if ended_by is None else tuple(ended_by),
     )
 
 

@@ -74,7 +74,8 @@ def lane_columns(
         columns.append(_column(key, spec, "action"))
     for key, spec in env_spec.step_specs.items():
         role: Role | None = "reward" if key in env_spec.rewards else None
-        columns.append(_column(next_of(key), spec, role))
+        column = _column(next_of(key), spec, role)
+        columns.append(replace(column, ended_by=env_spec.reward_ends.get(key)))
     visible = set(env_spec.flags)
     if options.max_frames_per_traj:
         visible.add(TRUNCATED)
