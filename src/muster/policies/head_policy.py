@@ -115,7 +115,11 @@ class HeadPolicy:
         if self._program is not None and not self._program.current():
             row = [leaf[lane.acts_from] for leaf in tensors]
             self._plan(self._input(row))
-        emit = self._emitter_of(lane, rows, rng)
+        first = lane.acts_from
+        if lane.acts_until == lane.T:
+            emit = self._emitter(rows, first, rng)
+        else:
+            emit = self._emitter_of_part(rows, first, lane.acts_until, rng)
         program = self._program
         B = lane.B
         if program is not None and program.kind == "numpy":
@@ -193,17 +197,14 @@ class HeadPolicy:
             extras[LOG_PROB] = log_prob.reshape(lead)
         return Outputs({self._action_key: action}, extras)
 
-    def _emitter_of(
+    def _emitter_of_part(
         self,
-        lane: Lane,
         rows: ActionRows,
+        first: int,
+        until: int,
         rng: GroupRng,
     ) -> Emit:
-        """Return the function that completes the rows of the present request."""
-        first = lane.acts_from
-        until = lane.acts_until
-        if until == lane.T:
-            return self._emitter(rows, first, rng)
+        """Return the function that completes the rows from ``first`` to ``until``."""
         if first >= until:
             return _emit_nothing
         part = rows.part(first, until)

@@ -296,7 +296,7 @@ class ActionRows:
         log_prob = self.log_prob_array[begin:end]
         return ActionRows(self.name, self.action[begin:end], log_prob, masked)
 
-    @property
+    @cached_property
     def joint_mask(self) -> ActionMask | None:
         """The action mask, if it is one of combinations of choices."""
         if self._masked is None or not self._masked[0].joint:

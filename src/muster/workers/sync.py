@@ -160,8 +160,9 @@ class Sync(Schedule):
         if batch is not None:
             batch.renew(wanted)
             return batch
-        if into is not None and into.layout == self.bundles[0].ring.layout:
-            slots = [(self.bundles[0].ring, into.begin())]
+        ring = self.bundles[0].ring
+        if into is not None and into.layout == ring.layout:
+            slots = [(ring, into.begin())]
         else:
             slots = [(bundle.ring, bundle.ring.take()) for bundle in self.bundles]
         batch = self._batch = SyncBatch(wanted, policy, slots)
