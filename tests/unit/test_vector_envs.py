@@ -459,6 +459,40 @@ class ReturnsByMask(Returns):
         return self.env.reset(seed=seed, options=options)
 
 
+class ReturnsInPlace(Returns):
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.total = np.zeros(self.num_envs)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.total[:] = 0
+        return self.env.reset(seed=seed, options=options)
+
+
+class ReturnsFilled(ReturnsInPlace):
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.total.fill(0)
+        return self.env.reset(seed=seed, options=options)
+
+
+class Telling(gymnasium.vector.VectorWrapper):
+    """Keeps nothing."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        obs, info = self.env.reset(seed=seed, options=options)
+        info["envs"] = self.num_envs
+        return obs, info
+
+
+@pytest.mark.parametrize("wrapper", [Returns, ReturnsInPlace, ReturnsFilled])
+def test_what_a_wrapper_keeps_is_seen_in_its_reset(wrapper):
+    with pytest.warns(
+        UserWarning, match=rf"{wrapper.__name__}.reset\(\) does not read"
+    ):
+        rewards_of(lambda: wrapper(batch_of(AutoresetMode.NEXT_STEP)))
+    rewards_of(lambda: Telling(batch_of(AutoresetMode.NEXT_STEP)))  # no warning
+
+
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
 def test_a_wrapper_of_the_users_that_does_not_read_the_mask_is_warned_of(mode):
     with pytest.warns(UserWarning, match=r"Returns.reset\(\) does not read"):

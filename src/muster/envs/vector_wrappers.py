@@ -7,7 +7,9 @@ environments then returns wrong values for the others.
 
 from __future__ import annotations
 
-import dis
+import ast
+import inspect
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +23,8 @@ from gymnasium.wrappers.vector import (
 from muster.errors import UnsupportedEnv
 
 MASK = "reset_mask"
+# methods that change arrays, lists and dicts
+IN_PLACE = {"fill", "fill_", "zero_", "copy_", "clear", "append", "update"}
 SAME_STEP = "build the batch with autoreset_mode=AutoresetMode.SAME_STEP"
 # Gymnasium's, and what to do instead
 FORGETFUL: dict[type, str] = {
@@ -51,8 +55,8 @@ def check_masked_resets(env: VectorEnv[Any, Any, Any], name: str) -> None:
 
 
 def unknown_resets(env: VectorEnv[Any, Any, Any], name: str) -> list[str]:
-    """Return warnings of wrappers of the user's whose ``reset`` sets attributes, and does not read the
-    mask.
+    """Return warnings of wrappers of the user's whose ``reset`` changes what they keep, and does not
+    read the mask.
     """
     warnings = []
     for wrapper in _wrappers(env):
@@ -62,7 +66,7 @@ def unknown_resets(env: VectorEnv[Any, Any, Any], name: str) -> list[str]:
         code = getattr(reset, "__code__", None)
         if code is None or MASK in code.co_consts:
             continue
-        if all(step.opname != "STORE_ATTR" for step in dis.get_instructions(code)):
+        if not _changes_attributes(reset):
             continue
         warnings.append(
             f"{name}: {type(wrapper).__name__}.reset() does not read options['{MASK}'], with which"
@@ -80,6 +84,33 @@ def forgets_statistics(env: VectorEnv[Any, Any, Any]) -> bool:
     return any(
         isinstance(wrapper, RecordEpisodeStatistics) for wrapper in _wrappers(env)
     )
+
+
+def _changes_attributes(method: Any) -> bool:
+    """Return whether the source of a method changes attributes, as far as it shows; True without a
+    source.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+    except (OSError, TypeError, SyntaxError):
+        return True
+    return any(_is_attribute(_changed_by(node)) for node in ast.walk(tree))
+
+
+def _changed_by(node: ast.AST) -> ast.AST | None:
+    """Return what a node changes; None: nothing."""
+    if isinstance(getattr(node, "ctx", None), ast.Store):
+        return node
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None
+    return node.func.value if node.func.attr in IN_PLACE else None
+
+
+def _is_attribute(changed: ast.AST | None) -> bool:
+    """Return whether this is an attribute, or an item of one."""
+    while isinstance(changed, ast.Subscript):
+        changed = changed.value
+    return isinstance(changed, ast.Attribute)
 
 
 def _wrappers(env: Any) -> Iterator[VectorWrapper[Any, Any, Any, Any, Any]]:
