@@ -421,9 +421,9 @@ def test_arrays_that_were_unpickled_are_saved(protocol):
     """So are those of environments in workers, whose functions have arrays, and after a load."""
     whole = np.arange(12.0).reshape(3, 4)
     given = {"whole": whole, "fortran": np.asfortranarray(whole), "same": whole}
-    given["swapped"] = np.arange(4.0).astype(">f8")
     held = pickle.loads(pickle.dumps(given, protocol))
     held["row"] = held["whole"][1, ::-1]
+    held["swapped"] = np.arange(4.0).astype(">f8")
     held["last"] = held["swapped"][3:]
     held["permuted"] = np.zeros((2, 3, 4)).transpose(2, 0, 1) + 1
     held["constant"] = np.frombuffer(b"\1\2", np.uint8)  # cannot be written
