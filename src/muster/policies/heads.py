@@ -1132,19 +1132,19 @@ class EpsilonGreedy(Greedy):
         legal = torch.ones_like(out, dtype=torch.bool)
         if self.mask is not None:
             legal = out != torch.finfo(out.dtype).min  # see ``allowed_only``
-        total = legal.cumsum(-1)
-        count = total[:, -1].clamp(min=1)  # a blank row allows nothing
-        best = out.argmax(-1)
-        index = best
+        best = out.argmax(-1) + self.low
+        action = best
         if not deterministic:
             explores, which = torch.rand((2, len(out)), device=out.device)
-            nth = (which * count).long()
-            is_beyond = total > nth[:, None]
-            drawn = is_beyond.byte().argmax(-1)
-            index = torch.where(explores < self.epsilon, drawn, best)
+            if self.mask is None:
+                drawn = (which * out.shape[-1]).long() + self.low
+            else:
+                drawn = self.mask.draw_on_device(legal, which[:, None])[:, 0]
+            action = torch.where(explores < self.epsilon, drawn, best)
+        count = legal.sum(-1).clamp(min=1)  # a blank row allows nothing
         share = self.epsilon / count
-        probability = share + (1 - self.epsilon) * (index == best)
-        return index + self.low, probability.log()
+        probability = share + (1 - self.epsilon) * (action == best)
+        return action, probability.log()
 
 
 def _probability(epsilon: Any) -> float:

@@ -296,6 +296,11 @@ class ActionRows:
         log_prob = self.log_prob_array[begin:end]
         return ActionRows(self.name, self.action[begin:end], log_prob, masked)
 
+    @property
+    def mask(self) -> ActionMask | None:
+        """The action mask."""
+        return None if self._masked is None else self._masked[0]
+
     @cached_property
     def joint_mask(self) -> ActionMask | None:
         """The action mask, if it is one of combinations of choices."""
@@ -697,6 +702,7 @@ def epsilon_greedy(
     ``rng=None``: the former. ``params``: values ``[B, n]``.
     """
     choose_best = greedy(rows, low=low)
+    mask = rows.mask
     actions = rows.flat
     log_probs = rows.log_prob
     legal = rows.legal
@@ -712,26 +718,18 @@ def epsilon_greedy(
 
     def emit(t: int, values: Array) -> None:
         choose_best(t, values)
-        if legal is None:
-            count = values.shape[1]
-            of_other = epsilon / count
-            of_best = math.log(of_other + (1 - epsilon))
-            log_probs[t].fill(of_best)
-            if not some_explore[t]:
-                return
-            index = (which[t] * count).astype(np.int64)
+        counts = values.shape[1] if legal is None else (legal[t] != 0).sum(1)
+        of_other = epsilon / counts
+        np.log(of_other + (1 - epsilon), out=log_probs[t], casting="unsafe")
+        if not some_explore[t]:
+            return
+        if mask is None or legal is None:
+            drawn = start + (which[t] * counts).astype(np.int64)
         else:
-            allowed: Array = legal[t] != 0
-            counts = allowed.sum(1)
-            of_other = epsilon / counts
-            np.log(of_other + (1 - epsilon), out=log_probs[t], casting="unsafe")
-            if not some_explore[t]:
-                return
-            nth = (which[t] * counts).astype(np.int64)
-            index = (allowed.cumsum(1) > nth[:, None]).argmax(1)
+            drawn = mask.draw(legal[t], which[t][:, None])[:, 0]
         row = actions[t]
-        is_other = explores[t] & (index + start != row)
-        np.copyto(row, index + start, where=is_other, casting="unsafe")
+        is_other = explores[t] & (drawn != row)
+        np.copyto(row, drawn, where=is_other, casting="unsafe")
         np.log(of_other, out=log_probs[t], where=is_other, casting="unsafe")
 
     return emit
