@@ -337,7 +337,8 @@ class VectorEnvBatch(
             if not self._masks:
                 self._try_mask(seeds)
             return self._reset(seed=self._seeds(seeds), **given)
-        check_masked_resets(self.env, self.spec.name)
+        if not self._is_reset_by_mask:  # else the constructor has checked
+            check_masked_resets(self.env, self.spec.name)
         mask = np.zeros(self.spec.num_envs, bool)
         mask[which] = True
         seed_arg: Any = None

@@ -65,7 +65,8 @@ class Gathering:
         self._count = count
         self._shown = [stored.reads[key] for key in shown]
         self._returned = [stored.reads[key] for key in returned]
-        self._names = {key[0] for key in shown}
+        # of all leaves, and of what they are in
+        self._names = {key[: n + 1] for key in shown for n in range(len(key))}
         self.check_free("ReplayMemory", INDEX)
         self._keys = (*shown, *returned, INDEX, *following)
         # an environment's own flag says the same, as that of TorchRL's InitTracker
@@ -81,7 +82,7 @@ class Gathering:
         ``of``: what needs these keys.
         """
         for key in own:
-            if key[0] in self._names:
+            if key in self._names:
                 raise BadOption(
                     f"{of} writes {dotted(key)!r} into a sample, and the environment or policy has a"
                     " value of that name: rename it, with"
@@ -104,7 +105,9 @@ class Gathering:
         """Return transitions of up to ``n_step`` steps, ``[n]``. The window of an agent that ends
         before the others is shorter.
         """
-        self.check_free("sample(n_step=...)", GAMMA, STEPS)
+        groups = [done[:-1] for done in self._ended_by.values()]
+        for group in ((), *groups):
+            self.check_free("sample(n_step=...)", (*group, *GAMMA), (*group, *STEPS))
         ring = self._ring
         stored = ring.stored
         read = stored.reads
@@ -167,17 +170,10 @@ class Gathering:
         """
         made_steps = self._tensor(steps).unsqueeze(-1)
         discount = gamma ** made_steps.double()
-        for key, value in (
-            (STEPS, made_steps),
-            (GAMMA, discount.to(torch.float32)),
-        ):
-            there = (*group, *key)
-            if there in self._keys:
-                raise BadOption(
-                    f"sample(n_step=...) writes {dotted(there)!r} into a sample, and the environment"
-                    " has a value of that name: rename it"
-                )
-            entries[there] = value
+        steps_key = (*group, *STEPS)
+        gamma_key = (*group, *GAMMA)
+        entries[steps_key] = made_steps
+        entries[gamma_key] = discount.to(torch.float32)
 
     def _take_ends(
         self,

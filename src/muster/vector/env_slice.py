@@ -225,9 +225,7 @@ class EnvSlice(EnvBatch):
                 continue
             if terminated or truncated:
                 if mode is AutoresetMode.SAME_STEP:
-                    final = {"final_obs": obs, "final_info": info}
-                    self._add(infos, i, "final", final)
-                    self._add(infos, i, "reset", self._reset(i, {}, infos))
+                    self._reset_after(i, obs, info, infos)
                     cells[PHASE] = Phase.STEP
                     continue
                 self._due[i] = True
@@ -305,9 +303,18 @@ class EnvSlice(EnvBatch):
         self.shared.put(i, 0.0, truncated=True)
         self._due[i] = True
         if self._mode is AutoresetMode.SAME_STEP:
-            final = {"final_obs": self.shared.obs[i], "final_info": {}}
-            self._add(infos, i, "final", final)
-            self._add(infos, i, "reset", self._reset(i, {}, infos))
+            self._reset_after(i, self.shared.obs[i], {}, infos)
+
+    def _reset_after(
+        self,
+        i: int,
+        obs: Any,
+        info: dict[str, Any],
+        infos: PackedInfos,
+    ) -> None:
+        """Reset an environment whose episode has ended with this observation and info."""
+        self._add(infos, i, "final", {"final_obs": obs, "final_info": info})
+        self._add(infos, i, "reset", self._reset(i, {}, infos))
 
     def _add(
         self,
