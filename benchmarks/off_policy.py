@@ -37,18 +37,27 @@ TARGETS = (
     _over("off-workers", "off-workers-samples", "off-workers-waits", 0.95),
     _over("off-workers", "off-workers-samples", "off-workers-elsewhere", 0.95),
 )
+# what was asked of a plain module, for a head
+HEAD_TARGETS = tuple(
+    _over(target.workload, "off-memory-head", under, target.at_least)
+    for target in TARGETS
+    for under in target.under
+    if target.over == ("off-memory",) and target.workload != PIXELS.name
+)
 MEMORY_SHARE = 0.55  # of the peers' bytes per transition
 RESULTS = report.RESULTS / "off_policy.json"
 PAGE = runner.ROOT / "docs" / "replay_memory.md"
 COLUMNS = {
     "off-collect": "one CartPole: collect 1",
     "off-cartpole": "collect 1, sample 256",
+    "off-four": "collect 4, sample 256",
     "off-floats": "8 environments of 17 floats: collect 8, sample 256",
     "off-pixels": "84x84x4 pixels: sample 256",
 }
 ROWS = {
     "loop written by hand, NumPy ring": ("off-hand",),
     "Muster, `ReplayMemory`": ("off-memory",),
+    "Muster, `ReplayMemory`, head": ("off-memory-head",),
     "Muster, TorchRL's buffer": ("off-muster-torchrl",),
     "TorchRL": ("off-torchrl",),
     "Stable-Baselines3": ("off-sb3", "off-sb3-buffer"),
@@ -109,7 +118,9 @@ def _microseconds(results: Mapping[str, Any], case: str, systems: Sequence[str])
     for name in systems:
         found = results["workloads"][case].get(name, {})
         if "fps" in found:
-            return f"{1e6 * CASES[case].B / found['fps']:,.0f}"
+            counted = CASES[case]
+            frames = counted.frames if counted.collects else counted.B
+            return f"{1e6 * frames / found['fps']:,.0f}"
     return ""
 
 
@@ -129,7 +140,7 @@ def main() -> None:
         "off_policy",
         __doc__,
         CASES,
-        TARGETS,
+        TARGETS + HEAD_TARGETS,
         lambda case: [
             name for name in ("off-hand", "off-workers-waits") if name in case.systems
         ],

@@ -115,18 +115,20 @@ class Muster(OffPolicy):
 
     Args:
         buffer: "memory" (``ReplayMemory``) or "torchrl".
+        policy: "plain" or "head".
     """
 
-    def __init__(self, case: Case, buffer: str) -> None:
+    def __init__(self, case: Case, buffer: str, policy: str = "plain") -> None:
         import muster
 
         if buffer == "memory":
             self.memory: Any = muster.ReplayMemory(CAPACITY, seed=0)
         else:
             self.memory = _torchrl_buffer()
+        greedy = short.Greedy(case.make())
         self.collector: Any = muster.Collector(
             case.make,
-            short.Greedy(case.make()),
+            muster.policies.deterministic(greedy.net) if policy == "head" else greedy,
             num_envs=None if case.B == 1 else case.B,
             frames_per_batch=case.frames,
             seed=0,
@@ -332,6 +334,14 @@ BOTH = {
     "off-memory": _system(
         "Muster", "Muster, ReplayMemory", TENSORDICT, home="muster", buffer="memory"
     ),
+    "off-memory-head": _system(
+        "Muster",
+        "Muster, ReplayMemory, head",
+        TENSORDICT,
+        home="muster",
+        buffer="memory",
+        policy="head",
+    ),
     "off-muster-torchrl": _system(
         "Muster",
         "Muster, TorchRL's buffer",
@@ -382,6 +392,14 @@ CASES = {
             1,
             1,
             f"collect 1, sample {SAMPLE}",
+            tuple(BOTH),
+        ),
+        Case(
+            "off-four",
+            "CartPole-v1",
+            1,
+            4,
+            f"collect 4, sample {SAMPLE}",
             tuple(BOTH),
         ),
         Case(

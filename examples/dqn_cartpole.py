@@ -46,10 +46,16 @@ def train(seed: int, total_frames: int, *, log_every: int = 2048) -> nn.Module:
     returns: list[float] = []
     started = time.perf_counter()
     with Collector(
-        "CartPole-v1", policy, frames_per_batch=1, total_frames=total_frames, replay_buffer=memory, seed=seed
+        "CartPole-v1",
+        policy,
+        frames_per_batch=FRAMES_PER_UPDATE,
+        total_frames=total_frames,
+        replay_buffer=memory,
+        seed=seed,
     ) as collector:
-        for frames, _ in enumerate(collector, 1):  # each step goes into the memory
-            if frames > LEARNING_STARTS and frames % FRAMES_PER_UPDATE == 0:
+        for batches, _ in enumerate(collector, 1):  # each step goes into the memory
+            frames = batches * FRAMES_PER_UPDATE
+            if frames > LEARNING_STARTS:
                 update(q, target, optimizer, memory.sample(BATCH_SIZE))
                 collector.update_policy_weights_()
             if frames % TARGET_EVERY == 0:

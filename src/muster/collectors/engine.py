@@ -12,12 +12,12 @@ import numpy as np
 from muster.collectors.batch_options import joins_time
 from muster.collectors.batch_views import BatchViews
 from muster.collectors.collecting_time import CollectingTime
+from muster.collectors.few_rows import FEW, FewRows
 from muster.collectors.into_memory import MemoryWriter
 from muster.collectors.last_rollouts import EndedEpisodes, LastRollouts
 from muster.collectors.ledger import Ledger
 from muster.collectors.options import CollectorOptions, check_seeds
 from muster.collectors.pipeline import Pipeline, PipelineItem
-from muster.collectors.row_by_row import RowByRow
 from muster.collectors.stepped import SteppedBatch
 from muster.collectors.use import CollectorUse
 from muster.episodes.plain import Place
@@ -215,20 +215,18 @@ class Engine:
             self.memory = MemoryWriter(
                 options.replay_buffer, pool, options.devices.storing
             )
-        self._row_by_row: RowByRow | None = None
-        one_row = (
-            local is not None
-            and options.frames == pool.num_envs
-            and len(pool.counters) == 1
-        )
+        self._few_rows: FewRows | None = None
+        rows, rest = divmod(options.frames, pool.num_envs)
         if (
             self.memory is not None
             and local is not None
-            and one_row
+            and len(pool.counters) == 1
+            and rest == 0
+            and 1 <= rows <= FEW
             and not self.pipeline.needs_batches
         ):
-            self._row_by_row = RowByRow(
-                local, self.memory, pool.counters[0], pool.numbers, source.layout
+            self._few_rows = FewRows(
+                rows, local, self.memory, pool.counters[0], pool.numbers, source.layout
             )
         is_shown = self.pipeline.needs_batches and not pool.changes_memory
         if local is None and is_shown:
@@ -341,8 +339,8 @@ class Engine:
         if not self.options.extend_buffer:
             self._put_stepped(limit)
             return
-        if self._row_by_row is not None and self._goes_on_row_by_row(limit):
-            self._put_row(self._row_by_row)
+        if self._few_rows is not None and self._stays_open(self._few_rows, limit):
+            self._put_rows(self._few_rows)
             return
         with postponed():
             checkpoint()
@@ -451,10 +449,10 @@ class Engine:
             )
         self.options = dataclasses.replace(self.options, post_collect_hook=hook)
 
-    def _goes_on_row_by_row(self, limit: int) -> bool:
-        """Return whether the next batch is one row, and nothing else is under way or watched."""
-        rows = self._row_by_row
-        assert rows is not None
+    def _stays_open(self, rows: FewRows, limit: int) -> bool:
+        """Return whether the next batch is made in a rollout that stays open: it is whole, and
+        nothing else is under way or watched.
+        """
         if (
             limit != self.options.frames
             or self.options.post_collect_hook is not None
@@ -470,8 +468,8 @@ class Engine:
             and rows.is_possible
         )
 
-    def _put_row(self, rows: RowByRow) -> None:
-        """Collect a row into the memory, and put its records into the pipeline."""
+    def _put_rows(self, rows: FewRows) -> None:
+        """Collect a few rows into the memory, and put their records into the pipeline."""
         with postponed():
             checkpoint()
             policy = self._who_acts(0)
@@ -501,10 +499,10 @@ class Engine:
             self.pipeline.ready.append(item)
 
     def _put_results(self, results: Sequence[RolloutResult]) -> None:
-        """Count the results of a row, and put its records into the pipeline.
+        """Count the results of a batch of few rows, and put its records into the pipeline.
 
         Raises:
-            BaseException: the error that has interrupted it.
+            BaseException: the error that has interrupted it; Ctrl-C, if both have.
         """
         pool = self.source.pool
         counters = pool.counters[0]
@@ -512,7 +510,7 @@ class Engine:
         for result in results:
             counters.add(result)
             if result.error is not None:
-                error = result.error
+                error = error or result.error
                 continue
             counters.deliver(result.frames)
             frames = self._note([result], [], closes=True, counts=True)
@@ -700,8 +698,8 @@ class Engine:
             written = state.get("written")  # earlier states have none
             if written is not None:
                 self.memory.count_from(int(written))
-        if self._row_by_row is not None:
-            self._row_by_row.forget()
+        if self._few_rows is not None:
+            self._few_rows.forget()
         self.next_batch.load(is_partial=bool(state["in_batch"]))
 
     def source_state(self) -> dict[str, Any]:

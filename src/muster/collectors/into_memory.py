@@ -373,10 +373,10 @@ class LaneRows:
         self._begin = begin  # those before it are written
         self.end = begin
 
-    def add(self) -> None:
-        """Take the next row, which is complete."""
+    def add(self, rows: int) -> None:
+        """Take the next rows, which are complete."""
         # first: see ``ReplayMemory.catch_up``
-        self.end += 1
+        self.end += rows
         memory = self._memory
         if memory.owed is not self:
             with memory.lock:

@@ -51,11 +51,11 @@ class OpenRollout(Protocol):
 
     @property
     def stays_open(self) -> bool:
-        """Whether it waits for a request for its next row."""
+        """Whether it waits for a request for its next rows."""
 
     @property
     def has_unsettled(self) -> bool:
-        """Whether a row is complete that no request has returned."""
+        """Whether rows are complete that no request has returned."""
 
     def leave(self) -> None:
         """End a rollout that stays open."""
@@ -341,8 +341,8 @@ class Group:
 
     @property
     def has_unsettled(self) -> bool:
-        """Whether an error has left a complete row of a rollout that stays open: the next request
-        returns it.
+        """Whether an error has left complete rows of a rollout that stays open: the next request
+        returns them.
         """
         return (
             self.open is not None and self.open.stays_open and self.open.has_unsettled
@@ -350,7 +350,7 @@ class Group:
 
     @property
     def can_stay_open(self) -> bool:
-        """Whether rollouts of one row may stay open, since nothing is done only at their ends."""
+        """Whether rollouts may stay open, since nothing is done only at their ends."""
         options = self.options
         return (
             self.env.spec.device is None

@@ -83,8 +83,8 @@ def rollout(
         running = group.open
         acted = False
         if lane.done_steps and isinstance(running, Rollout) and running.lane is lane:
-            if request.stays_open:
-                running.next_row(request, tally)
+            if request.open_rows:
+                running.next_rows(request, tally)
             else:
                 running.go_on(request, tally, listener, watch)
         else:
@@ -113,7 +113,7 @@ def rollout(
             else:
                 recorder.run(running, prepared, partial(_run, *run))
     completing = time.perf_counter_ns()
-    outcome = running.settle() if request.stays_open else running.finish()
+    outcome = running.settle() if request.open_rows else running.finish()
     cells[PHASE] = Phase.IDLE
     ended = time.perf_counter_ns()
     tally.add_rollout(ended - completing, ended - began)
@@ -123,11 +123,11 @@ def rollout(
     return outcome
 
 
-class NextRow:
-    """Makes further rows of a rollout that stays open, one per call.
+class FurtherRows:
+    """Makes further rows of a rollout that stays open, ``open_rows`` of its request per call.
 
-    A row is made as by ``rollout``. What cannot change while the rollout is open was looked up when
-    it was opened, and a quiet row is settled by ``QuietRows``.
+    Rows are made as by ``rollout``. What cannot change while the rollout is open was looked up when
+    it was opened, and quiet rows are settled by ``QuietRows``.
 
     Attributes:
         policy: acts in these rows.
@@ -145,7 +145,8 @@ class NextRow:
         self._context = group.contexts.usual
         self._rng = group.contexts.rng
         self._start = group.can.starting.start
-        self._quiet = quiet_rows(group, running.lane, running.views)
+        rows = running.request.open_rows
+        self._quiet = quiet_rows(group, running.lane, running.views, rows)
         self._prepared: Prepared | None = None
 
     def is_for(self, policy: Policy) -> bool:
@@ -160,7 +161,7 @@ class NextRow:
         )
 
     def __call__(self, request: RolloutRequest, tally: Tally) -> RolloutOutcome:
-        """Make the next row.
+        """Make the next rows.
 
         Raises:
             BaseException: see ``rollout``.
@@ -170,10 +171,11 @@ class NextRow:
         lane = self.lane
         cells = self._cells
         quiet = self._quiet
-        t = lane.done_steps
+        begin = lane.done_steps
+        end = begin + request.open_rows
         cells[PHASE] = Phase.STEP
         with self._context:
-            running.next_row(request, tally)
+            running.next_rows(request, tally)
             act, step = self._start(self.policy, lane, self._rng, cells)
             prepared = self._prepared
             if (
@@ -184,13 +186,13 @@ class NextRow:
             ):
                 prepared = Prepared(self.policy, request.version, act, step)
                 self._prepared = prepared
-            _run(running, prepared, act, t, t + 1, interrupts.here())
+            _run(running, prepared, act, begin, end, interrupts.here())
         completing = time.perf_counter_ns()
-        if quiet is not None and quiet.settle(t):
-            running.settled(t + 1)
+        if quiet is not None and quiet.settle(begin, end):
+            running.settled(end)
             outcome = quiet.outcome
         else:
-            is_fine = quiet is not None and quiet.is_fine(t)
+            is_fine = quiet is not None and quiet.are_fine(begin, end)
             outcome = running.settle(is_fine=is_fine)
         cells[PHASE] = Phase.IDLE
         ended = time.perf_counter_ns()
@@ -198,11 +200,11 @@ class NextRow:
         return outcome
 
 
-def next_row_of(group: Group, policy: Policy) -> NextRow | None:
+def further_rows_of(group: Group, policy: Policy) -> FurtherRows | None:
     """Return what makes further rows of the open rollout of a group; None: there is none."""
     running = group.open
     if isinstance(running, Rollout) and running.stays_open and running.paused is None:
-        return NextRow(running, policy)
+        return FurtherRows(running, policy)
     return None
 
 

@@ -45,9 +45,10 @@ class RolloutRequest:
         offset, nbytes: byte range of the slot in the arena, for a worker in a process or thread of
             its own.
         absent: environments that make no steps.
-        stays_open: make one row, and leave the rollout open for the next request for the lane, which
-            makes the next row. What follows from a row is done after each: data and records are
-            those of rollouts of one row. ``Group.leave`` ends the rollout.
+        open_rows: make so many rows, and leave the rollout open for the next request for the lane,
+            which makes the next ones. What follows from rows is done after each request: data and
+            records are those of rollouts of so many rows. ``Group.leave`` ends the rollout. 0: it
+            fills the lane.
         seal: pickles what rows have of Python objects, which are sent to another process; raises
             ``BadOption`` for what cannot be pickled. None: they are not sent.
         is_random_start: random steps before the first batch. They are in no batch, no hook is
@@ -72,7 +73,7 @@ class RolloutRequest:
     nbytes: int = 0
     absent: Collection[int] = ()
     is_random_start: bool = False
-    stays_open: bool = False
+    open_rows: int = 0
     seal: Seal | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -70,8 +70,8 @@ class Rollout:
        The next request for the same lane lets it ``go_on`` with the first incomplete row.
     5. ``finish`` completes all columns, carries the last rows on, and returns the outcome.
 
-    If the request says that it stays open, ``settle`` does after each row what follows from it, the
-    next request makes the ``next_row``, and ``leave`` ends it.
+    If the request says that it stays open (``open_rows``), ``settle`` does afterwards what follows
+    from its rows, the next request makes the ``next_rows``, and ``leave`` ends it.
 
     Args:
         tally: of the present request; ``go_on`` replaces it.
@@ -197,8 +197,8 @@ class Rollout:
             store_outputs(
                 call.outputs, lane
             )  # also the version, if the policy tells it itself
-        if request.stays_open:
-            lane.act_until(1)
+        if request.open_rows:
+            lane.act_until(request.open_rows)
         return call is not None
 
     def go_on(
@@ -226,13 +226,22 @@ class Rollout:
         if version is not None:
             self._stamp(version, self.lane.done_steps, None)
 
-    def next_row(self, request: RolloutRequest, tally: Tally) -> None:
-        """Make one more row for another request; none if an error has left a row that is complete."""
+    def next_rows(self, request: RolloutRequest, tally: Tally) -> None:
+        """Make the next rows for another request. Rows that an interruption between two rows has
+        left are part of them; after an error there are no others.
+        """
         self.request = request
         self.tally = tally
+        lane = self.lane
+        begin = self._settled
+        end = begin + request.open_rows
+        if lane.done_steps > begin and not self.is_paused:
+            end = lane.done_steps
+            if self.group.pending:
+                self._end_due(end - 1)
         if self.views.version is not None:
-            self.views.version[self._settled] = request.version
-        self.lane.act_between(self.lane.done_steps, self._settled + 1)
+            self.views.version[begin:end] = request.version
+        lane.act_between(lane.done_steps, end)
 
     @property
     def completion(self) -> Completion | None:
@@ -410,6 +419,17 @@ class Rollout:
         """Execute the resets that are due within the lane: end episodes at row ``t``, and start new
         ones after it.
         """
+        group = self.group
+        if not self._end_due(t):
+            return  # they are reset before the next batch
+        for part, seeds in group.due.parts(group.pending):
+            self._reset_rows(t + 1, part, seeds)
+        group.due.done(group.due.leave_out(self.absent))
+
+    def _end_due(self, t: int) -> bool:
+        """End the episodes of environments whose reset is due at row ``t``, and return whether they
+        are reset after it.
+        """
         lane = self.lane
         group = self.group
         done = lane.data[TERMINATED][t] | lane.data[TRUNCATED][t]
@@ -436,10 +456,8 @@ class Rollout:
             if all_wait or self.ends.waits:
                 if self._limit is not None:
                     self._limit.let_go(cut)
-                return  # they are reset before the next batch
-        for part, seeds in group.due.parts(group.pending):
-            self._reset_rows(t + 1, part, seeds)
-        group.due.done(group.due.leave_out(self.absent))
+                return False
+        return True
 
     def _reset_rows(
         self, row: int, which: Sequence[int], seeds: Sequence[int] | None
@@ -523,10 +541,10 @@ class Rollout:
     # --- the end ----------------------------------------------------------------------------------
 
     def settle(self, *, is_fine: bool = False) -> RolloutOutcome:
-        """Complete the columns of the row that was made last; the rollout stays open.
+        """Complete the columns of the rows that were made since the last call; the rollout stays open.
 
         Args:
-            is_fine: its values are known to be fine.
+            is_fine: their values are known to be fine.
         """
         lane = self.lane
         t = self._settled
@@ -542,8 +560,8 @@ class Rollout:
         episodes, steps = self._advance_clock(self.group.clock, t, flags, over)
         self._settled = n
         return RolloutOutcome(
-            lane.B,
-            1,
+            (n - t) * lane.B,
+            n - t,
             episodes,
             self.next_obs.take_finals(),
             steps_before=None if t else steps,
@@ -586,12 +604,12 @@ class Rollout:
 
     @property
     def stays_open(self) -> bool:
-        """Whether it waits for a request for its next row."""
-        return self.request.stays_open
+        """Whether it waits for a request for its next rows."""
+        return self.request.open_rows > 0
 
     @property
     def has_unsettled(self) -> bool:
-        """Whether a row is complete that ``settle`` has not completed."""
+        """Whether rows are complete that ``settle`` has not completed."""
         return self.lane.done_steps > self._settled
 
     def leave(self) -> None:

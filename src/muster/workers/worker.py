@@ -25,7 +25,7 @@ from muster.rollout.bootstrap import BootstrapRows, rollout_and_values
 from muster.rollout.columns import lane_columns
 from muster.rollout.first_call import begin_episodes, prime, probe
 from muster.rollout.group import Group
-from muster.rollout.loop import NextRow, rollout
+from muster.rollout.loop import FurtherRows, rollout
 from muster.rollout.progress import Phase, Progress
 from muster.rollout.request import RolloutOutcome, RolloutRequest
 from muster.rollout.tally import Tally, Timing
@@ -246,7 +246,7 @@ class Worker:
         group = self.groups[request.group - self.groups[0].number]
         policy = self.policies[request.policy]
         tally = Tally(spans=request.spans)
-        if not request.stays_open:
+        if not request.open_rows:
             group.leave()
         begin = lane.done_steps
         progress = group.reports.progress
@@ -293,14 +293,14 @@ class Worker:
             self._log(result, lane, begin)
         return result
 
-    def run_next_row(
-        self, next_row: NextRow, request: RolloutRequest, tally: Tally
+    def run_further_rows(
+        self, further: FurtherRows, request: RolloutRequest, tally: Tally
     ) -> RolloutResult | Episodes:
-        """Make another row of an open rollout of the first group, which is not ``is_watched``.
+        """Make further rows of an open rollout of the first group, which is not ``is_watched``.
 
         Returns:
-            the episodes that ended in the row, if it is complete and there is nothing else to tell
-            but ``tally``; else the result.
+            the episodes that ended in the rows, if they are complete and there is nothing else to
+            tell but ``tally``; else the result.
         """
         outcome = NO_OUTCOME
         error: BaseException | None = None
@@ -308,7 +308,7 @@ class Worker:
         if request.version is not None:
             self._version = request.version
         try:
-            outcome = next_row(request, tally)
+            outcome = further(request, tally)
         except BaseException as raised:  # noqa: BLE001 (raised to the user by the engine)
             error = raised
             phase = phase_ended_by(raised, self.progress)
@@ -318,9 +318,7 @@ class Worker:
             follows = outcome.steps_before is None and not outcome.finals
             if follows and not has_warnings and not tally.discarded:
                 return outcome.episodes
-        result = self._result(
-            request, next_row.lane, tally, outcome, None, error, phase
-        )
+        result = self._result(request, further.lane, tally, outcome, None, error, phase)
         error = None  # see ``run``
         return result
 

@@ -1,9 +1,10 @@
-"""Off-policy collecting, row by row: the memory, the records and the counts are those of rollouts of
-one row, whatever comes in between.
+"""Off-policy collecting, a few rows at a time in a rollout that stays open: the memory, the records
+and the counts are those of rollouts of so many rows, whatever comes in between.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,8 +15,15 @@ from torch import nn
 
 import muster
 from muster import Collector, ReplayMemory, policies
-from muster.collectors.row_by_row import RowByRow
-from muster.errors import BadEnvOutput, BadPolicyOutput, EnvError
+from muster.collectors import few_rows
+from muster.collectors.few_rows import FEW, FewRows
+from muster.errors import (
+    BadEnvOutput,
+    BadPolicyOutput,
+    EnvError,
+    MusterError,
+    PolicyError,
+)
 from muster.testing import CountingEnv, FaultyEnv
 from tests.tools import assert_balanced
 
@@ -171,15 +179,17 @@ BETWEEN = {
 
 def collected(
     case: str,
-    rows: int = 90,
+    batches: int = 90,
     between: dict[int, Callable[[Collector], None]] | None = None,
+    rows: int = 1,
 ) -> tuple[Any, list[str], Any]:
     env, policy, options = CASES[case]
     options = dict(options)
-    memory = ReplayMemory(50, seed=1, keep=options.pop("keep", ()))
+    options["frames_per_batch"] *= rows
+    memory = ReplayMemory(50 * rows, seed=1, keep=options.pop("keep", ()))
     records = []
     with Collector(env, policy(), replay_buffer=memory, seed=3, **options) as c:
-        for row in range(rows):
+        for row in range(batches):
             c.next()
             records += [str(record) for record in c.episodes]
             (between or {}).get(row, lambda _: None)(c)
@@ -202,33 +212,35 @@ def assert_equal(one: Any, other: Any) -> None:
 
 @pytest.fixture
 def generic(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Collect rollouts of one row from here on."""
-    return lambda: monkeypatch.setattr(RowByRow, "is_possible", False)
+    """Each batch is a rollout from here on."""
+    return lambda: monkeypatch.setattr(FewRows, "is_possible", False)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5, FEW])
 @pytest.mark.parametrize("case", CASES)
-def test_rows_are_those_of_rollouts_of_one_row(case, generic):
-    found = collected(case, between=BETWEEN)
+def test_rows_are_those_of_rollouts(case, rows, generic):
+    found = collected(case, between=BETWEEN, rows=rows)
     generic()
-    expected = collected(case, between=BETWEEN)
+    expected = collected(case, between=BETWEEN, rows=rows)
     assert_equal(found[0], expected[0])
     assert found[1:] == expected[1:]
     assert len(found[1]) or case in ("gaussian",)
 
 
 def test_the_initial_state_is_that_of_the_first_step():
-    rows, _, _ = collected("a learned initial state", rows=40)
+    rows, _, _ = collected("a learned initial state", batches=40)
     begins = rows["is_init"].flatten()
     assert begins.sum() > 1
     assert (rows["recurrent_state"][begins] == 7).all()
     assert (rows["recurrent_state"][~begins] > 7).all()
 
 
-def test_the_lane_stays_open():
+@pytest.mark.parametrize("rows", [1, 3, FEW])
+def test_the_lane_stays_open(rows):
     with Collector(
         lambda: CountingEnv(5),
         None,
-        frames_per_batch=1,
+        frames_per_batch=rows,
         replay_buffer=ReplayMemory(100),
     ) as c:
         group = c._engine.groups[0]
@@ -239,6 +251,20 @@ def test_the_lane_stays_open():
         assert group.open is running is not None
         c.reset()
         assert group.open is None
+
+
+def test_batches_of_slow_environments_are_rollouts(monkeypatch):
+    """So Ctrl-C takes effect between two of their rows."""
+    monkeypatch.setattr(few_rows, "QUICK_NS", 0)
+    memory = ReplayMemory(100)
+    with Collector(
+        lambda: CountingEnv(5), None, frames_per_batch=3, replay_buffer=memory
+    ) as c:
+        for _ in range(7):
+            c.next()
+        assert c._engine.groups[0].open is None
+        assert not c._engine._few_rows.is_possible
+    assert memory[:]["observation"][:, -1].tolist() == [t % 5 for t in range(21)]
 
 
 @pytest.mark.parametrize("fails", ["step", "reset"])
@@ -320,6 +346,130 @@ def test_a_reset_that_fails_takes_nothing_from_the_other_environments(
     steps = [first["observation"][:, 1], first["next", "observation"][:, 1]]
     assert steps[0].tolist() == list(range(expected))
     assert steps[1].tolist() == list(range(1, expected + 1))
+
+
+class Faulty(CountingEnv):
+    """A counting environment of which one step fails: the process's ``at``-th one."""
+
+    steps = 0
+    at = 0
+    how = "nothing"
+
+    def step(self, action: Any) -> Any:
+        Faulty.steps += 1
+        fails = Faulty.steps == Faulty.at
+        if fails and self.how == "Ctrl-C":
+            signal.raise_signal(signal.SIGINT)
+        if fails and self.how == "step":
+            raise ValueError("planned")
+        observation, reward, *others = super().step(action)
+        if fails and self.how == "reward":
+            reward = float("nan")
+        return observation, reward + float(action), *others
+
+
+class FaultyPolicy(nn.Module):
+    """Draws actions with torch; one call fails."""
+
+    calls = 0
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        FaultyPolicy.calls += 1
+        if Faulty.how == "policy" and FaultyPolicy.calls == Faulty.at:
+            raise ValueError("planned")
+        return torch.randint(2, observation.shape[:-1])
+
+
+def with_a_fault(
+    how: str, at: int, rows: int, policy: str, *, generic_batches: bool = False
+) -> tuple[Any, list[str], Any, int]:
+    """Return all transitions, the records of episodes, the statistics, and the number of errors."""
+    Faulty.steps = FaultyPolicy.calls = 0
+    Faulty.at = at
+    Faulty.how = how
+    memory = ReplayMemory(500, seed=0, keep=[("collector", "traj_ids")])
+    acting: Any = FaultyPolicy()
+    if policy == "head":
+        torch.manual_seed(0)
+        acting = policies.categorical(nn.Linear(2, 2))
+    errors = 0
+    records = []
+    with Collector(
+        lambda: Faulty(11),
+        acting,
+        frames_per_batch=2 * rows,
+        num_envs=2,
+        replay_buffer=memory,
+        seed=0,
+    ) as c:
+        for _ in range(30):
+            try:
+                c.next()
+                records += [str(record) for record in c.episodes]
+            except (EnvError, PolicyError, MusterError, KeyboardInterrupt):
+                errors += 1
+                stats = c.stats()
+                assert_balanced(stats)
+                if generic_batches:
+                    continue
+                assert stats.written == len(memory) == stats.frames + stats.in_flight
+        stats = c.stats()
+        assert_balanced(stats)
+        return memory[:].exclude("index"), records, stats, errors
+
+
+FAULTS = [
+    ("step", "head"),
+    ("step", "module"),
+    ("reward", "head"),
+    ("reward", "module"),
+    ("policy", "module"),
+]
+
+
+def places_of_faults(rows: int) -> list[int]:
+    """Every step of the first batch, which opens a rollout, and of the third, which goes on with it."""
+    batch = range(1, 2 * rows + 1)
+    return [*batch, *(4 * rows + step for step in batch)]
+
+
+@pytest.mark.parametrize(("how", "policy"), FAULTS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_around_an_error_are_those_of_rollouts(
+    how, rows, policy, generic, monkeypatch
+):
+    """Wherever in a batch it comes. Nothing but the row that has failed is missing."""
+    monkeypatch.setattr(few_rows, "MOST_ROWS", 4 * rows)
+    places = places_of_faults(rows)
+    found = {at: with_a_fault(how, at, rows, policy) for at in places}
+    generic()
+    for at in places:
+        batch, records, stats, errors = found[at]
+        expected, others_records, others, expected_errors = with_a_fault(
+            how, at, rows, policy, generic_batches=True
+        )
+        assert errors == expected_errors == 1
+        n = min(len(batch), len(expected))
+        assert n >= 2 * rows * 28
+        ended = min(len(records), len(others_records))
+        assert ended > n // 11 - 4
+        assert records[:ended] == others_records[:ended]
+        assert_equal(batch[:n], expected[:n])
+        assert stats.discarded == others.discarded
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("policy", ["head", "module"])
+def test_ctrl_c_changes_no_row(rows, policy, monkeypatch):
+    monkeypatch.setattr(few_rows, "MOST_ROWS", 4 * rows)
+    expected, _, _, _ = with_a_fault("nothing", 0, rows, policy)
+    for at in places_of_faults(rows):
+        batch, _, stats, errors = with_a_fault("Ctrl-C", at, rows, policy)
+        assert errors == 1
+        assert not stats.discarded
+        n = min(len(batch), len(expected))
+        assert n >= 2 * rows * 29
+        assert_equal(batch[:n], expected[:n])
 
 
 def test_a_bad_reward_is_refused_and_its_row_is_not_there():
