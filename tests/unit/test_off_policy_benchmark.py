@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.off_policy import PAGE, RESULTS, TARGETS, with_tables
+from benchmarks.off_policy import HEAD_TARGETS, PAGE, RESULTS, TARGETS, with_tables
 from benchmarks.off_policy_systems import CAPACITY, CASES, SAMPLE, Hand, Muster
 from benchmarks.systems import SYSTEMS
 
@@ -17,7 +17,7 @@ SMALL = replace(CASES["off-floats"], B=2, T=3, fill=4)  # 24 transitions
 
 def test_targets_compare_systems_that_are_measured():
     assert {target.workload for target in TARGETS} == set(CASES)
-    for target in TARGETS:
+    for target in TARGETS + HEAD_TARGETS:
         assert {*target.over, *target.under} <= set(CASES[target.workload].systems)
     for case in CASES.values():
         assert set(case.systems) <= set(SYSTEMS)
@@ -63,9 +63,12 @@ def test_the_ring_by_hand_is_full_at_its_capacity_and_pairs_observations():
     assert 0 < done.sum() < SAMPLE / 2
 
 
-@pytest.mark.parametrize("buffer", ["memory", "torchrl"])
-def test_an_iteration_of_muster_collects_and_samples(buffer):
-    muster = Muster(SMALL, buffer)
+@pytest.mark.parametrize(
+    ("buffer", "policy"),
+    [("memory", "plain"), ("memory", "head"), ("torchrl", "plain")],
+)
+def test_an_iteration_of_muster_collects_and_samples(buffer, policy):
+    muster = Muster(SMALL, buffer, policy)
     assert len(muster.memory) == 24
 
     frames = muster.rollout()

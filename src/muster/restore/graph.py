@@ -167,6 +167,10 @@ class _GraphPickler(Pickler):
         self._met: set[int] = set()
         # the arrays that own a ``bytearray``, by its id
         self._owners: dict[int, Any] = {}
+        # memory of arrays, and memory that storages of tensors have from elsewhere: addresses of the
+        # first byte, and of that behind the last one
+        self._of_arrays: list[tuple[int, int]] = []
+        self._borrowed: list[tuple[int, int]] = []
 
     def persistent_id(self, obj: Any) -> Any:
         return self._fixed.get(id(obj))
@@ -232,6 +236,12 @@ class _GraphPickler(Pickler):
         return _by_dict(renderer, {**vars(renderer), "_viewers": {}, "viewer": None})
 
     def _untyped_storage(self, storage: torch.UntypedStorage) -> Any:
+        if not storage.resizable():  # the memory of an array, for instance
+            begin = storage.data_ptr()
+            memory = begin, begin + storage.nbytes()
+            self._check_apart(memory, self._of_arrays)
+            self._check_apart(memory, self._borrowed)
+            self._borrowed.append(memory)
         return _storage, (_storage_bytes(storage), str(storage.device))
 
     def _class(self, cls: type) -> Any:
@@ -273,13 +283,16 @@ class _GraphPickler(Pickler):
             base = base.base
         if not self._owns_bytes(base):
             self._check_memory(base.base)
+        first, _ = base.__array_interface__["data"]
+        memory = first, first + base.nbytes
+        self._check_apart(memory, self._borrowed)
+        self._of_arrays.append(memory)
         if base is array:
             return NotImplemented
         contiguous = base.flags.c_contiguous or base.flags.f_contiguous
         if array.dtype.hasobject or not contiguous:
             raise pickle.PicklingError("it is a view that cannot be made again")
         address, _ = array.__array_interface__["data"]
-        first, _ = base.__array_interface__["data"]
         return _view, (base, array.shape, array.dtype, address - first, array.strides)
 
     def _owns_bytes(self, array: Any) -> bool:
@@ -308,6 +321,20 @@ class _GraphPickler(Pickler):
             raise pickle.PicklingError(
                 f"it is a view into the memory of a {type(owner).__name__}"
             )
+
+    def _check_apart(
+        self, memory: tuple[int, int], others: Iterable[tuple[int, int]]
+    ) -> None:
+        """Raise ``PicklingError`` if memory overlaps with that of others: a tensor and an array that
+        share it would get their own each.
+        """
+        begin, end = memory
+        for first, last in others:
+            if first < end and begin < last:
+                raise pickle.PicklingError(
+                    "a tensor and an array, or two tensors made from one array, share memory, and"
+                    " would have their own each afterwards"
+                )
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
         unusual = tensor.requires_grad or tensor.is_quantized
