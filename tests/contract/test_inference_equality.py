@@ -165,20 +165,28 @@ def learn_between(c: Any) -> list[Any]:
     return found
 
 
+def episodes_between(c: Any) -> list[Any]:
+    """One group has enough episodes, so the other makes no step."""
+    c.collect(n_episode=1)
+    before = take(c, 1)
+    c.collect(n_episode=1)
+    return before + take(c, 2)
+
+
 SCRIPTS = {
     "just collect": (just_collect, {}),
     "seed again": (seed_again, {}),
     "reset between": (reset_between, {}),
     "learn between": (learn_between, {"track_policy_version": True}),
     "random at first": (just_collect, {"init_random_frames": 8 * T + 1}),
+    "episodes between": (episodes_between, {}),
 }
+OF_GROUPS = ("random at first", "episodes between")  # one group has other data
 scripts = pytest.mark.parametrize("script", SCRIPTS)
 
 
 @acting
-@pytest.mark.parametrize(
-    "script", [name for name in SCRIPTS if name != "random at first"]
-)
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name not in OF_GROUPS])
 @pytest.mark.parametrize("groups", [2, 8])
 def test_groups_that_are_acted_for_together_are_as_one_group(groups, script, actor):
     """But every group draws random actions of its own."""
@@ -197,15 +205,11 @@ def test_groups_that_take_turns_are_as_workers_that_act_by_themselves(script, ac
     run, options = SCRIPTS[script]
     with make(MultiSyncCollector, actor, 2, 4, **options) as c:
         expected = run(c)
-    with make(
-        MultiSyncCollector,
-        actor,
-        2,
-        4,
-        inference=CentralInference(alternating=True),
-        **options,
-    ) as c:
-        assert_all_same(run(c), expected)
+    alternating = {"inference": CentralInference(alternating=True)}
+    one_worker = {"inference": "server", "num_workers": 1}
+    for served in (alternating, one_worker):
+        with make(MultiSyncCollector, actor, 2, 4, **served, **options) as c:
+            assert_all_same(run(c), expected)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -324,6 +328,26 @@ def test_a_state_goes_on_wherever_the_policy_acts(before, after, batches, actor)
             take(c, 3 * begun)
             assert c.load_state_dict(state, trust=True).exact
             assert_all_same(take(c), expected)
+
+
+@some_actors
+@pytest.mark.parametrize(
+    "served",
+    [
+        {"inference": "server", "num_workers": 1},
+        {"inference": CentralInference(alternating=True)},
+    ],
+    ids=["one worker", "alternating"],
+)
+def test_a_state_from_before_the_first_call_for_a_group_goes_on(served, actor):
+    """The first call is another function than the later ones: their last bits can differ."""
+    with make(MultiSyncCollector, actor, 8, 1, **served) as c:
+        c.collect(n_episode=1)
+        state = c.state_dict()
+        expected = take(c, 2)
+    with make(MultiSyncCollector, actor, 8, 1, **served) as c:
+        assert c.load_state_dict(state, trust=True).exact
+        assert_all_same(take(c, 2), expected)
 
 
 @some_actors

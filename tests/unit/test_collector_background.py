@@ -15,15 +15,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchrl.modules
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
-from muster import Collector, Execution, MultiAsyncCollector, MultiSyncCollector
+from muster import (
+    Collector,
+    Execution,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    ReplayMemory,
+    policies,
+)
 from muster.collectors import background
 from muster.errors import BadOption, CollectorBusy, CollectorTimeout, EnvError
 from muster.testing import CountingEnv, FaultyEnv, OracleEnv
 from muster.testing.oracle import follow
 from tests.fakes.buffers import PATIENCE, Extends
 from tests.tools import assert_accounted, column, counting
+from tests.unit.test_recurrent_states import Recurrent
 from tests.warned import warnings_are_errors
 
 
@@ -525,6 +535,94 @@ def test_weights_are_never_torn_and_versions_are_those_that_acted():
 
 
 # --- the user's own thread ------------------------------------------------------------------------
+
+
+class Remembering(nn.Module):
+    """Acts with the parity of the number of its calls in the episode, which is its state."""
+
+    def __init__(self, h0: float | None) -> None:
+        super().__init__()
+        self.calls = 0
+        if h0 is not None:
+            self.h0 = nn.Parameter(torch.full((1,), h0))
+
+    def forward(self, observation: torch.Tensor, state: Any) -> Any:
+        self.calls += 1
+        if state is None:
+            state = torch.zeros((*observation.shape[:-1], 1))
+        return state[..., 0].long() % 2, state + 1
+
+
+def remembering_module() -> Any:
+    """TorchRL's way: a module that gets and returns its state by key."""
+    net = torchrl.modules.GRUModule(
+        input_size=2,
+        hidden_size=3,
+        in_keys=["observation", "recurrent_state", "is_init"],
+        out_keys=["features", ("next", "recurrent_state")],
+    )
+    choose = TensorDictModule(
+        lambda features: (features.sum(-1) > 0).long(), ["features"], ["action"]
+    )
+    return TensorDictSequential(net, choose)
+
+
+REMEMBERING: dict[str, Callable[[], Any]] = {
+    "module": lambda: Remembering(None),
+    "learned": lambda: policies.recurrent(Remembering(3.0), initial_state="h0"),
+    "cell": lambda: Recurrent("cell"),
+    "LSTM": lambda: Recurrent("lstm", 2),
+    "TorchRL": remembering_module,
+    "head": lambda: policies.categorical(nn.Linear(2, 2)),
+}
+
+
+@pytest.mark.parametrize("before", ["nothing", "batches", "a state", "its columns"])
+@pytest.mark.parametrize("policy", REMEMBERING)
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_a_policy_goes_on_in_the_background_where_it_was(policy, before, rows):
+    """The thread has a copy of it, which gets the states of the episodes that run."""
+
+    def made() -> tuple[Collector, ReplayMemory]:
+        torch.manual_seed(0)
+        memory = ReplayMemory(
+            1000, keep=["recurrent_state"] if policy != "head" else []
+        )
+        lengths = iter([7, 1000])
+        return Collector(
+            lambda: CountingEnv(next(lengths)),
+            REMEMBERING[policy](),
+            num_envs=2,
+            frames_per_batch=2 * rows,
+            total_frames=2 * 120,
+            replay_buffer=memory,
+            seed=0,
+        ), memory
+
+    twin, expected = made()
+    with twin:
+        for _ in twin:
+            pass
+    collector, memory = made()
+    with collector:
+        if before in ("batches", "a state"):
+            for _ in range(40 // rows):
+                collector.next()
+        elif before == "its columns":
+            collector._engine.layout()
+        if before == "a state":
+            state = collector.state_dict()
+            collector, other = made()
+            other.load_state_dict(memory.state_dict())
+            memory = other
+            assert collector.load_state_dict(state, trust=True).exact
+        run_to_its_end(collector)
+        collector.shutdown()
+    assert len(memory) == len(expected) == 240
+    names = set(expected[:].keys(True, True)) - {"index"}
+    assert names == set(memory[:].keys(True, True)) - {"index"}
+    for name in names:
+        assert torch.equal(memory[:][name], expected[:][name]), name
 
 
 def test_the_users_gradients_and_threads_are_left_alone():

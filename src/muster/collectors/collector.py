@@ -97,7 +97,7 @@ class Collector(BaseCollector):
             self.policy = own
             setting = worker_setting(self.options, own)
             group = self._engine.groups[0]
-            self._engine.act_with(
+            self._engine.go_on_with(
                 build_policy(own, setting, group.env, self._policy_device)
             )
 

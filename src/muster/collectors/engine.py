@@ -283,6 +283,11 @@ class Engine:
         assert self.local is not None
         self.local.policies["policy"] = policy
 
+    def go_on_with(self, copied: Policy) -> None:
+        """Use a copy of the policy from the next rollout on; see ``Worker.go_on_with``."""
+        assert self.local is not None
+        self.local.go_on_with(copied)
+
     def iterate(
         self,
         use: CollectorUse,

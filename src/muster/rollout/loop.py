@@ -93,25 +93,9 @@ def rollout(
             running = Rollout(group, request, lane, tally, listener)
             group.opened(running)
             acted = running.begin(watch)
-        prepared = _prepare(running, policy, acted=acted)
-        signals = interrupts.here()
-        if (
-            lane.acts_from > lane.done_steps
-        ):  # row 0 has the action of the policy's first call
-            _run(running, prepared, no_act, lane.done_steps, lane.acts_from, signals)
-        if not lane.stopped and lane.acts_from < lane.acts_until:
-            run = (
-                running,
-                prepared,
-                prepared.act,
-                lane.acts_from,
-                lane.acts_until,
-                signals,
-            )
-            if recorder is None:
-                _run(*run)
-            else:
-                recorder.run(running, prepared, partial(_run, *run))
+        # else no noise is drawn, as by a server of policies, which nothing asks
+        if not lane.stopped:
+            _fill(running, policy, recorder, acted=acted)
     completing = time.perf_counter_ns()
     outcome = running.settle() if request.open_rows else running.finish()
     cells[PHASE] = Phase.IDLE
@@ -121,6 +105,35 @@ def rollout(
         tally.spans.add("rollout", began, ended, group.track)
         tally.spans.add("copy", completing, ended, group.track)
     return outcome
+
+
+def _fill(
+    running: Rollout,
+    policy: Policy,
+    recorder: RolloutRecorder | None,
+    *,
+    acted: bool,
+) -> None:
+    """Make the rows of a request. ``acted``: row 0 has the action of the policy's first call."""
+    lane = running.lane
+    prepared = _prepare(running, policy, acted=acted)
+    signals = interrupts.here()
+    if lane.acts_from > lane.done_steps:
+        _run(running, prepared, no_act, lane.done_steps, lane.acts_from, signals)
+    if lane.stopped or lane.acts_from >= lane.acts_until:
+        return
+    run = (
+        running,
+        prepared,
+        prepared.act,
+        lane.acts_from,
+        lane.acts_until,
+        signals,
+    )
+    if recorder is None:
+        _run(*run)
+    else:
+        recorder.run(running, prepared, partial(_run, *run))
 
 
 class FurtherRows:
@@ -218,8 +231,8 @@ def make_steps(
     running = Rollout(group, request, lane, tally)
     group.opened(running)
     running.begin()
-    prepared = _prepare(running, policy, acted=False)
     if not lane.stopped:
+        prepared = _prepare(running, policy, acted=False)
         _run(running, prepared, prepared.act, lane.acts_from, lane.T, interrupts.NEVER)
     return running.finish()
 

@@ -57,14 +57,18 @@ class ServedStreams:
             self._of[group] = GroupRng(seed, group, self._device, generation)
 
     def add_to(self, groups: Sequence[int], states: Sequence[dict[str, Any]]) -> None:
-        """Write the policy's streams into the states of groups; the environments' streams are
-        unchanged.
+        """Write the policy's streams into the states of groups, and whether it has acted for them; the
+        environments' streams are unchanged.
         """
         for group, state in zip(groups, states, strict=True):
+            saved = state["group"].get("rng")
+            if saved is None:  # its worker was dropped
+                continue
+            saved["acted"] = self.has_acted(group)
             if group in self._of:
                 streams = self._of[group].state_dict()
                 of_policy = ("numpy", "streams", "torch", "cuda")
-                state["group"]["rng"] |= {name: streams[name] for name in of_policy}
+                saved |= {name: streams[name] for name in of_policy}
 
     def load(self, states: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
         """Restore the streams in states of groups.
@@ -81,7 +85,10 @@ class ServedStreams:
                 continue
             if state["group"]["acting"] == "policy":
                 self._of[group] = self.restored(group, streams)
-                self._acted.add(group)
+                if streams.get("acted", True):  # earlier states do not say it
+                    self._acted.add(group)
+                else:
+                    self._acted.discard(group)
             else:  # ``add`` brings the streams before the first call
                 self._of.pop(group, None)
                 self._acted.discard(group)

@@ -214,6 +214,23 @@ class Worker:
         self.acting = policy
         return policy
 
+    def go_on_with(self, copied: Policy) -> None:
+        """Replace "policy" by a copy of it, which goes on where it is: with the recurrent states of
+        running episodes, and with the call that it has made for the next rollout.
+        """
+        before = self.policies["policy"]
+        if (
+            self.acting is before
+        ):  # else the copy makes its first call before its next rollout
+            for group in self.groups:
+                outputs = probe(group, copied)
+                self._known = copied, outputs.objects
+                call = group.carry.call_of(before)
+                if call is not None:
+                    group.carry.keep_call(call._replace(policy=copied))
+            self.acting = copied
+        self.policies["policy"] = copied
+
     def _version_for(self, version: int | str | None) -> int | str:
         """Return the version of the policy that acts now; ``version``: that of a request."""
         if self._newest is not None:
