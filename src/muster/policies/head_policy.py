@@ -19,10 +19,52 @@ from muster.policies.checks import MASKED_RAISES, PolicySetting, called_first
 from muster.policies.executor import Program, plan
 from muster.policies.heads import Head
 from muster.policies.inputs import InputRows, unchanged_inputs
-from muster.policies.sampling import ActionRows, Emit
+from muster.policies.sampling import ActionRows, Emit, Emitter
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
 from muster.utils.devices import moved
+
+
+# of a lane whose emitter is kept from rollout to rollout: it has memory for the noise of all rows
+KEPT_ROWS = 16
+
+
+class _Views:
+    """The rows of a lane, as a head reads and writes them.
+
+    Attributes:
+        inputs, tensors, arrays: the observations.
+        rows: the actions.
+    """
+
+    def __init__(
+        self,
+        inputs: InputRows,
+        tensors: list[Any],
+        arrays: list[Array],
+        rows: ActionRows,
+    ) -> None:
+        self.inputs = inputs
+        self.tensors = tensors
+        self.arrays = arrays
+        self.rows = rows
+        # of few rows, or of a rollout that stays open
+        self._emitter: Emitter | None = None
+        self._act: Act | None = None
+        self._program: Program | None = None
+
+    def emitter_of(self, head: Head) -> Emitter:
+        """Return the emitter that all requests for few rows use, with its memory for noise."""
+        if self._emitter is None:
+            self._emitter = head.emitter(self.rows)
+        return self._emitter
+
+    def act_of(self, program: Program | None, make: Callable[[], Act]) -> Act:
+        """Return the function that acts for these requests, while the program is the same."""
+        if self._act is None or program is not self._program:
+            self._act = make()
+            self._program = program
+        return self._act
 
 
 class HeadPolicy:
@@ -86,8 +128,9 @@ class HeadPolicy:
             legal = obs[self._mask.key].numpy()
             masked = (self._mask, legal.reshape(1, B, -1))
         rows = ActionRows(self.head.name, action, None, masked)
-        emit = self._emitter(rows, 0, rng)
-        emit(0, _host(out).reshape(B, -1))
+        emitter = self.head.emitter(rows)
+        emitter.draw(0, 1, self._noise(rng))
+        emitter.emit(0, _host(out).reshape(B, -1))
         chosen = torch.from_numpy(rows.action[0])
         chosen = chosen.reshape((*lead, *self._spec.shape))
         extras = {}
@@ -110,20 +153,29 @@ class HeadPolicy:
             return self._start_on_device(lane)
         if self not in lane.cache:
             lane.cache[self] = self._views(lane)
-        inputs: InputRows
-        inputs, tensors, arrays, rows = lane.cache[self]
-        if self._program is not None and not self._program.current():
-            row = [leaf[lane.acts_from] for leaf in tensors]
-            self._plan(self._input(row))
+        views: _Views = lane.cache[self]
         first = lane.acts_from
-        if lane.acts_until == lane.T:
-            emit = self._emitter(rows, first, rng)
-        else:
-            emit = self._emitter_of_part(rows, first, lane.acts_until, rng)
+        until = lane.acts_until
+        if self._program is not None and not self._program.current():
+            row = [leaf[first] for leaf in views.tensors]
+            self._plan(self._input(row))
+        if until == lane.T > KEPT_ROWS:
+            emitter = self.head.emitter(views.rows)
+            emitter.draw(first, until, self._noise(rng))
+            return self._make_act(views, emitter.emit, lane.B)
+        # few rows, or a rollout that stays open: the next ones have the same functions
+        emitter = views.emitter_of(self.head)
+        if first < until:
+            emitter.draw(first, until, self._noise(rng))
+        return views.act_of(
+            self._program, lambda: self._make_act(views, emitter.emit, lane.B)
+        )
+
+    def _make_act(self, views: _Views, emit: Emit, B: int) -> Act:
         program = self._program
-        B = lane.B
         if program is not None and program.kind == "numpy":
-            return _act_numpy(program.steps, arrays, emit, self._batched)
+            return _act_numpy(program.steps, views.arrays, emit, self._batched)
+        tensors = views.tensors
         compute: Callable[[Any], Any] = program or self.head.net
         if self._device is None and len(tensors) == 1:
             act = _act_module(compute, tensors[0], emit, B)
@@ -136,7 +188,7 @@ class HeadPolicy:
 
         if program is not None or self._device is not None:
             return act
-        return inputs.watched(act)
+        return views.inputs.watched(act)
 
     def _start_on_device(self, lane: Lane) -> Act:
         if self._program is not None and not self._program.current():
@@ -197,28 +249,8 @@ class HeadPolicy:
             extras[LOG_PROB] = log_prob.reshape(lead)
         return Outputs({self._action_key: action}, extras)
 
-    def _emitter_of_part(
-        self,
-        rows: ActionRows,
-        first: int,
-        until: int,
-        rng: GroupRng,
-    ) -> Emit:
-        """Return the function that completes the rows from ``first`` to ``until``."""
-        if first >= until:
-            return _emit_nothing
-        part = rows.part(first, until)
-        emit = self._emitter(part, 0, rng)
-        return lambda t, out: emit(t - first, out)
-
-    def _emitter(
-        self,
-        rows: ActionRows,
-        first: int,
-        rng: GroupRng,
-    ) -> Emit:
-        noise = None if self._deterministic else rng.numpy
-        return self.head.emitter(rows, first, noise)
+    def _noise(self, rng: GroupRng) -> np.random.Generator | None:
+        return None if self._deterministic else rng.numpy
 
     def _plan(self, x: Any) -> None:
         self._program = None
@@ -229,10 +261,7 @@ class HeadPolicy:
         if self._program is not None:
             self.path = f"{self._program.kind} executor"
 
-    def _views(
-        self,
-        lane: Lane,
-    ) -> tuple[InputRows, list[Any], list[Array], ActionRows]:
+    def _views(self, lane: Lane) -> _Views:
         inputs = InputRows(lane, self._obs_keys, self.head.name)
         tensors = [inputs.rows(key) for key in self._obs_keys]
         first = lane.arrays[self._obs_keys[0]]
@@ -245,7 +274,7 @@ class HeadPolicy:
         actions = lane.arrays[self._action_key]
         log_probs = lane.arrays.get(LOG_PROB)
         rows = ActionRows(self.head.name, actions, log_probs, masked)
-        return inputs, tensors, arrays, rows
+        return _Views(inputs, tensors, arrays, rows)
 
     def _input(self, leaves: Sequence[torch.Tensor]) -> Any:
         if self._device is not None:
@@ -274,10 +303,6 @@ class HeadPolicy:
                 f" {(*lead, self._width)}: {self.head.needs(self._spec)}."
                 f" {self.head.remedy(self._width, returned)}"
             )
-
-
-def _emit_nothing(t: int, out: Array) -> None:
-    """Do nothing: the rows of the request have their actions."""
 
 
 def _act_numpy(

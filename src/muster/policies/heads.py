@@ -30,7 +30,7 @@ from muster.errors import BadOption
 from muster.keys import ACTION_MASK, Key, dotted
 from muster.memory.specs import Array, ArraySpec, Specs, choices_of, is_joint_mask
 from muster.policies import sampling
-from muster.policies.sampling import ActionMask, ActionRows, Emit, split_index
+from muster.policies.sampling import ActionMask, ActionRows, Emitter, split_index
 
 LOG_STD_BOUNDS = (-20.0, 2.0)
 FAR = 40.0  # standard deviations, beyond which float32 has no probability
@@ -137,15 +137,8 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
-    def emitter(
-        self,
-        rows: ActionRows,
-        first: int,
-        rng: np.random.Generator | None,
-    ) -> Emit:
-        """Return the function that writes the network's output into rows from ``first`` on;
-        ``rng=None``: the mode.
-        """
+    def emitter(self, rows: ActionRows) -> Emitter:
+        """Return what turns the network's output into rows of actions."""
         raise NotImplementedError
 
     def restrict(self, out: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
@@ -377,20 +370,13 @@ class Categorical(Head):
             space = f"several variables, with {self.nvec} choices"
         return f"one logit per choice, and the action space is {space}"
 
-    def emitter(
-        self,
-        rows: ActionRows,
-        first: int,
-        rng: np.random.Generator | None,
-    ) -> Emit:
+    def emitter(self, rows: ActionRows) -> Emitter:
         assert self.nvec is not None  # bound
         assert self.low is not None
         return sampling.categorical(
             rows,
-            first,
             nvec=self.nvec,
             low=np.array(self.low),
-            rng=rng,
         )
 
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
@@ -694,36 +680,35 @@ class Gaussian(Head):
             " with log_std=None."
         )
 
-    def emitter(
-        self,
-        rows: ActionRows,
-        first: int,
-        rng: np.random.Generator | None,
-    ) -> Emit:
+    def emitter(self, rows: ActionRows) -> Emitter:
         n = rows.matrix[0].shape[1]
-        of_actions = None
-        if self.log_std is None:
-            emit = sampling.gaussian_by_state(
+
+        def of_actions() -> Array:
+            assert self.log_std is not None
+            log_std = _flat_on_cpu(self.log_std.detach().float())
+            if len(log_std) == n:
+                return log_std
+            return np.broadcast_to(log_std, (n,))
+
+        read = None if self.log_std is None else of_actions
+        if read is None:
+            emitter = sampling.gaussian_by_state(
                 rows,
-                first,
                 log_std_bounds=LOG_STD_BOUNDS,
                 squash=None,
-                rng=rng,
             )
         else:
-            log_std = _flat_on_cpu(self.log_std.detach().float())
-            of_actions = np.broadcast_to(log_std, (n,))
-            emit = sampling.gaussian(rows, first, log_std=of_actions, rng=rng)
+            emitter = sampling.gaussian(rows, log_std=read)
         if not self.clip:
-            return emit
+            return emitter
         low = _flat_on_cpu(self.low)
         high = _flat_on_cpu(self.high)
         return sampling.clipped(
             rows,
-            emit,
+            emitter,
             np.broadcast_to(low, (n,)),
             np.broadcast_to(high, (n,)),
-            log_std=of_actions,
+            log_std=read,
             log_std_bounds=LOG_STD_BOUNDS,
         )
 
@@ -909,20 +894,13 @@ class TanhGaussian(Head):
     def remedy(self, width: int, returned: int | None) -> str:
         return f"Change the last layer to return {width} values (mean and log_std)."
 
-    def emitter(
-        self,
-        rows: ActionRows,
-        first: int,
-        rng: np.random.Generator | None,
-    ) -> Emit:
+    def emitter(self, rows: ActionRows) -> Emitter:
         middle = _flat_on_cpu(self.middle.float())
         half = _flat_on_cpu(self.halfwidth.float())
         return sampling.gaussian_by_state(
             rows,
-            first,
             log_std_bounds=self.log_std_bounds,
             squash=(middle, half),
-            rng=rng,
         )
 
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
@@ -1036,12 +1014,7 @@ class Deterministic(Greedy):
             f"{_suitable(spec)} and exploration_type='mode'",
         )
 
-    def emitter(
-        self,
-        rows: ActionRows,
-        first: int,
-        rng: np.random.Generator | None,
-    ) -> Emit:
+    def emitter(self, rows: ActionRows) -> Emitter:
         if self.low is None:
             return sampling.identity(rows)
         low = np.array([self.low])
@@ -1113,18 +1086,11 @@ class EpsilonGreedy(Greedy):
     def needs(self, spec: ArraySpec) -> str:
         return f"one value per action, and the action space has {spec}"
 
-    def emitter(
-        self,
-        rows: ActionRows,
-        first: int,
-        rng: np.random.Generator | None,
-    ) -> Emit:
+    def emitter(self, rows: ActionRows) -> Emitter:
         return sampling.epsilon_greedy(
             rows,
-            first,
             low=np.array([self.low]),
-            epsilon=_probability(self.epsilon),
-            rng=rng,
+            epsilon=lambda: _probability(self.epsilon),
         )
 
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:

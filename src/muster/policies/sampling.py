@@ -1,12 +1,13 @@
 """Sampling: turns a network's output into rows of actions and log-probabilities, in NumPy.
 
-Noise is drawn once per rollout. All paths of a head with rows on the host (NumPy, torch, module,
-GPU) use the same noise, so that their data are equal up to the rounding of the network. ``emit(t,
-params)`` completes row ``t``::
+Noise is drawn once per rollout, or for the next rows of one that stays open. All paths of a head with
+rows on the host (NumPy, torch, module, GPU) use the same noise, so that their data are equal up to
+the rounding of the network::
 
-    emit = categorical(rows, 0, nvec=(2,), low=zeros, rng=rng.numpy)
+    emitter = categorical(rows, nvec=(2,), low=zeros)
+    emitter.draw(0, T, rng.numpy)
     for t in range(T):
-        emit(t, logits)  # float32 [B, n]
+        emitter.emit(t, logits)  # float32 [B, n]
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,8 @@ else:
     from muster.utils import lazy_torch as torch
 
 Emit = Callable[[int, Array], None]
+Draw = Callable[[int, int, "np.random.Generator | None"], None]
+Read = Callable[[], Array]  # of a parameter that may change
 
 # Below this many actions, one environment's row is faster in Python floats: 1.5 us against 6.9 for
 # 2 actions, 3.7 against 6.3 for 18.
@@ -40,6 +43,25 @@ SMALL = 16
 # log-probability of the chosen action needs no maximum: logits[j] - logits[chosen] <= noise[chosen]
 # - noise[j].
 LEAST_EXPONENTIAL = 1e-30
+
+
+class Emitter(NamedTuple):
+    """Completes rows of actions and log-probabilities.
+
+    Attributes:
+        draw: called with the first of the next rows, the row behind the last one, and the generator
+            of their noise; None: the mode. It also reads the head's own parameters, so it is called
+            before each rollout, and before each request of one that stays open. For any number of
+            rows it draws the same as row by row.
+        emit: called with a row, and the network's output for it, ``[B, n]``.
+    """
+
+    draw: Draw
+    emit: Emit
+
+
+def _draws_nothing(begin: int, end: int, rng: np.random.Generator | None) -> None:
+    """Draw no noise."""
 
 
 @dataclass(frozen=True)
@@ -287,15 +309,6 @@ class ActionRows:
     def log_prob(self) -> list[Array]:
         return list(self.log_prob_array)
 
-    def part(self, begin: int, end: int) -> ActionRows:
-        """Return the rows from ``begin`` to ``end``."""
-        masked = None
-        if self._masked is not None:
-            mask, rows = self._masked
-            masked = mask, rows[begin:end]
-        log_prob = self.log_prob_array[begin:end]
-        return ActionRows(self.name, self.action[begin:end], log_prob, masked)
-
     @property
     def mask(self) -> ActionMask | None:
         """The action mask."""
@@ -353,33 +366,30 @@ class ActionRows:
 
 def categorical(
     rows: ActionRows,
-    first: int,
     *,
     nvec: tuple[int, ...],
     low: Array,
-    rng: np.random.Generator | None,
-) -> Emit:
-    """Sample one or several categorical variables per environment; ``rng=None`` chooses the most
-    probable value.
+) -> Emitter:
+    """Sample one or several categorical variables per environment; the mode is the most probable
+    value of each.
 
     Variables have ``nvec`` choices, numbered from ``low``; ``params`` are their logits,
-    concatenated. Row ``first`` is the first row that will be emitted. With a joint mask, see
-    ``_categorical_jointly``.
+    concatenated. With a joint mask, see ``_categorical_jointly``.
     """
     mask = rows.joint_mask
     if mask is not None:
-        return _categorical_jointly(rows, first, mask, rng)
+        return _categorical_jointly(rows, mask)
     B = rows.B
     k = len(nvec)
     n = max(nvec)
-    gumbel = np.zeros(
-        (rows.T, B * k, n), np.float32
-    )  # rows before the first one are not used
-    if rng is not None:
-        exponential = rng.standard_exponential((rows.T - first, B * k, n))
-        gumbel[first:] = -np.log(np.maximum(exponential, LEAST_EXPONENTIAL))
     if B * k == 1 and n <= SMALL:
-        return _categorical_one(rows, gumbel.reshape(rows.T, n).tolist(), int(low[0]))
+        return _categorical_one(rows, n, int(low[0]))
+    gumbel = np.zeros((rows.T, B * k, n), np.float32)
+
+    def draw(begin: int, end: int, rng: np.random.Generator | None) -> None:
+        if rng is not None:
+            gumbel[begin:end] = _gumbel(rng, (end - begin, B * k, n))
+
     noise = list(gumbel)
     actions = rows.flat
     log_probs = rows.log_prob
@@ -435,21 +445,24 @@ def categorical(
         if not isfinite(out.dot(ones_B)):
             raise not_finite(t, logits.reshape(-1, k * n))
 
-    return emit
+    return Emitter(draw, emit)
 
 
-def _categorical_jointly(
-    rows: ActionRows,
-    first: int,
-    mask: ActionMask,
-    rng: np.random.Generator | None,
-) -> Emit:
+def _gumbel(rng: np.random.Generator, size: tuple[int, ...]) -> Array:
+    """Return Gumbel noise, in float64."""
+    exponential = rng.standard_exponential(size)
+    noise: Array = -np.log(np.maximum(exponential, LEAST_EXPONENTIAL))
+    return noise
+
+
+def _categorical_jointly(rows: ActionRows, mask: ActionMask) -> Emitter:
     """Sample from the product of categorical variables, renormalised over the allowed combinations
     of choices.
     """
     combinations = rows.of_combinations()
     start = np.zeros(mask.agents, np.int64)
-    emit_numbers = categorical(combinations, first, nvec=mask.drawn, low=start, rng=rng)
+    of_numbers = categorical(combinations, nvec=mask.drawn, low=start)
+    emit_numbers = of_numbers.emit
     numbers = combinations.matrix
     actions = rows.matrix
     nvec = mask.own_nvec
@@ -465,10 +478,17 @@ def _categorical_jointly(
         choices = np.stack(np.unravel_index(numbers[t], nvec), -1)
         np.add(choices.reshape(rows.B, -1), low, out=actions[t], casting="unsafe")
 
-    return emit
+    return Emitter(of_numbers.draw, emit)
 
 
-def _categorical_one(rows: ActionRows, gumbel: list[list[float]], low: int) -> Emit:
+def _categorical_one(rows: ActionRows, n: int, low: int) -> Emitter:
+    gumbel = [[0.0] * n for _ in range(rows.T)]
+
+    def draw(begin: int, end: int, rng: np.random.Generator | None) -> None:
+        if rng is not None:
+            noise = _gumbel(rng, (end - begin, n)).astype(np.float32)
+            gumbel[begin:end] = noise.tolist()
+
     actions = rows.flat
     log_probs = rows.log_prob
     not_finite = rows.not_finite
@@ -494,16 +514,10 @@ def _categorical_one(rows: ActionRows, gumbel: list[list[float]], low: int) -> E
         actions[t][0] = action + low
         log_probs[t][0] = -log(total)
 
-    return emit
+    return Emitter(draw, emit)
 
 
-def gaussian(
-    rows: ActionRows,
-    first: int,
-    *,
-    log_std: Array,
-    rng: np.random.Generator | None,
-) -> Emit:
+def gaussian(rows: ActionRows, *, log_std: Read) -> Emitter:
     """``params + exp(log_std) * noise`` with a standard deviation (``[n]``) that does not depend on
     the state.
 
@@ -511,16 +525,25 @@ def gaussian(
     stored row by row, because a row that ``act`` has not reached may contain the output of the
     policy's first call.
     """
-    unit, base = _normal(rows, first, log_std.size, rng)
-    noise = list(unit * np.exp(log_std))
-    densities = list((base - log_std.sum()).astype(np.float32))
+    n = rows.matrix[0].shape[1]
+    scaled = np.zeros((rows.T, rows.B, n), np.float32)
+    of_rows = np.zeros((rows.T, rows.B), np.float32)
+
+    def draw(begin: int, end: int, rng: np.random.Generator | None) -> None:
+        unit, base = _normal(end - begin, rows.B, n, rng)
+        logarithm = log_std()
+        np.multiply(unit, np.exp(logarithm), out=scaled[begin:end])
+        of_rows[begin:end] = base - np.add.reduce(logarithm)
+
+    noise = list(scaled)
+    densities = list(of_rows)
     actions = rows.matrix
     log_probs = rows.log_prob
     not_finite = rows.not_finite
     add = np.add
     copyto = np.copyto
     isfinite = math.isfinite
-    ones = np.ones(rows.B * log_std.size, np.float32)
+    ones = np.ones(rows.B * n, np.float32)
 
     def emit(t: int, mean: Array) -> None:
         if not isfinite(mean.reshape(-1).dot(ones)):
@@ -528,17 +551,15 @@ def gaussian(
         add(mean, noise[t], actions[t])
         copyto(log_probs[t], densities[t])
 
-    return emit
+    return Emitter(draw, emit)
 
 
 def gaussian_by_state(
     rows: ActionRows,
-    first: int,
     *,
     log_std_bounds: tuple[float, float],
     squash: tuple[Array, Array] | None,
-    rng: np.random.Generator | None,
-) -> Emit:
+) -> Emitter:
     """Like ``gaussian``, with ``params`` the means and log standard deviations (clamped to bounds),
     ``[B, 2 n]``.
 
@@ -547,16 +568,22 @@ def gaussian_by_state(
     """
     B = rows.B
     n = rows.matrix[0].shape[1]
-    unit, base = _normal(rows, first, n, rng)
+    of_squash = 0.0
     if squash is not None:
         middle, half = squash
         of_squash = 2 * n * math.log(2) + np.log(half).sum()
-        base = base - of_squash
         low = middle - half
         high = middle + half
         minus_two = np.full((B, n), -2, np.float32)
-    noise = list(unit)
-    constant = list(base.astype(np.float32))
+    units = np.zeros((rows.T, B, n), np.float32)
+    of_rows = np.zeros((rows.T, B), np.float32)
+
+    def draw(begin: int, end: int, rng: np.random.Generator | None) -> None:
+        units[begin:end], base = _normal(end - begin, B, n, rng)
+        of_rows[begin:end] = base - of_squash
+
+    noise = list(units)
+    constant = list(of_rows)
     lowest_log_std, highest_log_std = log_std_bounds
     least = np.full((B, n), lowest_log_std, np.float32)
     most = np.full((B, n), highest_log_std, np.float32)
@@ -605,24 +632,32 @@ def gaussian_by_state(
         log1p(exp(multiply(u, minus_two, part), part), part)
         add(out, add(u, part, u).dot(twos, total), out)
 
-    return emit
+    return Emitter(draw, emit)
 
 
 def clipped(
     rows: ActionRows,
-    emit: Emit,
+    emitter: Emitter,
     low: Array,
     high: Array,
     *,
-    log_std: Array | None,
+    log_std: Read | None,
     log_std_bounds: tuple[float, float],
-) -> Emit:
+) -> Emitter:
     """Clip the actions of ``gaussian`` or ``gaussian_by_state`` to ``[low, high]``, ``[n]`` each.
 
     The log-probability of a bound is that of all values beyond it. ``log_std`` is that of
     ``gaussian``; None: the parameters have it.
     """
     n = len(low)
+    emit = emitter.emit
+    of_actions = np.zeros(n)
+
+    def draw(begin: int, end: int, rng: np.random.Generator | None) -> None:
+        emitter.draw(begin, end, rng)
+        if log_std is not None:
+            of_actions[...] = log_std()
+
     actions = rows.matrix
     log_probs = rows.log_prob
 
@@ -636,7 +671,9 @@ def clipped(
             return
         np.clip(action, low, high, out=action)
         mean = params[:, :n].astype(np.float64)
-        of_rows = params[:, n:].clip(*log_std_bounds) if log_std is None else log_std
+        of_rows = of_actions
+        if log_std is None:
+            of_rows = params[:, n:].clip(*log_std_bounds)
         std = np.exp(np.broadcast_to(of_rows, mean.shape).astype(np.float64))
         density = (
             -0.5 * ((action - mean) / std) ** 2
@@ -649,7 +686,7 @@ def clipped(
         some = outside.any(1)
         log_probs[t][some] = density[some].sum(1)
 
-    return emit_clipped
+    return Emitter(draw, emit_clipped)
 
 
 def log_normal_cdf(x: float) -> float:
@@ -664,7 +701,7 @@ def log_normal_cdf(x: float) -> float:
     )
 
 
-def greedy(rows: ActionRows, *, low: Array) -> Emit:
+def greedy(rows: ActionRows, *, low: Array) -> Emitter:
     """Choose the action with the highest value; ``params``: values ``[B, n]``."""
     actions = rows.flat
     start = int(low[0])
@@ -687,21 +724,19 @@ def greedy(rows: ActionRows, *, low: Array) -> Emit:
         else:
             np.add(values.argmax(1), start, out=actions[t], casting="unsafe")
 
-    return emit
+    return Emitter(_draws_nothing, emit)
 
 
 def epsilon_greedy(
     rows: ActionRows,
-    first: int,
     *,
     low: Array,
-    epsilon: float,
-    rng: np.random.Generator | None,
-) -> Emit:
-    """Choose the action with the highest value, or with probability ``epsilon`` any allowed one;
-    ``rng=None``: the former. ``params``: values ``[B, n]``.
+    epsilon: Callable[[], float],
+) -> Emitter:
+    """Choose the action with the highest value, or with probability ``epsilon`` any allowed one; the
+    mode is the former. ``params``: values ``[B, n]``.
     """
-    choose_best = greedy(rows, low=low)
+    choose_best = greedy(rows, low=low).emit
     mask = rows.mask
     actions = rows.flat
     log_probs = rows.log_prob
@@ -709,18 +744,27 @@ def epsilon_greedy(
     start = int(low[0])
     explores: Array = np.zeros((rows.T, rows.B), bool)
     which = np.zeros((rows.T, rows.B))
-    if rng is not None:
+    some_explore = [False] * rows.T
+    probability = 0.0
+
+    def draw(begin: int, end: int, rng: np.random.Generator | None) -> None:
+        nonlocal probability
+        probability = epsilon()
+        if rng is None:
+            return
         # a fixed amount per row, so that rollouts of any length draw the same
-        drawn = rng.random((rows.T - first, rows.B, 2))
-        np.less(drawn[..., 0], epsilon, out=explores[first:])
-        which[first:] = drawn[..., 1]
-    some_explore = np.any(explores, 1).tolist()
+        drawn = rng.random((end - begin, rows.B, 2))
+        part = explores[begin:end]
+        np.less(drawn[..., 0], probability, out=part)
+        which[begin:end] = drawn[..., 1]
+        any_explores: Any = part.any(1).tolist()
+        some_explore[begin:end] = any_explores
 
     def emit(t: int, values: Array) -> None:
         choose_best(t, values)
         counts = values.shape[1] if legal is None else (legal[t] != 0).sum(1)
-        of_other = epsilon / counts
-        np.log(of_other + (1 - epsilon), out=log_probs[t], casting="unsafe")
+        of_other = probability / counts
+        np.log(of_other + (1 - probability), out=log_probs[t], casting="unsafe")
         if not some_explore[t]:
             return
         if mask is None or legal is None:
@@ -732,10 +776,10 @@ def epsilon_greedy(
         np.copyto(row, drawn, where=is_other, casting="unsafe")
         np.log(of_other, out=log_probs[t], where=is_other, casting="unsafe")
 
-    return emit
+    return Emitter(draw, emit)
 
 
-def identity(rows: ActionRows) -> Emit:
+def identity(rows: ActionRows) -> Emitter:
     """Use the network's output as the action."""
     actions = rows.matrix
 
@@ -744,7 +788,7 @@ def identity(rows: ActionRows) -> Emit:
             raise rows.not_finite(t, action)
         np.copyto(actions[t], action)
 
-    return emit
+    return Emitter(_draws_nothing, emit)
 
 
 @lru_cache(maxsize=64)
@@ -754,16 +798,16 @@ def _ones(n: int) -> Array:
 
 
 def _normal(
-    rows: ActionRows,
-    first: int,
+    count: int,
+    B: int,
     n: int,
     rng: np.random.Generator | None,
 ) -> tuple[Array, Array]:
-    """Standard normal noise ``[T, B, n]`` and its log-density ``[T, B]``; rows before ``first`` are
-    not used.
-    """
-    noise = np.zeros((rows.T, rows.B, n), np.float32)
-    if rng is not None:
-        rng.standard_normal(dtype=np.float32, out=noise[first:])
-    squares = np.square(noise, dtype=np.float64).sum(-1)
+    """Return standard normal noise ``[count, B, n]`` and its log-density ``[count, B]``."""
+    if rng is None:
+        noise = np.zeros((count, B, n), np.float32)
+    else:
+        noise = rng.standard_normal((count, B, n), np.float32)
+    # ``reduce`` is what ``sum`` calls, after some microseconds
+    squares = np.add.reduce(np.square(noise, dtype=np.float64), -1)
     return noise, -0.5 * squares - 0.5 * n * math.log(2 * math.pi)
