@@ -24,7 +24,6 @@ from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
 from muster.utils.devices import moved
 
-
 # of a lane whose emitter is kept from rollout to rollout: it has memory for the noise of all rows
 KEPT_ROWS = 16
 
@@ -53,13 +52,13 @@ class _Views:
         self._act: Act | None = None
         self._program: Program | None = None
 
-    def emitter_of(self, head: Head) -> Emitter:
+    def kept_emitter(self, head: Head) -> Emitter:
         """Return the emitter that all requests for few rows use, with its memory for noise."""
         if self._emitter is None:
             self._emitter = head.emitter(self.rows)
         return self._emitter
 
-    def act_of(self, program: Program | None, make: Callable[[], Act]) -> Act:
+    def kept_act(self, program: Program | None, make: Callable[[], Act]) -> Act:
         """Return the function that acts for these requests, while the program is the same."""
         if self._act is None or program is not self._program:
             self._act = make()
@@ -164,10 +163,10 @@ class HeadPolicy:
             emitter.draw(first, until, self._noise(rng))
             return self._make_act(views, emitter.emit, lane.B)
         # few rows, or a rollout that stays open: the next ones have the same functions
-        emitter = views.emitter_of(self.head)
+        emitter = views.kept_emitter(self.head)
         if first < until:
             emitter.draw(first, until, self._noise(rng))
-        return views.act_of(
+        return views.kept_act(
             self._program, lambda: self._make_act(views, emitter.emit, lane.B)
         )
 
