@@ -95,7 +95,18 @@ def rollout(
             acted = running.begin(watch)
         # else no noise is drawn, as by a server of policies, which nothing asks
         if not lane.stopped:
-            _fill(running, policy, recorder, acted=acted)
+            prepared = _prepare(running, policy, acted=acted)
+            signals = interrupts.here()
+            begin = lane.acts_from
+            if begin > lane.done_steps:
+                # row 0 has the action of the policy's first call
+                _run(running, prepared, no_act, lane.done_steps, begin, signals)
+            if not lane.stopped and begin < lane.acts_until:
+                run = running, prepared, prepared.act, begin, lane.acts_until, signals
+                if recorder is None:
+                    _run(*run)
+                else:
+                    recorder.run(running, prepared, partial(_run, *run))
     completing = time.perf_counter_ns()
     outcome = running.settle() if request.open_rows else running.finish()
     cells[PHASE] = Phase.IDLE
@@ -105,35 +116,6 @@ def rollout(
         tally.spans.add("rollout", began, ended, group.track)
         tally.spans.add("copy", completing, ended, group.track)
     return outcome
-
-
-def _fill(
-    running: Rollout,
-    policy: Policy,
-    recorder: RolloutRecorder | None,
-    *,
-    acted: bool,
-) -> None:
-    """Make the rows of a request. ``acted``: row 0 has the action of the policy's first call."""
-    lane = running.lane
-    prepared = _prepare(running, policy, acted=acted)
-    signals = interrupts.here()
-    if lane.acts_from > lane.done_steps:
-        _run(running, prepared, no_act, lane.done_steps, lane.acts_from, signals)
-    if lane.stopped or lane.acts_from >= lane.acts_until:
-        return
-    run = (
-        running,
-        prepared,
-        prepared.act,
-        lane.acts_from,
-        lane.acts_until,
-        signals,
-    )
-    if recorder is None:
-        _run(*run)
-    else:
-        recorder.run(running, prepared, partial(_run, *run))
 
 
 class FurtherRows:
