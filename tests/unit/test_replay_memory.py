@@ -1134,7 +1134,7 @@ def test_rows_may_be_overwritten_at_any_line_of_a_read(kind, asked):
 
     def enter(frame: Any, *_: Any) -> Any:
         """Follow what reads without the lock, and what it calls."""
-        is_read = frame.f_code.co_name == "read"
+        is_read = frame.f_code.co_name == "_read"
         inside = frame.f_back.f_trace is not None
         return follow if is_read or inside else None
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 ITERATED = 1024  # transitions that an iterator reads at once
+# Drawn cells, before they are read: what has drawn them, the cells, their importance weights (None:
+# there are no priorities), and how many steps later the later transitions are (None: they were not
+# requested). No class, since one is made for every sample.
+_Draft: TypeAlias = "tuple[Sampler, Drawn, torch.Tensor | None, Array | None]"
+# likewise: the transitions, their weights, and the later transitions
+_Sample: TypeAlias = "tuple[TensorDict, torch.Tensor | None, TensorDict | None]"
 GATHERINGS = 3  # without the lock, before one with it
 
 Relabel = Callable[["TensorDict", "TensorDict"], "TensorDict | None"]
@@ -468,11 +474,12 @@ class ReplayMemory:
         if type(beta) is not float or not math.isfinite(beta):
             beta = finite("beta", beta, of="sample")
         made = self._sampled(n, make, condition, beta, with_later=relabel is not None)
-        batch = made.batch
-        if relabel is not None and made.later is not None:
-            batch = _relabelled(relabel, batch, made.later)
-        if made.weights is not None:
-            weights = made.weights.to(made.batch["index"].device)
+        batch, weights, later = made
+        if weights is not None:
+            weights = weights.to(batch["index"].device)
+        if relabel is not None and later is not None:
+            batch = _relabelled(relabel, batch, later)
+        if weights is not None:
             if sequence is not None:
                 weights = weights.unsqueeze(-1).repeat(1, sequence)
             batch.set(WEIGHT, weights)
@@ -596,14 +603,14 @@ class ReplayMemory:
         for _ in range(GATHERINGS):
             with lock:
                 draft = self._draw(n, condition, beta, with_later=with_later)
-            sample = draft.read(make)
+            sample = _read(draft, make)
+            sampler, drawn, _, _ = draft
             with lock:
-                if draft.sampler is self._sampler and draft.sampler.is_there(
-                    draft.drawn
-                ):
+                if sampler is self._sampler and sampler.is_there(drawn):
                     return sample
         with lock:
-            return self._draw(n, condition, beta, with_later=with_later).read(make)
+            draft = self._draw(n, condition, beta, with_later=with_later)
+            return _read(draft, make)
 
     def _draw(
         self, n: int, condition: InSequence | None, beta: float, *, with_later: bool
@@ -623,7 +630,7 @@ class ReplayMemory:
             weights = sampler.weights(drawn, beta)
         if with_later:
             later = sampler.later_steps(drawn)
-        return _Draft(sampler, drawn, weights, later)
+        return sampler, drawn, weights, later
 
     def _in_order(self, sampler: Sampler, chosen: Array) -> TensorDict:
         """Return the transitions of these numbers in order of time. With the lock."""
@@ -640,44 +647,16 @@ class ReplayMemory:
         return batch.to(self._device, non_blocking=pins)
 
 
-class _Sample(NamedTuple):
-    """A sample.
-
-    Attributes:
-        batch: the transitions.
-        weights: their importance weights, ``[n]``; None: there are no priorities.
-        later: later transitions, for ``relabel``; None: they were not requested.
+def _read(draft: _Draft, make: Make) -> _Sample:
+    """Read drawn cells. Without the lock, what is read may have been overwritten meanwhile: see
+    ``Sampler.is_there``.
     """
-
-    batch: TensorDict
-    weights: torch.Tensor | None
-    later: TensorDict | None
-
-
-class _Draft(NamedTuple):
-    """Drawn cells, before they are read.
-
-    Attributes:
-        sampler: has drawn them.
-        drawn: the cells.
-        weights: see ``_Sample``.
-        later: how many steps later the later transitions are; None: they were not requested.
-    """
-
-    sampler: Sampler
-    drawn: Drawn
-    weights: torch.Tensor | None
-    later: Array | None
-
-    def read(self, make: Make) -> _Sample:
-        """Read the cells. Without the lock, what is read may have been overwritten meanwhile: see
-        ``Sampler.is_there``.
-        """
-        batch = self.sampler.gathered(self.drawn, make)
-        later = None
-        if self.later is not None:
-            later = self.sampler.later(self.drawn, self.later)
-        return _Sample(batch, self.weights, later)
+    sampler, drawn, weights, steps = draft
+    batch = sampler.gathered(drawn, make)
+    later = None
+    if steps is not None:
+        later = sampler.later(drawn, steps)
+    return batch, weights, later
 
 
 def _as_asked(
