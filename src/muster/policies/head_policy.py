@@ -24,9 +24,6 @@ from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
 from muster.utils.devices import moved
 
-# of a lane whose emitter is kept from rollout to rollout: it has memory for the noise of all rows
-KEPT_ROWS = 16
-
 
 class _Views:
     """The rows of a lane, as a head reads and writes them.
@@ -47,15 +44,20 @@ class _Views:
         self.tensors = tensors
         self.arrays = arrays
         self.rows = rows
-        # of few rows, or of a rollout that stays open
+        # of one row, or of a rollout that stays open
         self._emitter: Emitter | None = None
+        self._rng: GroupRng | None = None  # of its noise
         self._act: Act | None = None
         self._program: Program | None = None
 
-    def kept_emitter(self, head: Head) -> Emitter:
-        """Return the emitter that all requests for few rows use, with its memory for noise."""
-        if self._emitter is None:
+    def kept_emitter(self, head: Head, rng: GroupRng) -> Emitter:
+        """Return the emitter that all these requests of a group use, with its memory for noise. (A
+        server prepares one lane for several groups, and each has noise of its own.)
+        """
+        if self._emitter is None or rng is not self._rng:
             self._emitter = head.emitter(self.rows)
+            self._rng = rng
+            self._act = None
         return self._emitter
 
     def kept_act(self, program: Program | None, make: Callable[[], Act]) -> Act:
@@ -158,12 +160,12 @@ class HeadPolicy:
         if self._program is not None and not self._program.current():
             row = [leaf[first] for leaf in views.tensors]
             self._plan(self._input(row))
-        if until == lane.T > KEPT_ROWS:
+        if until == lane.T > 1:
             emitter = self.head.emitter(views.rows)
             emitter.draw(first, until, self._noise(rng))
             return self._make_act(views, emitter.emit, lane.B)
-        # few rows, or a rollout that stays open: the next ones have the same functions
-        emitter = views.kept_emitter(self.head)
+        # one row, or a rollout that stays open: the next ones have the same functions
+        emitter = views.kept_emitter(self.head, rng)
         if first < until:
             emitter.draw(first, until, self._noise(rng))
         return views.kept_act(
