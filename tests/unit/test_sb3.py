@@ -252,7 +252,11 @@ def test_normalized_dicts_change_the_keys_that_are_normalized():
     assert space["t"] == spaces.Box(-4, 4, (1,))
     assert space["chain"] == OneWayChain().observation_space
     batch = collect(
-        vector(DictChain, wrap=wrap), frames_per_batch=60, validate="full", **CUT
+        vector(DictChain, wrap=wrap),
+        frames_per_batch=60,
+        validate="full",
+        seed=0,
+        **CUT,
     )
     assert batch["next", "t"].min() < 0
 

@@ -22,6 +22,7 @@ from muster.protocols import Policy
 from muster.restore.pickling import unpickled
 from muster.rng import GroupRng, seeds_of
 from muster.rollout.bootstrap import BootstrapRows, rollout_and_values
+from muster.rollout.carry import FirstCall
 from muster.rollout.columns import lane_columns
 from muster.rollout.first_call import begin_episodes, prime, probe
 from muster.rollout.group import Group
@@ -227,7 +228,8 @@ class Worker:
                 self._known = copied, outputs.objects
                 call = group.carry.call_of(before)
                 if call is not None:
-                    group.carry.keep_call(call._replace(policy=copied))
+                    own = FirstCall(copied, call.outputs, call.version)
+                    group.carry.keep_call(own)
             self.acting = copied
         self.policies["policy"] = copied
 
