@@ -8,7 +8,7 @@ Each run is a process of its own, one at a time; seed by seed, an example and th
 A point is the mean return of the last episodes (``Curve.window``) while training. Seconds are those
 of the whole process with its imports, and its processor time. CleanRL 1.2.0 needs older packages:
 benchmarks/README.md has the two environments for it. Results are added to
-``benchmarks/results/curves.json`` after every seed; the table of docs/examples.md is made from it.
+``benchmarks/results/curves.json`` after every run; the table of docs/examples.md is made from it.
 With ``--add``, seeds that are there with as many frames are not run again.
 """
 
@@ -270,15 +270,12 @@ def read() -> dict[str, Any]:
 def with_results_of(
     name: str, runs: dict[str, list[Any]], frames: int
 ) -> dict[str, list[Any]]:
-    """Return the runs of the results with so many frames, if there are as many of each system."""
+    """Return the runs of the results with so many frames, by system."""
     known = read().get(name, {"runs": {}})["runs"]
-    if known.keys() != runs.keys():
-        return runs
-    kept = {
-        system: [run for run in done if run.get("frames") == frames]
-        for system, done in known.items()
+    return {
+        system: [run for run in known.get(system, []) if run.get("frames") == frames]
+        for system in runs
     }
-    return kept if len({len(done) for done in kept.values()}) == 1 else runs
 
 
 def write(results: dict[str, Any]) -> None:
@@ -331,9 +328,10 @@ def main() -> None:
         )
         if options.add:
             runs = with_results_of(name, runs, frames)
-        done_seeds = min(len(done) for done in runs.values())
-        for seed in range(done_seeds + 1, options.seeds + 1):
+        for seed in range(1, options.seeds + 1):
             for system, done in runs.items():
+                if any(run["seed"] == seed for run in done):
+                    continue
                 done.append(
                     ours(name, seed, frames)
                     if system == "Muster"
@@ -343,10 +341,13 @@ def main() -> None:
                     f"{name} seed {seed} {system}: {done[-1]['rows'][-1]}, cpu {done[-1]['cpu_s']} s",
                     flush=True,
                 )
-            write(
-                read()
-                | {name: {"title": curve.title, "machine": machine(), "runs": runs}}
-            )
+                made = {system: done for system, done in runs.items() if done}
+                of_example = {
+                    "title": curve.title,
+                    "machine": machine(),
+                    "runs": made,
+                }
+                write(read() | {name: of_example})
 
 
 if __name__ == "__main__":
