@@ -121,9 +121,7 @@ def _microseconds(results: Mapping[str, Any], case: str, systems: Sequence[str])
     for name in systems:
         found = results["workloads"][case].get(name, {})
         if "fps" in found:
-            counted = CASES[case]
-            frames = counted.frames if counted.collects else counted.B
-            return f"{1e6 * frames / found['fps']:,.0f}"
+            return f"{1e6 * CASES[case].counted / found['fps']:,.0f}"
     return ""
 
 

@@ -44,13 +44,18 @@ class Case(Workload):
     fill: int = 512
     clock: Clock = "cpu"
 
+    @property
+    def counted(self) -> int:
+        """Frames that an iteration counts: those that it collects, or of one row."""
+        return self.frames if self.collects else self.B
+
 
 class OffPolicy:
     """An iteration of a case: ``collect`` and ``sample`` of a subclass."""
 
     def __init__(self, case: Case) -> None:
         self._steps = [self.collect] * case.collects + [self.sample] * case.samples
-        self._counted = case.frames if case.collects else case.B
+        self._counted = case.counted
         for _ in range(case.fill):
             self.collect()
 

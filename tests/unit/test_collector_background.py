@@ -534,20 +534,15 @@ def test_weights_are_never_torn_and_versions_are_those_that_acted():
         assert len(batch["first"].unique()) == 1, "one version per batch"
 
 
-# --- the user's own thread ------------------------------------------------------------------------
-
-
 class Remembering(nn.Module):
     """Acts with the parity of the number of its calls in the episode, which is its state."""
 
     def __init__(self, h0: float | None) -> None:
         super().__init__()
-        self.calls = 0
         if h0 is not None:
             self.h0 = nn.Parameter(torch.full((1,), h0))
 
     def forward(self, observation: torch.Tensor, state: Any) -> Any:
-        self.calls += 1
         if state is None:
             state = torch.zeros((*observation.shape[:-1], 1))
         return state[..., 0].long() % 2, state + 1
@@ -623,6 +618,9 @@ def test_a_policy_goes_on_in_the_background_where_it_was(policy, before, rows):
     assert names == set(memory[:].keys(True, True)) - {"index"}
     for name in names:
         assert torch.equal(memory[:][name], expected[:][name]), name
+
+
+# --- the user's own thread ------------------------------------------------------------------------
 
 
 def test_the_users_gradients_and_threads_are_left_alone():

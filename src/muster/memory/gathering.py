@@ -239,13 +239,10 @@ class Gathering:
         """
         stored = self._ring.stored
         to_tensor = stored.to_tensor
-        first: Any = places
-        last: Any = ends
-        if stored.device is not None:
-            first = stored.on_device(places)
-            last = first
-            if ends is not places:
-                last = stored.on_device(ends)
+        first = stored.on_device(places)
+        last = first
+        if ends is not places:
+            last = stored.on_device(ends)
         found = []
         for read in self._shown:
             found.append(to_tensor(read(first, 0)))
@@ -257,12 +254,9 @@ class Gathering:
         return found
 
     def _index_of(self, cells: Array) -> torch.Tensor:
-        index = cells
-        if self._count > 1:
-            index = cells * self._count + self._number
-        if self._ring.stored.device is None:
-            return torch.from_numpy(index)
-        return self._tensor(index)
+        if self._count == 1:
+            return self._tensor(cells)
+        return self._tensor(cells * self._count + self._number)
 
     def _tensor(self, values: Array) -> torch.Tensor:
         tensor = torch.from_numpy(values)

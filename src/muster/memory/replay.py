@@ -475,8 +475,6 @@ class ReplayMemory:
             beta = finite("beta", beta, of="sample")
         made = self._sampled(n, make, condition, beta, with_later=relabel is not None)
         batch, weights, later = made
-        if weights is not None:
-            weights = weights.to(batch["index"].device)
         if relabel is not None and later is not None:
             batch = _relabelled(relabel, batch, later)
         if weights is not None:
@@ -653,6 +651,8 @@ def _read(draft: _Draft, make: Make) -> _Sample:
     """
     sampler, drawn, weights, steps = draft
     batch = sampler.gathered(drawn, make)
+    if weights is not None:
+        weights = weights.to(batch["index"].device)
     later = None
     if steps is not None:
         later = sampler.later(drawn, steps)

@@ -375,8 +375,7 @@ class Ring:
         """Return the places of readable cells; ``cells`` themselves until the ring is full once."""
         if self.hi <= self.places:
             return cells
-        found: Array = cells % (self.places * self.B)
-        return found
+        return self.places_of(cells)
 
     def continues(self, cells: Array, later: Array) -> Array:
         """Return whether cells of the same environments belong to the same episode, and the later

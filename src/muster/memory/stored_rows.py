@@ -196,17 +196,16 @@ class StoredRows:
 
     def observations(self, places: Array) -> dict[Key, Rows]:
         """Return the observations at places of cells."""
-        return {key: self.of(key, places) for key in self.observed}
+        index = self.on_device(places)
+        found = {}
+        for key in self.observed:
+            found[key] = self.reads[key](index, 0)
+        return found
 
     def next_observations(self, places: Array) -> dict[Key, Rows]:
         """Return the observations after the cells at ``places``."""
-        after: Any = places + self.B
-        if self.device is not None:
-            after = self.on_device(after)
-        found = {}
-        for key in self.observed:
-            found[key] = self.reads[key](after, 0)
         # those kept aside last: they are there before another row takes the place of theirs
+        found = self.observations(places + self.B)
         self.asides.put_into(found, places)
         return found
 

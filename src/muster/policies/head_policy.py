@@ -160,7 +160,8 @@ class HeadPolicy:
         if self._program is not None and not self._program.current():
             row = [leaf[first] for leaf in views.tensors]
             self._plan(self._input(row))
-        if until == lane.T > 1:
+        has_several = until == lane.T and lane.T > 1
+        if has_several:
             emitter = self.head.emitter(views.rows)
             emitter.draw(first, until, self._noise(rng))
             return self._make_act(views, emitter.emit, lane.B)

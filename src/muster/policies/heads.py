@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -682,22 +683,15 @@ class Gaussian(Head):
 
     def emitter(self, rows: ActionRows) -> Emitter:
         n = rows.matrix[0].shape[1]
-
-        def of_actions() -> Array:
-            assert self.log_std is not None
-            log_std = _flat_on_cpu(self.log_std.detach().float())
-            if len(log_std) == n:
-                return log_std
-            return np.broadcast_to(log_std, (n,))
-
-        read = None if self.log_std is None else of_actions
-        if read is None:
+        read: sampling.Read | None = None
+        if self.log_std is None:
             emitter = sampling.gaussian_by_state(
                 rows,
                 log_std_bounds=LOG_STD_BOUNDS,
                 squash=None,
             )
         else:
+            read = partial(self._log_std_of, n)
             emitter = sampling.gaussian(rows, log_std=read)
         if not self.clip:
             return emitter
@@ -711,6 +705,14 @@ class Gaussian(Head):
             log_std=read,
             log_std_bounds=LOG_STD_BOUNDS,
         )
+
+    def _log_std_of(self, n: int) -> Array:
+        """Return the head's own ``log_std`` as it is now, for ``n`` values of an action."""
+        assert self.log_std is not None
+        log_std = _flat_on_cpu(self.log_std.detach().float())
+        if len(log_std) == n:
+            return log_std
+        return np.broadcast_to(log_std, (n,))
 
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
         mean, log_std = self._parameters_of(out)

@@ -754,11 +754,10 @@ def epsilon_greedy(
             return
         # a fixed amount per row, so that rollouts of any length draw the same
         drawn = rng.random((end - begin, rows.B, 2))
-        part = explores[begin:end]
+        part: Any = explores[begin:end]
         np.less(drawn[..., 0], probability, out=part)
         which[begin:end] = drawn[..., 1]
-        any_explores: Any = part.any(1).tolist()
-        some_explore[begin:end] = any_explores
+        some_explore[begin:end] = part.any(1).tolist()
 
     def emit(t: int, values: Array) -> None:
         choose_best(t, values)

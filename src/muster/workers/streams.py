@@ -78,20 +78,17 @@ class ServedStreams:
         left = {}
         for group, state in states.items():
             streams = state["group"].get("rng")
+            self._acted.discard(group)
             if streams is None:  # its worker was dropped
                 self._of.pop(group, None)
-                self._acted.discard(group)
                 left[group] = dict(state)
                 continue
             if state["group"]["acting"] == "policy":
                 self._of[group] = self.restored(group, streams)
                 if streams.get("acted", True):  # earlier states do not say it
                     self._acted.add(group)
-                else:
-                    self._acted.discard(group)
             else:  # ``add`` brings the streams before the first call
                 self._of.pop(group, None)
-                self._acted.discard(group)
             of_worker = {**streams, "torch": None, "cuda": None}
             left[group] = {**state, "group": {**state["group"], "rng": of_worker}}
         return left

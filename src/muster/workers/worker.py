@@ -220,9 +220,8 @@ class Worker:
         running episodes, and with the call that it has made for the next rollout.
         """
         before = self.policies["policy"]
-        if (
-            self.acting is before
-        ):  # else the copy makes its first call before its next rollout
+        # else the copy makes its first call before its next rollout
+        if self.acting is before:
             for group in self.groups:
                 outputs = probe(group, copied)
                 self._known = copied, outputs.objects
