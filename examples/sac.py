@@ -26,7 +26,8 @@ LOG_STD_BOUNDS = -5.0, 2.0
 
 
 def mlp(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, outputs))
+    relu = nn.ReLU(inplace=True)  # no memory for its output
+    return nn.Sequential(nn.Linear(inputs, 256), relu, nn.Linear(256, 256), relu, nn.Linear(256, outputs))
 
 
 class MeanAndLogStd(nn.Sequential):
@@ -59,12 +60,11 @@ class Learner:
         self.actor = policies.tanh_gaussian(net, log_std_bounds=LOG_STD_BOUNDS)
         self.critics = Critics(obs_size + action_size)
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
-        self.log_alpha = torch.zeros((), requires_grad=True)
+        self.log_alpha, self.updates = torch.zeros((), requires_grad=True), 0
         self.entropy = -float(action_size)  # the target
         self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=ACTOR_RATE, fused=True)
         self.critic_optimizer = torch.optim.Adam(self.critics.parameters(), lr=CRITIC_RATE, fused=True)
-        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=CRITIC_RATE)
-        self.updates = 0
+        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=CRITIC_RATE, fused=True)
 
     def sample(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Return actions with gradients, ``[B, n]``, and their log-probabilities, ``[B]``."""

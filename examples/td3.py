@@ -27,7 +27,8 @@ EXPLORATION, SMOOTHING, SMOOTHING_CLIP = 0.1, 0.2, 0.5  # standard deviations, i
 
 
 def mlp(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, outputs))
+    relu = nn.ReLU(inplace=True)  # no memory for its output
+    return nn.Sequential(nn.Linear(inputs, 256), relu, nn.Linear(256, 256), relu, nn.Linear(256, outputs))
 
 
 class Actor(nn.Module):

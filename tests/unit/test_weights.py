@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -249,6 +250,48 @@ def test_large_values_whose_sum_is_infinite_are_finite(dtype):
         )
         == 1
     )
+
+
+KINDS = {
+    "few": lambda: torch.ones(3, 2),
+    "one": lambda: torch.ones(()),
+    "many": lambda: torch.ones(3, 9_001),
+    "more than torch sums in one thread": lambda: torch.ones(300, 301),
+    "not in C order": lambda: torch.ones(200, 3).t(),
+    "parts of others": lambda: torch.ones(200, 30)[:, 4:9],
+    "double": lambda: torch.ones(9_001, dtype=torch.float64),
+    "half": lambda: torch.ones(70, dtype=torch.float16),
+    "complex": lambda: torch.ones(70, dtype=torch.complex64),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("meanwhile", ["nothing", "replaced", "enlarged"])
+def test_values_of_the_policy_itself_are_looked_at(kind, bad, meanwhile, recwarn):
+    policy = nn.Module()
+    policy.register_buffer("others", torch.ones(5))
+    policy.w = nn.Parameter(KINDS[kind]())
+    weights = PolicyWeights(policy)
+    weights.publish()
+    if meanwhile == "replaced":
+        policy.w.data = policy.w.data.clone()
+    elif meanwhile == "enlarged":  # in the same memory
+        memory = torch.ones(2 * policy.w.numel(), dtype=policy.w.dtype)
+        policy.w.data = memory[: policy.w.numel()]
+        weights.publish()
+        policy.w.data = memory
+    weights.publish()
+    published = weights.version
+    for place in {0, policy.w.numel() // 2, policy.w.numel() - 1}:
+        where = np.unravel_index(place, policy.w.shape)
+        before = policy.w.data[where].clone()
+        policy.w.data[where] = bad
+        with pytest.raises(BadWeights, match="w is not finite"):
+            weights.publish()
+        policy.w.data[where] = before
+    assert weights.publish() == published + 1
+    assert not recwarn.list
 
 
 # --- names on both sides --------------------------------------------------------------------------

@@ -25,16 +25,21 @@ import torch
 import torch.nn.functional as F
 from torch import distributions as D
 from torch import nn
-from torch.distributions import constraints
 
 from muster.errors import BadOption
 from muster.keys import ACTION_MASK, Key, dotted
 from muster.memory.specs import Array, ArraySpec, Specs, choices_of, is_joint_mask
 from muster.policies import sampling
+from muster.policies.distributions import (
+    Categoricals,
+    ClippedNormal,
+    JointCategoricals,
+    SquashedNormal,
+    joint_logits,
+)
 from muster.policies.sampling import ActionMask, ActionRows, Emitter, split_index
 
 LOG_STD_BOUNDS = (-20.0, 2.0)
-FAR = 40.0  # standard deviations, beyond which float32 has no probability
 
 Drawn = tuple[torch.Tensor, "torch.Tensor | None"]  # actions, and log-probabilities [B]
 
@@ -419,143 +424,6 @@ class Categorical(Head):
         return action, log_prob.sum(-1)
 
 
-class Categoricals(D.Distribution):
-    """Independent categorical variables, as one action of shape ``shape``; choices are numbered
-    from ``low``.
-    """
-
-    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  as in torch
-
-    def __init__(
-        self,
-        logits: torch.Tensor,
-        nvec: tuple[int, ...],
-        low: tuple[int, ...],
-        shape: tuple[int, ...],
-    ) -> None:
-        logits_of = torch.split(logits, list(nvec), -1)
-        self.parts = [D.Categorical(logits=part) for part in logits_of]
-        self.low = torch.tensor(low, device=logits.device)
-        super().__init__(
-            logits.shape[:-1],
-            torch.Size(shape),
-            validate_args=False,
-        )
-
-    def sample(self, sample_shape: Any = ()) -> torch.Tensor:
-        size = torch.Size(sample_shape)
-        choices = [part.sample(size) for part in self.parts]  # type: ignore[no-untyped-call]
-        return self._action(choices)
-
-    @property
-    def mode(self) -> torch.Tensor:
-        modes = [part.mode for part in self.parts]
-        return self._action(modes)
-
-    def log_prob(self, value: torch.Tensor) -> torch.Tensor:
-        dims = value.ndim - len(self.event_shape)
-        lead = value.shape[:dims]
-        index = value.reshape(*lead, -1) - self.low
-        indices = index.unbind(-1)
-        log_probs = []
-        for part, of_part in zip(self.parts, indices, strict=True):
-            log_probs.append(part.log_prob(of_part))  # type: ignore[no-untyped-call]
-        return torch.stack(log_probs).sum(0)
-
-    def entropy(self) -> torch.Tensor:
-        entropies = [part.entropy() for part in self.parts]  # type: ignore[no-untyped-call]
-        return torch.stack(entropies).sum(0)
-
-    def _action(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        stacked = torch.stack(parts, -1) + self.low
-        lead = stacked.shape[:-1]
-        return stacked.reshape((*lead, *self.event_shape))
-
-
-def joint_logits(
-    logits: torch.Tensor,
-    nvec: tuple[int, ...],
-    agents: int = 1,
-) -> torch.Tensor:
-    """Return the logit of each combination of choices, ``[*batch, prod(nvec)]``, from those of the
-    variables.
-
-    With several agents, of each one's combinations, one agent after another; ``nvec`` are the
-    variables of all.
-    """
-    lead = logits.shape[:-1]
-    own = nvec[: len(nvec) // agents]
-    own_logits = logits.reshape(*lead, agents, -1)
-    first, *others = torch.split(own_logits, list(own), -1)
-    joint = first
-    for part in others:
-        pairs = joint.unsqueeze(-1) + part.unsqueeze(-2)
-        joint = pairs.flatten(-2)
-    return joint.flatten(-2)
-
-
-class JointCategoricals(D.Distribution):
-    """A categorical distribution of combinations of choices, as one action of shape ``shape``; see
-    ``Categoricals``.
-
-    ``logits`` are those of combinations, in C order; of several agents with equal spaces, one after
-    another.
-    """
-
-    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  as in torch
-
-    def __init__(
-        self,
-        logits: torch.Tensor,
-        nvec: tuple[int, ...],
-        low: tuple[int, ...],
-        shape: tuple[int, ...],
-        agents: int,
-    ) -> None:
-        variables = len(nvec) // agents
-        self._nvec = nvec[:variables]
-        lead = logits.shape[:-1]
-        of_agents = logits.reshape(*lead, agents, -1)
-        self.combinations = D.Categorical(logits=of_agents)  # [*batch, agents]
-        self.low = torch.tensor(low, device=logits.device)
-        super().__init__(
-            logits.shape[:-1],
-            torch.Size(shape),
-            validate_args=False,
-        )
-
-    def sample(self, sample_shape: Any = ()) -> torch.Tensor:
-        size = torch.Size(sample_shape)
-        number = self.combinations.sample(size)  # type: ignore[no-untyped-call]
-        return self._action(number)
-
-    @property
-    def mode(self) -> torch.Tensor:
-        return self._action(self.combinations.mode)
-
-    def log_prob(self, value: torch.Tensor) -> torch.Tensor:
-        dims = value.ndim - len(self.event_shape)
-        lead = value.shape[:dims]
-        index = value.reshape(*lead, -1) - self.low
-        by_variable = index.reshape(*lead, -1, len(self._nvec))
-        number, *others = by_variable.unbind(-1)
-        for choice, n in zip(others, self._nvec[1:], strict=True):
-            number = number * n + choice
-        log_prob: torch.Tensor = self.combinations.log_prob(number)  # type: ignore[no-untyped-call]
-        return log_prob.sum(-1)
-
-    def entropy(self) -> torch.Tensor:
-        entropy: torch.Tensor = self.combinations.entropy()  # type: ignore[no-untyped-call]
-        return entropy.sum(-1)
-
-    def _action(self, number: torch.Tensor) -> torch.Tensor:
-        variables = split_index(number, self._nvec)
-        by_variable = torch.stack(variables, -1)
-        choices = by_variable.flatten(-2) + self.low
-        lead = choices.shape[:-1]
-        return choices.reshape((*lead, *self.event_shape))
-
-
 def gaussian(
     net: nn.Module,
     *,
@@ -750,78 +618,6 @@ class Gaussian(Head):
         return out, log_std.expand_as(out)
 
 
-class ClippedNormal(D.Distribution):
-    """A normal variable that is clipped to ``[low, high]``, which may be infinite: the probability
-    of a bound is that of all that lies beyond it.
-    """
-
-    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  as in torch
-
-    def __init__(
-        self,
-        mean: torch.Tensor,
-        std: torch.Tensor,
-        low: torch.Tensor,
-        high: torch.Tensor,
-    ) -> None:
-        self.normal = D.Normal(mean, std, validate_args=False)
-        self.low = low
-        self.high = high
-        super().__init__(mean.shape, validate_args=False)
-
-    @property
-    def mode(self) -> torch.Tensor:
-        return self.normal.loc.clamp(self.low, self.high)
-
-    def sample(self, sample_shape: Any = ()) -> torch.Tensor:
-        size = torch.Size(sample_shape)
-        drawn: torch.Tensor = self.normal.sample(size)  # type: ignore[no-untyped-call]
-        return drawn.clamp(self.low, self.high)
-
-    def rsample(self, sample_shape: Any = ()) -> torch.Tensor:
-        drawn = self.normal.rsample(torch.Size(sample_shape))
-        return drawn.clamp(self.low, self.high)
-
-    def log_prob(self, value: torch.Tensor) -> torch.Tensor:
-        below, above, _ = self._tails()
-        inside: torch.Tensor = self.normal.log_prob(value)  # type: ignore[no-untyped-call]
-        from_low = torch.where(value >= self.high, above, inside)
-        return torch.where(value <= self.low, below, from_low)
-
-    def entropy(self) -> torch.Tensor:
-        """Of the bounds as events, and of the density between them."""
-        below, above, (a, b) = self._tails()
-        constant = self.normal.scale.log() + 0.5 * math.log(2 * math.pi)
-        within = 1 - below.exp() - above.exp()
-        squares = within - b * _density(b) + a * _density(a)
-        bounds = -below.exp() * below - above.exp() * above
-        return bounds + constant * within + 0.5 * squares
-
-    def _tails(
-        self,
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """Return the log-probabilities of the bounds, and the bounds as standard deviations from
-        the mean. Infinite bounds are replaced by far ones, whose gradients are numbers.
-        """
-        mean = self.normal.loc
-        std = self.normal.scale
-        far = FAR * std.detach()
-        far_below = mean.detach() - far
-        far_above = mean.detach() + far
-        low = torch.where(self.low.isinf(), far_below, self.low)
-        high = torch.where(self.high.isinf(), far_above, self.high)
-        a = (low - mean) / std
-        b = (high - mean) / std
-        below = torch.special.log_ndtr(a)
-        above = torch.special.log_ndtr(-b)
-        return below, above, (a, b)
-
-
-def _density(x: torch.Tensor) -> torch.Tensor:
-    log_density = -0.5 * x.square() - 0.5 * math.log(2 * math.pi)
-    return log_density.exp()
-
-
 def tanh_gaussian(
     net: nn.Module,
     *,
@@ -865,10 +661,13 @@ class TanhGaussian(Head):
         self._no_mask(action_mask)
         out = self.net(obs)
         mean, log_std = _mean_and_log_std(out, self.log_std_bounds)
-        base = self._normal(mean, log_std)
-        scale = D.AffineTransform(self.middle, self.halfwidth, cache_size=1)
-        transforms = [Squash(1), scale]
-        return Squashed(base, transforms)
+        return SquashedNormal(
+            self._shaped(mean),
+            self._shaped(log_std),
+            self.middle,
+            self.halfwidth,
+            self._dims,
+        )
 
     def bind(self, spec: ArraySpec) -> int:
         n = self._bind_floats(spec)
@@ -917,25 +716,6 @@ class TanhGaussian(Head):
         log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
         log_slope = half.log() + log_slope
         return action, log_prob - log_slope.sum(-1)
-
-
-class Squash(D.TanhTransform):
-    """``tanh``; the inverse of a bound is that of the nearest value inside."""
-
-    def _inverse(self, y: torch.Tensor) -> torch.Tensor:
-        limit = 1 - torch.finfo(y.dtype).eps
-        return y.clamp(-limit, limit).atanh()
-
-
-class Squashed(D.TransformedDistribution):
-    """A squashed normal distribution; its mode is the squashed mean."""
-
-    @property
-    def mode(self) -> torch.Tensor:
-        mode = self.base_dist.mode
-        for transform in self.transforms:
-            mode = transform(mode)
-        return mode
 
 
 class Greedy(Head):

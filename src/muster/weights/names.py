@@ -379,7 +379,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _sum(tensor: torch.Tensor) -> complex:
-    if tensor.dtype not in (torch.float32, torch.float64) or not _is_large(tensor):
+    if not (_is_large(tensor) and is_array(tensor)):
         return complex(tensor.sum().item())
     numbers = tensor.detach().view(-1).numpy()
     with np.errstate(all="ignore"):
@@ -399,10 +399,18 @@ def copy_tensor(into: torch.Tensor, source: torch.Tensor) -> None:
             into.copy_(source)
 
 
+def is_array(tensor: torch.Tensor) -> bool:
+    """Return whether it is an array of float32 or float64 in C order."""
+    return tensor.dtype in (torch.float32, torch.float64) and _is_memory(tensor)
+
+
 def _is_large(tensor: torch.Tensor) -> bool:
     """Enough for torch to use threads; and it is an array of the same memory."""
-    if tensor.numel() <= TORCH_GRAIN:
-        return False
+    return tensor.numel() > TORCH_GRAIN and _is_memory(tensor)
+
+
+def _is_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the values are those of the memory, one after another."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return False
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:

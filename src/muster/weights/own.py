@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 
+from muster.memory.specs import Array
 from muster.policies.modes import all_modules
 from muster.utils.private_names import usable
 from muster.weights.coverage import tensors_of
-from muster.weights.names import TORCH_GRAIN, is_finite
+from muster.weights.names import is_array, is_finite
 
 _MODULES = itemgetter("_modules")
 _PARAMETERS = itemgetter("_parameters")
 _BUFFERS = itemgetter("_buffers")
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+DOT = 8_192  # values of a scalar product; from 10,000 on, OpenBLAS starts threads
 
 
 class OwnWeights:
@@ -42,8 +44,11 @@ class OwnWeights:
             Any
         ] = []  # the modules and tensors in it; they are kept, so are their ids
         self._ids: list[int] = []
-        self._small: list[Callable[[], torch.Tensor]] = []  # sums of tensors
-        self._large: list[torch.Tensor] = []
+        # methods of the tensors that are arrays: where their values are, and how many
+        self._asked: list[Callable[[], int]] = []
+        self._answers: list[int] = []
+        self._arrays: list[Array] = []  # the values, up to ``DOT`` in each
+        self._others: list[torch.Tensor] = []
         self._can_tell = _tensors_are_known()
         if self._can_tell:
             self._look()
@@ -52,15 +57,14 @@ class OwnWeights:
         """Return whether all values are certainly finite."""
         if not self._can_tell:
             return False
-        if list(map(id, self._held_now())) != self._ids:
+        are_the_same = list(map(id, self._held_now())) == self._ids
+        if not are_the_same or [ask() for ask in self._asked] != self._answers:
             self._look()
             if not self._can_tell:
                 return False
-        with torch.no_grad():
-            # a sum with one infinite or NaN term is one too
-            if not math.isfinite(sum([total().item() for total in self._small])):
-                return False
-        return all(map(is_finite, self._large))
+        # a sum of squares with one infinite or NaN term is one too
+        squares = [array.dot(array) for array in self._arrays]
+        return all(map(math.isfinite, squares)) and all(map(is_finite, self._others))
 
     def _held_now(self) -> chain[Any]:
         every = self._attributes
@@ -85,10 +89,16 @@ class OwnWeights:
         if not self._can_tell:
             return
         floats = [tensor for tensor in weights if tensor.is_floating_point()]
-        self._small = [
-            t.sum for t in floats if t.numel() <= TORCH_GRAIN and t.itemsize > 1
-        ]
-        self._large = [t for t in floats if t.numel() > TORCH_GRAIN or t.itemsize == 1]
+        as_arrays = [tensor for tensor in floats if is_array(tensor)]
+        self._others = [tensor for tensor in floats if not is_array(tensor)]
+        self._asked = []
+        self._arrays = []
+        for tensor in as_arrays:
+            self._asked += [tensor.data_ptr, tensor.numel]
+            values = tensor.detach().view(-1).numpy()
+            for start in range(0, len(values), DOT):
+                self._arrays.append(values[start : start + DOT])
+        self._answers = [ask() for ask in self._asked]
 
 
 @cache
