@@ -535,6 +535,21 @@ def test_one_object_in_two_places_is_one_object_again():
         assert env.d is env.e[0]
 
 
+def test_an_array_that_nothing_may_write_into_stays_so():
+    table = np.arange(3.0)
+    table.setflags(write=False)
+    pickled = restored(a=table, b=[table], c=Helper())
+    plain, saved = CountingEnv(), CountingEnv()
+    vars(saved).update(a=table, b=[table], free=np.zeros(2))
+    assert take(saved)["way"] == "plain"
+    assert restore(plain, take(saved), False) is None
+    assert plain.free.flags.writeable
+    for env in (plain, pickled):
+        assert env.a is env.b[0]
+        assert (env.a == [0, 1, 2]).all()
+        assert not env.a.flags.writeable
+
+
 def counted() -> int:
     drawn[0] += 1
     return drawn[0]

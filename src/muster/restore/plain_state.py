@@ -123,7 +123,8 @@ class Encoder:
         if kind is deque:
             return ["deque", value.maxlen, [self._item(item) for item in value]]
         if kind is np.ndarray:
-            return ["array", self._copy(value)]
+            name = "array" if value.flags.writeable else "read-only array"
+            return [name, self._copy(value)]
         if kind is np.random.Generator:
             bits = value.bit_generator
             name = type(bits).__name__
@@ -221,6 +222,10 @@ class Decoder:
                 return array[()]
             case ["array", array]:
                 return self._keep(array.copy())
+            case ["read-only array", array]:
+                made = self._keep(array.copy())
+                made.setflags(write=False)
+                return made
             case ["tensor", device, array]:
                 tensor = torch.from_numpy(array).clone()
                 return self._keep(tensor.to(device))
