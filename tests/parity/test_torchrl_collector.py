@@ -64,8 +64,10 @@ from torchrl.objectives.value import GAE
 from torchrl.testing import mocking_classes as mocks
 from torchrl.trainers import Trainer
 
+from muster import ReplayMemory
 from muster.compat.torchrl import Collector
 from muster.compat.torchrl.progress import NAMES
+from muster.errors import BadCheckpoint, BadOption
 from tests.tools import Stopper
 from tests.warned import noted_warnings
 
@@ -1043,6 +1045,40 @@ class Broken(mocks.CountingEnv):
         if self.count == 3:
             raise FloatingPointError("the simulator diverged")
         return super()._step(tensordict)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"replay_buffer": 5}, "replay_buffer=5: expected a replay buffer"),
+        ({"replay_buffer": []}, r"replay_buffer=\[\]: expected a replay buffer"),
+        ({"replay_buffer": ReplayBuffer}, "expected a replay buffer"),
+        ({"replay_buffer": ReplayMemory(100)}, "use muster.Collector"),
+        ({"frames_per_batch": None}, "frames_per_batch=None"),
+        ({"total_frames": "x"}, "total_frames='x': expected an integer"),
+        ({"total_frames": [40]}, r"total_frames=\[40\]: expected an integer"),
+        ({"weight_sync_schemes": 5}, "weight_sync_schemes=5: expected a dict"),
+    ],
+)
+def test_impossible_arguments_are_refused_before_anything_is_collected(options, match):
+    given = {"frames_per_batch": 20, "total_frames": 40, **options}
+    with pytest.raises(BadOption, match=match):
+        Collector(pendulum(), None, **given)
+
+
+def test_a_state_or_an_index_that_does_not_fit_changes_nothing():
+    ours = Collector(pendulum(), None, frames_per_batch=20, total_frames=60)
+    assert ours.next().shape == (20,)
+    for state in (None, {}, 5, {"frames": 3}):
+        with pytest.raises(BadCheckpoint, match="Nothing was loaded"):
+            ours.load_state_dict(state)
+    for index in (5, "x", [[True, False]]):
+        with pytest.raises(BadOption, match="expected an index into the batch size"):
+            ours.reset(index=index)
+    batch = ours.next()
+    assert ours.state_dict()["frames"] == 40
+    assert batch["collector", "traj_ids"][0] >= 0
+    ours.shutdown()
 
 
 def test_errors_of_environments_and_policies_are_the_originals():

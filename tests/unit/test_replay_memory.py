@@ -326,7 +326,9 @@ def check_sequences(written: Written, length: int = 3) -> None:
             if can_begin(written, place, length, across)
         ]
         if not beginnings:
-            with pytest.raises(NothingToSample):
+            room = max(ring.capacity for ring in written.memory.rings)
+            error = NothingToSample if length <= room else BadOption
+            with pytest.raises(error):
                 written.memory.sample(5, sequence=length, across_episodes=across)
             continue
         batch = written.memory.sample(5, sequence=length, across_episodes=across)
@@ -992,6 +994,7 @@ def test_what_an_index_means_before_anything_is_written():
         ({"capacity": 5, "keep": [()]}, "keep="),
         ({"capacity": 5, "device": "cuda:99"}, "device='cuda:99'"),
         ({"capacity": 5, "device": "xla"}, "device='xla'"),
+        ({"capacity": 5, "device": "meta"}, "have no values"),
         ({"capacity": 5, "pin_memory": True}, "to a CUDA device only"),
         ({"capacity": 5, "pin_memory": True, "device": "cpu"}, "to a CUDA device only"),
     ],
@@ -1018,6 +1021,13 @@ def test_impossible_options(options, match):
         ({"n": 2, "n_step": 3, "gamma": float("nan")}, "gamma=nan"),
         ({"n": 2, "n_step": 3, "gamma": "x"}, "gamma='x'"),
         ({"n": 2, "n_step": 3, "gamma": [0.9, 0.8]}, "gamma="),
+        ({"n": 2, "n_step": 3, "gamma": 99}, "gamma=99"),
+        ({"n": 2, "n_step": 3, "gamma": -0.1}, r"gamma=-0\.1"),
+        ({"n": 2, "gamma": "x"}, "gamma='x'"),
+        ({"n": 2, "sequence": 2, "gamma": float("nan")}, "gamma=nan"),
+        ({"n": 2, "beta": -1.0}, r"beta=-1\.0"),
+        ({"n": 2, "across_episodes": True}, "across_episodes=True"),
+        ({"n": 2, "n_step": 3, "across_episodes": True}, "across_episodes=True"),
     ],
 )
 def test_impossible_samples(options, match):
@@ -1037,10 +1047,132 @@ def test_priorities_that_are_none():
     for bad in ("x", None, [0.5, 1.5, 2.5]):
         with pytest.raises(BadOption, match="update_priority: index"):
             written.memory.update_priority(bad, 1.0)
-    with pytest.raises(BadOption, match="3 transitions"):
+    with pytest.raises(BadOption, match=r"shape \[3\] and priorities of shape \[2\]"):
         written.memory.update_priority(index, [1.0, 2.0])
     with pytest.raises(BadOption, match="alpha"):
         filled().memory.update_priority(index, 1.0)
+
+
+@pytest.mark.parametrize("sizes", [(2,), (1, 3)])
+def test_an_index_that_no_transition_has_had_is_refused(sizes):
+    memory = filled(alpha=1.0, sizes=sizes).memory
+    newest = int(memory[:]["index"].max())
+    expected = powers_of(memory)
+    for wrong in (-1, newest + 2 * sum(sizes), 10**6):
+        with pytest.raises(BadOption, match=f"no transition with the index {wrong} "):
+            memory.update_priority([newest, wrong], 100.0)
+    assert powers_of(memory) == expected
+    memory.update_priority([0, newest], 100.0)  # the first one was dropped
+    assert max(powers_of(memory)) == 100
+
+
+def powers_of(memory: ReplayMemory) -> list[float]:
+    """Return ``priority ** alpha`` of all transitions."""
+    newest = [ring["newest"] for ring in memory.state_dict()["rings"]]
+    return [power for ring in newest for power in ring["powers"].tolist()]
+
+
+def test_priorities_belong_to_transitions_by_their_place():
+    memory = filled(alpha=1.0).memory
+    index = memory[:6]["index"].reshape(3, 2)
+    values = torch.arange(1.0, 7).reshape(3, 2)
+    with pytest.raises(
+        BadOption, match=r"shape \[3, 2\] and priorities of shape \[2, 3\]"
+    ):
+        memory.update_priority(index, values.T)
+    for shaped in (values, values.reshape(-1), values[..., None]):
+        memory.update_priority(index, 0.0)
+        memory.update_priority(index, shaped)
+        assert powers_of(memory)[:6] == [1, 2, 3, 4, 5, 6]
+
+
+def test_with_alpha_0_priorities_have_to_be_numbers_too():
+    memory = filled(alpha=0.0).memory
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(BadOption, match="finite, and at least 0"):
+            memory.update_priority(memory[:1]["index"], bad)
+
+
+@pytest.mark.parametrize("way", ["state_dict", "save"])
+@pytest.mark.parametrize(("alpha", "wanted"), [(0.5, 1.0), (1.0, 0.25), (0.7, 0.0)])
+def test_priorities_are_restored_for_another_alpha(tmp_path, way, alpha, wanted):
+    memory = filled(alpha=alpha, gaps=0.3).memory
+    index = memory[:]["index"]
+    priorities = np.linspace(0.5, 30.0, len(index))
+    memory.update_priority(index, priorities)
+    memory.update_priority(index[:1], 0.0)
+    other = like(filled(alpha=wanted, gaps=0.3))
+    restore(other, memory, way, tmp_path)
+    before = np.array(powers_of(memory))
+    found = np.array(powers_of(other))
+    assert (before == 0).any()  # where no transition is
+    assert ((found == 0) == (before == 0)).all()
+    powers = found[found > 0]
+    np.testing.assert_allclose(powers[1:], priorities[1:] ** wanted, rtol=1e-12)
+    largest = other.state_dict()["rings"][0]["newest"]["largest"]
+    assert largest.tolist() == [30.0]
+
+
+def restore(into: ReplayMemory, memory: ReplayMemory, way: str, directory: Any) -> None:
+    if way == "save":
+        memory.save(directory)
+        into.load(directory)
+    else:
+        into.load_state_dict(memory.state_dict())
+
+
+@pytest.mark.parametrize("way", ["state_dict", "save"])
+def test_priorities_that_alpha_0_does_not_tell_are_refused(tmp_path, way):
+    memory = filled(alpha=0.0).memory
+    other = filled(alpha=0.5).memory
+    before = other.state_dict()
+    with pytest.raises(BadCheckpoint, match="alpha=0"):
+        restore(other, memory, way, tmp_path)
+    assert_equal_states(other.state_dict(), before)
+
+
+def assert_equal_states(a: Any, b: Any) -> None:
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_equal_states(a[key], b[key])
+    elif isinstance(a, list):
+        assert len(a) == len(b)
+        for one, other in zip(a, b, strict=True):
+            assert_equal_states(one, other)
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    else:
+        assert a == b
+
+
+SPOILED = {
+    "few rows of a column": lambda ring: cut(ring["rows"], "column.0"),
+    "few rows of the flags": lambda ring: cut(ring["rows"], "begins"),
+    "few rows": lambda ring: [cut(ring["rows"], name) for name in list(ring["rows"])],
+    "a span that is too long": lambda ring: ring.update(hi=ring["hi"] + 1),
+    "few priorities": lambda ring: cut(ring["newest"], "powers"),
+    "no priorities": lambda ring: ring["newest"].pop("powers"),
+    "no largest priority": lambda ring: ring["newest"].pop("largest"),
+    "a priority that is NaN": lambda ring: ring["newest"]["powers"].fill_(torch.nan),
+    "a negative priority": lambda ring: ring["newest"]["powers"][3:4].fill_(-1.0),
+    "the largest priority NaN": lambda ring: ring["newest"]["largest"].fill_(torch.nan),
+}
+
+
+def cut(tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensors[name] = tensors[name][:-1]
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_spoiled_state_is_refused_and_changes_nothing(how):
+    memory = filled(alpha=0.5).memory
+    state = filled(alpha=0.5, rows=50).memory.state_dict()
+    SPOILED[how](state["rings"][0])
+    before = memory.state_dict()
+    with pytest.raises(BadCheckpoint):
+        memory.load_state_dict(state)
+    assert_equal_states(memory.state_dict(), before)
 
 
 def test_a_priority_whose_power_is_not_finite():
@@ -1087,9 +1219,11 @@ def test_a_discounted_sum_of_rewards_of_any_dtype(reward):
 
 def test_sequences_longer_than_the_memory_are_refused_at_once():
     memory = filled().memory
+    room = memory.rings[0].capacity
     for across in (False, True):
-        with pytest.raises(NothingToSample):
-            memory.sample(1, sequence=10**12, across_episodes=across)
+        for length in (room + 1, 10**12):
+            with pytest.raises(BadOption, match=f"keeps {room} transitions of each"):
+                memory.sample(1, sequence=length, across_episodes=across)
 
 
 @pytest.mark.parametrize("alpha", [None, 0.5])
@@ -1108,6 +1242,21 @@ def test_what_relabel_returns_is_checked(alpha, returned):
     assert memory.sample(6, relabel=lambda batch, _: batch.exclude("index")).shape == (
         6,
     )
+
+
+def test_relabel_that_returns_the_later_transitions_is_refused():
+    with pytest.raises(BadOption, match="its second argument"):
+        filled().memory.sample(6, relabel=lambda _, later: later)
+
+
+@pytest.mark.parametrize("options", [{"alpha": 0.5}, {"device": "cpu"}, {}])
+def test_relabel_may_return_a_locked_sample_or_leave_the_index_out(options):
+    def relabel(batch, _):
+        return batch.exclude("index").lock_()
+
+    batch = filled(**options).memory.sample(6, relabel=relabel)
+    assert batch.shape == (6,)
+    assert "index" not in batch
 
 
 @pytest.mark.parametrize("kind", [Written, Stacked])

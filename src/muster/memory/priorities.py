@@ -10,6 +10,9 @@ import numpy as np
 from muster.memory.specs import Array
 
 WIDTH = 16  # children of a node
+TINY = float(
+    np.finfo(np.float64).tiny
+)  # of a priority of 0, which can still be raised later
 
 
 class Priorities:
@@ -62,8 +65,7 @@ class Priorities:
             return
         given = priorities[known]
         self.largest = max(self.largest, float(given.max()))
-        tiny = np.finfo(np.float64).tiny  # a priority of 0 can still be raised later
-        powers = np.maximum(given**self._alpha, tiny)
+        powers = np.maximum(given**self._alpha, TINY)
         self._set(places[known], powers)
 
     def draw(self, n: int, rng: np.random.Generator) -> Array:
@@ -88,8 +90,28 @@ class Priorities:
         largest: float,
         places: Array,
         powers: Array,
+        alpha: float,
     ) -> None:
-        """Set ``priority ** alpha`` of places, and the largest priority."""
+        """Set ``priority ** alpha`` of places, and the largest priority.
+
+        Args:
+            largest: the priority.
+            places: the places.
+            powers: of each of them.
+            alpha: of ``powers``.
+
+        Raises:
+            ValueError: these are no priorities, or not to be told for the ``alpha`` of this tree.
+        """
+        if powers.shape != places.shape:
+            raise ValueError(
+                f"it has {powers.size} priorities of {places.size} transitions"
+            )
+        if alpha != self._alpha:
+            powers = _raised(powers, alpha, self._alpha)
+        every = np.append(powers, largest)
+        if not np.isfinite(every.sum()) or every.min() < 0:
+            raise ValueError("it has priorities that are negative or not finite")
         self.largest = largest
         self._set(places, powers)
 
@@ -102,3 +124,14 @@ class Priorities:
             nodes = np.unique(nodes // WIDTH)
             children = below.reshape(-1, WIDTH)[nodes]
             level[nodes] = children.sum(1)
+
+
+def _raised(powers: Array, alpha: float, wanted: float) -> Array:
+    """Return ``priority ** wanted`` for ``priority ** alpha``, and 0 for 0."""
+    if alpha == 0:
+        raise ValueError(
+            f"it has alpha=0, which does not tell the priorities for alpha={wanted}"
+        )
+    with np.errstate(over="ignore", invalid="ignore"):
+        raised = np.maximum(powers ** (wanted / alpha), TINY)
+    return np.where(powers == 0, 0.0, raised)

@@ -106,6 +106,10 @@ class ReplayMemory:
         self._device = None
         if device is not None:
             self._device = device_of("ReplayMemory: device", device)
+            if self._device.type == "meta":
+                raise BadOption(
+                    'ReplayMemory(device="meta"): tensors there have no values'
+                )
         if pin_memory and (self._device is None or self._device.type != "cuda"):
             raise BadOption(
                 f"ReplayMemory(pin_memory={pin_memory!r}, device={device!r}): samples are copied"
@@ -276,7 +280,13 @@ class ReplayMemory:
             spans = []
             for ring, saved in zip(rings, state["rings"], strict=True):
                 span = saved["lo"], saved["hi"]
-                SavedRows(ring).put(max(0, span[0] - ring.reach), saved["rows"], *span)
+                first = max(0, span[0] - ring.reach)
+                found = len(saved["rows"]["episodes"])
+                if span[1] - first != found:
+                    raise ValueError(
+                        f"rows {first} to {span[1]}, and {found} are there"
+                    )
+                SavedRows(ring).put(first, saved["rows"], *span)
                 spans.append(span)
             newest = [saved["newest"] for saved in state["rings"]]
             loaded = Loaded(
@@ -319,7 +329,13 @@ class ReplayMemory:
         """
         files = MemoryFiles()
         with self._saving:
-            self._restore(files.load(Path(directory), self._made_for))
+            loaded = files.load(Path(directory), self._made_for)
+            try:
+                self._restore(loaded)
+            except UNREADABLE as error:
+                raise BadCheckpoint(
+                    f"the ReplayMemory saved in {directory} cannot be restored: {error}"
+                ) from error
             self._files = files
 
     def _snapshot(self) -> Snapshot:
@@ -392,17 +408,20 @@ class ReplayMemory:
             loaded.rings, loaded.spans, loaded.newest, strict=True
         ):
             SavedRows(ring).restore(lo, hi, newest)
+        sampler = self._sampler_of(loaded.rings)
+        for number, priorities in enumerate(sampler.priorities):
+            ring = loaded.rings[number]
+            newest = loaded.newest[number]
+            first = ring.lo - loaded.powers_from[number]
+            powers = newest["powers"].numpy()[first * ring.B :]
+            largest = float(newest["largest"][0])
+            places = sampler.places(number)
+            priorities.restore(largest, places, powers, loaded.about["alpha"])
+        generator = json.loads(loaded.about["generator"])
         with self.lock:
             self.catch_up()
-            self._rng.bit_generator.state = json.loads(loaded.about["generator"])
-            sampler = self._sampler_of(loaded.rings)
-            for number, priorities in enumerate(sampler.priorities):
-                ring = loaded.rings[number]
-                newest = loaded.newest[number]
-                first = ring.lo - loaded.powers_from[number]
-                powers = newest["powers"].numpy()[first * ring.B :]
-                largest = float(newest["largest"][0])
-                priorities.restore(largest, sampler.places(number), powers)
+            # last, since it fails for what is no such state
+            self._rng.bit_generator.state = generator
             self._sampler = sampler
 
     # --- reading ----------------------------------------------------------------------------------
@@ -453,8 +472,15 @@ class ReplayMemory:
         """
         make: Make = Gathering.transitions
         condition: InSequence | None = None
+        if type(gamma) is not float or not 0.0 <= gamma <= 1.0:
+            gamma = _discount(gamma)
         if type(n_step) is not int or n_step != 1 or sequence is not None:
             make, condition = _as_asked(n_step, gamma, sequence, across_episodes)
+        if across_episodes and sequence is None:
+            raise BadOption(
+                f"sample(across_episodes={across_episodes!r}): it is for sequences; name their length"
+                " with sequence, or leave it out"
+            )
         if type(n) is not int or n < 1:
             n = integer("n", n, of="sample")
         if sequence is not None and relabel is not None:
@@ -471,8 +497,8 @@ class ReplayMemory:
             raise BadOption(
                 f"sample(relabel={relabel!r}): expected a function, or None"
             )
-        if type(beta) is not float or not math.isfinite(beta):
-            beta = finite("beta", beta, of="sample")
+        if type(beta) is not float or not 0.0 <= beta < math.inf:
+            beta = finite("beta", beta, 0.0, of="sample")
         made = self._sampled(n, make, condition, beta, with_later=relabel is not None)
         batch, weights, later = made
         if relabel is not None and later is not None:
@@ -565,15 +591,17 @@ class ReplayMemory:
             )
         numbers = _of_priority("index", index, np.int64)
         values = _of_priority("priority", priority, np.float64)
-        if len(values) not in (1, len(numbers)):
+        if not _pair(numbers, values):
             raise BadOption(
-                f"update_priority: {len(numbers)} transitions and {len(values)} priorities; give one"
-                " for each, or one for all"
+                f"update_priority: transitions of shape {list(numbers.shape)} and priorities of shape"
+                f" {list(values.shape)}; give one for each, or one for all"
             )
-        values = np.broadcast_to(values, numbers.shape)
+        numbers = numbers.reshape(-1)
+        values = np.broadcast_to(values.reshape(-1), numbers.shape)
         with np.errstate(over="ignore"):
             most = np.abs(values) ** self._alpha * len(self)  # at most the sum of all
-        if not np.isfinite(most).all() or (values < 0).any():
+        is_finite = np.isfinite(values).all() and np.isfinite(most).all()
+        if not is_finite or (values < 0).any():
             raise BadOption(
                 "update_priority: priorities, and the sum of their powers priority ** alpha, have to"
                 f" be finite, and at least 0; these are between {values.min()} and {values.max()}"
@@ -637,9 +665,13 @@ class ReplayMemory:
         )
 
     def _placed(self, batch: TensorDict) -> TensorDict:
-        if self._device is None or batch["index"].device == self._device:
+        if self._device is None:
             return batch
-        pins = self._pins and batch["index"].device.type == "cpu"
+        # those that ``relabel`` has put elsewhere are where they are to be
+        devices = {leaf.device for leaf in batch.values(True, True)}
+        if devices == {self._device}:
+            return batch
+        pins = self._pins and {device.type for device in devices} == {"cpu"}
         if pins:
             batch = batch.pin_memory()
         return batch.to(self._device, non_blocking=pins)
@@ -659,13 +691,20 @@ def _read(draft: _Draft, make: Make) -> _Sample:
     return batch, weights, later
 
 
+def _discount(gamma: Any) -> float:
+    """Return ``gamma`` as a number from 0 to 1."""
+    found = finite("gamma", gamma, 0.0, of="sample")
+    if found > 1:
+        raise BadOption(f"sample(gamma={gamma!r}): expected a number from 0 to 1")
+    return found
+
+
 def _as_asked(
     n_step: int, gamma: float, sequence: int | None, across_episodes: bool
 ) -> tuple[Make, InSequence | None]:
     """Return what makes a sample of cells, and the condition for them."""
     n_step = integer("n_step", n_step, of="sample")
     if sequence is None:
-        gamma = finite("gamma", gamma, of="sample")
         return partial(Gathering.n_step, n_step=n_step, gamma=gamma), None
     length = integer("sequence", sequence, of="sample")
     if n_step > 1:
@@ -691,7 +730,12 @@ def _relabelled(relabel: Relabel, batch: TensorDict, later: TensorDict) -> Tenso
             f"{'' if found is None else f' of {list(found)}'}; expected the TensorDict that it got,"
             f" of {list(size)}, changed or not, or None"
         )
-    return given
+    if given is later:
+        raise BadOption(
+            "sample(relabel=...): the function returned its second argument, the later transitions;"
+            " expected the first one, the sample, changed or not, or None"
+        )
+    return given.clone(recurse=False) if given.is_locked else given
 
 
 def _numbers(index: Any, size: int) -> Array:
@@ -743,10 +787,20 @@ def _keys(keep: Any) -> list[Key]:
     return found
 
 
+def _pair(numbers: Array, values: Array) -> bool:
+    """Return whether there is a value for each number, or one for all."""
+    if values.size == 1:
+        return True
+    # without dimensions of size 1: [n, 1] is usual for a column of errors
+    shapes = [[n for n in each.shape if n != 1] for each in (numbers, values)]
+    is_flat = min(map(len, shapes)) <= 1
+    return numbers.size == values.size and (is_flat or shapes[0] == shapes[1])
+
+
 def _of_priority(what: str, values: Any, dtype: Any) -> Array:
-    """Return an argument of ``update_priority`` as a flat array."""
+    """Return an argument of ``update_priority`` as an array."""
     try:
-        found = _host(values).reshape(-1)
+        found = _host(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadOption(f"update_priority: {what}={values!r}: {error}") from error
     kinds = "iu"
@@ -754,7 +808,7 @@ def _of_priority(what: str, values: Any, dtype: Any) -> Array:
     if dtype is np.float64:
         kinds = "iufb"
         expected = "numbers"
-    if len(found) and found.dtype.kind not in kinds:
+    if found.size and found.dtype.kind not in kinds:
         raise BadOption(
             f"update_priority: {what} has dtype {found.dtype}; expected {expected}"
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from muster.errors import NothingToSample
+from muster.errors import BadOption, NothingToSample
 from muster.keys import Key, key_of
 from muster.memory.gathering import WEIGHT, Gathering, tensordict_of
 from muster.memory.priorities import Priorities
@@ -154,13 +154,24 @@ class Sampler:
         return ring.places_of(cells)
 
     def update_priority(self, index: Array, priorities: Array) -> None:
-        """Set priorities of transitions by their ``index``; those that were dropped are ignored."""
+        """Set priorities of transitions by their ``index``; those that were dropped are ignored.
+
+        Raises:
+            BadOption: there never was a transition with such an index.
+        """
         count = len(self.rings)
+        ends = np.array([ring.hi * ring.B for ring in self.rings])
+        is_known = (index >= 0) & (index // count < ends[index % count])
+        if not is_known.all():
+            wrong = index[~is_known][0]
+            raise BadOption(
+                f"update_priority: this memory has had no transition with the index {wrong} yet. Give"
+                ' batch["index"] of a sample of it'
+            )
         for number, ring in enumerate(self.rings):
             mine = index % count == number
             cells = index[mine] // count
             there = cells >= ring.lo * ring.B
-            there &= cells < ring.hi * ring.B
             places = ring.places_of(cells[there])
             given = priorities[mine]
             self.priorities[number].update(places, given[there])
@@ -303,7 +314,7 @@ class Sampler:
         every = [all_cells(ring, condition) for ring in self.rings]
         sizes = [len(cells) for cells in every]
         if not sum(sizes):
-            raise _no_sequence(condition)
+            raise _no_sequence(condition, self.rings)
         numbers = np.repeat(np.arange(len(sizes)), sizes)
         cells = np.concatenate(every)
         share = None
@@ -416,8 +427,17 @@ def nothing_yet() -> NothingToSample:
     )
 
 
-def _no_sequence(condition: InSequence | None) -> NothingToSample:
+def _no_sequence(
+    condition: InSequence | None, rings: Sequence[Ring]
+) -> NothingToSample | BadOption:
     length = 1 if condition is None else condition.length
+    room = max(ring.capacity for ring in rings)
+    if length > room:
+        return BadOption(
+            f"ReplayMemory.sample(sequence={length}): the memory keeps {room} transitions of each"
+            " environment, so there will never be such a sequence. Make its capacity larger, or the"
+            " sequences shorter"
+        )
     return NothingToSample(
         f"ReplayMemory.sample(sequence={length}): no episode has so many consecutive transitions"
         " yet. Collect more, shorten the sequences, or allow them to continue in the next episode"

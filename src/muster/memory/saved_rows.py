@@ -15,6 +15,8 @@ from muster.memory.slots import as_tensor
 from muster.memory.specs import Array
 
 Tensors = dict[str, torch.Tensor]
+# beginnings of the names of what is kept of some rows only
+ASIDE = ("aside", "whole")
 
 
 class SavedRows:
@@ -97,6 +99,9 @@ class SavedRows:
         ring = self._ring
         stored = self._stored
         n = len(rows["episodes"])
+        for name, values in rows.items():
+            if not name.startswith(ASIDE) and len(values) != n:
+                raise ValueError(f"it has {len(values)} rows of {name}, expected {n}")
         lo = max(lo, hi - ring.capacity)
         needed = lo - ring.reach - first
         skipped = min(n, max(0, needed))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from muster.compat.torchrl.progress import (
 )
 from muster.compat.torchrl.state import TorchRLState
 from muster.compat.torchrl.weights import TorchRLWeights, is_for_workers
-from muster.errors import CollectorClosed, EnvError, PolicyError
+from muster.errors import BadOption, CollectorClosed, EnvError, PolicyError
 from muster.keys import IS_INIT
 from muster.memory.slots import torch_dtype
 from muster.policies.adapt import place
@@ -91,6 +91,7 @@ class Collector(
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._written = Written()
         setup.check_numbers(kwargs)
+        setup.check_buffer(kwargs.get("replay_buffer"))
         self.replay_write_mode = kwargs.get("replay_write_mode")
         kwargs = setup.written_as_asked(torchrl.collectors.Collector, kwargs)
         super().__init__(*args, **kwargs)
@@ -176,6 +177,11 @@ class Collector(
     def _setup_weight_sync(self, weight_updater: Any, weight_sync_schemes: Any) -> None:
         self._make_engine()
         if weight_sync_schemes is not None:
+            if not isinstance(weight_sync_schemes, Mapping):
+                raise BadOption(
+                    f"weight_sync_schemes={weight_sync_schemes!r}: expected a dict of model ids to"
+                    " schemes"
+                )
             # Schemes of ours that name a transport are for workers, which this collector does not
             # have.
             weight_sync_schemes = {
@@ -350,7 +356,13 @@ class Collector(
             self._flush_trajectory_assembly()
         else:
             mask = torch.zeros(self._batch_shape, dtype=torch.bool, device="cpu")
-            mask[index] = True
+            try:
+                mask[index] = True
+            except (IndexError, TypeError, RuntimeError) as error:
+                raise BadOption(
+                    f"reset(index={index!r}): expected an index into the batch size"
+                    f" {list(self._batch_shape)} of the environments, or None: {error}"
+                ) from error
             chosen = mask.reshape(-1).nonzero().squeeze(-1).tolist()
         with _original_errors():
             replaced = self._begin_episodes(chosen, kwargs)

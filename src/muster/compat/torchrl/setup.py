@@ -22,6 +22,7 @@ from muster.compat.torchrl.policies import (
 )
 from muster.errors import BadOption
 from muster.keys import Key
+from muster.memory.replay import ReplayMemory
 from muster.policies.tensordict_program import as_key
 from muster.protocols import EnvBatch
 from muster.rollout.first_call import begin_episodes
@@ -96,11 +97,35 @@ def check_numbers(given: Mapping[str, Any]) -> None:
         "init_random_frames",
     ):
         value = given.get(option)
-        if value is not None and (isinstance(value, bool) or value != int(value)):
+        if value is None:
+            continue
+        try:
+            is_integer = not isinstance(value, bool) and value == int(value)
+        except (TypeError, ValueError, OverflowError):
+            is_integer = False
+        if not is_integer:
             raise BadOption(f"{option}={value!r}: expected an integer")
-    if given.get("frames_per_batch", 1) < 1:
+    frames = given.get("frames_per_batch", 1)
+    if frames is None or frames < 1:
         raise BadOption(
-            f"frames_per_batch={given['frames_per_batch']!r}: expected an integer of at least 1"
+            f"frames_per_batch={frames!r}: expected an integer of at least 1"
+        )
+
+
+def check_buffer(buffer: Any) -> None:
+    """Raise ``BadOption`` for what is no replay buffer of TorchRL, nor like one."""
+    if buffer is None:
+        return
+    if isinstance(buffer, ReplayMemory):
+        raise BadOption(
+            "replay_buffer is a muster.ReplayMemory, which muster.Collector writes into; pass a"
+            " buffer of torchrl.data here, or use muster.Collector"
+        )
+    methods = [getattr(buffer, name, None) for name in ("add", "extend", "sample")]
+    if isinstance(buffer, type) or not all(map(callable, methods)):
+        raise BadOption(
+            f"replay_buffer={buffer!r}: expected a replay buffer, such as"
+            " torchrl.data.ReplayBuffer(storage=...)"
         )
 
 

@@ -14,6 +14,7 @@ from torchrl.modules import RandomPolicy
 from muster.collectors import resume
 from muster.collectors.engine import Engine
 from muster.collectors.on_demand import OnDemand
+from muster.errors import BadCheckpoint
 from muster.weights.publish import PolicyWeights
 
 
@@ -40,6 +41,7 @@ class TorchRLState:
         The environment continues from where it is, with new trajectory ids.
         """
         strict = kwargs.get("strict", True)
+        self._check_state(state_dict, strict=strict)
         if (strict or "env_state_dict" in state_dict) and isinstance(self.env, EnvBase):
             saved = state_dict["env_state_dict"]
             # other environments save nothing
@@ -62,6 +64,21 @@ class TorchRLState:
             and self.policy_version_tracker is not None
         ):
             self.policy_version_tracker.version = state_dict["policy_version"]
+
+    def _check_state(self, state_dict: Any, *, strict: bool) -> None:
+        """Raise ``BadCheckpoint`` if something is missing."""
+        needed = ["frames", "iter"]
+        if strict and isinstance(self.policy, torch.nn.Module):
+            needed.append("policy_state_dict")
+        if strict and isinstance(self.env, EnvBase):
+            needed.append("env_state_dict")
+        is_state = isinstance(state_dict, Mapping)
+        missing = [name for name in needed if not is_state or name not in state_dict]
+        if missing:
+            raise BadCheckpoint(
+                f"load_state_dict: it has no {', '.join(missing)}; expected the state_dict() of a"
+                " collector. Nothing was loaded."
+            )
 
     def muster_state_dict(self) -> dict[str, Any]:
         """Return the full state: environments, their generators, open episodes; see
