@@ -1051,7 +1051,7 @@ class Broken(mocks.CountingEnv):
     ("options", "match"),
     [
         ({"replay_buffer": 5}, "replay_buffer=5: expected a replay buffer"),
-        ({"replay_buffer": []}, r"replay_buffer=\[\]: expected a replay buffer"),
+        ({"replay_buffer": {}}, r"replay_buffer=\{\}: expected a replay buffer"),
         ({"replay_buffer": ReplayBuffer}, "expected a replay buffer"),
         ({"replay_buffer": ReplayMemory(100)}, "use muster.Collector"),
         ({"frames_per_batch": None}, "frames_per_batch=None"),

@@ -121,8 +121,8 @@ def check_buffer(buffer: Any) -> None:
             "replay_buffer is a muster.ReplayMemory, which muster.Collector writes into; pass a"
             " buffer of torchrl.data here, or use muster.Collector"
         )
-    methods = [getattr(buffer, name, None) for name in ("add", "extend", "sample")]
-    if isinstance(buffer, type) or not all(map(callable, methods)):
+    extend = getattr(buffer, "extend", None)
+    if isinstance(buffer, type) or not callable(extend):
         raise BadOption(
             f"replay_buffer={buffer!r}: expected a replay buffer, such as"
             " torchrl.data.ReplayBuffer(storage=...)"
