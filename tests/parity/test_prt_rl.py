@@ -582,8 +582,74 @@ def test_an_error_of_the_policy_when_it_is_asked_for_the_last_value() -> None:
             raise ValueError("no value")
         return torch.zeros(1, 1), {"value": obs[:, :1]}
 
-    with pytest.raises(PolicyError, match="no value"):
-        Collector(Counting([5])).collect_experience(SimpleNamespace(act=act), 3)
+    collector = Collector(Counting([5]))
+    with pytest.raises(PolicyError, match="no value when it was asked") as caught:
+        collector.collect_experience(SimpleNamespace(act=act), 3)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert "next call continues" in str(caught.value)
+    found = caught.value.experience  # type: ignore[attr-defined]
+    assert list(found) == ["state", "action", "next_state", "reward", "done", "value"]
+    assert found["next_state"].tolist() == [[5, 1, 1], [5, 1, 2], [5, 1, 3]]
+    assert collector.collect_experience(Policy(), 2)["state"].tolist() == [
+        [5, 1, 3],
+        [5, 1, 4],
+    ]
+
+
+ONE = torch.ones(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ({}, "for the last states, and .*'value'"),
+        ({"value": torch.ones(1)}, r"'value': \(\(1,\)"),
+        ({"value": torch.ones(2, 3)}, r"'value': \(\(2, 3\)"),
+        ({"value": ONE.long()}, "torch.int64"),
+        (None, r"expected \(action, dict\)"),
+    ],
+    ids=["absent", "short", "wide", "dtype", "none"],
+)
+@pytest.mark.parametrize("flatten", [True, False])
+def test_a_wrong_last_value_loses_no_step(
+    last: Any, message: str, flatten: bool
+) -> None:
+    outputs = iter([{"value": ONE}] * 2 + [last])
+    policy = SimpleNamespace(
+        act=lambda obs, deterministic=None: (torch.zeros(2, 1), next(outputs))
+    )
+    collector = Collector(Counting([5, 9]), flatten=flatten)
+    with pytest.raises(BadPolicyOutput, match=message) as caught:
+        collector.collect_experience(policy, 4)
+    found = caught.value.experience  # type: ignore[attr-defined]
+    assert list(found) == ["state", "action", "next_state", "reward", "done", "value"]
+    times = [[0, 0], [1, 1]]
+    assert found["state"][..., 2].reshape(2, 2).tolist() == times
+    assert found["reward"].shape == ((4, 1) if flatten else (2, 2, 1))
+    after = collector.collect_experience(Policy(), 2)
+    assert after["state"][..., 2].flatten().tolist() == [2, 2]
+    assert collector.metric.collected_steps == 6
+
+
+def test_a_value_has_to_be_one_number_for_each_environment() -> None:
+    def collected(value: torch.Tensor, bootstrap: bool, collector: Any) -> Any:
+        policy = SimpleNamespace(
+            act=lambda obs, deterministic=None: (torch.zeros(2, 1), {"value": value})
+        )
+        return policy, collector.collect_experience(policy, 4, bootstrap)
+
+    env = Counting([9, 9])
+    collector = Collector(env)
+    with pytest.raises(BadPolicyOutput, match=r"\(2, 2\), expected \(2, 1\)"):
+        collected(torch.ones(2, 2), True, collector)
+    assert env.actions == []  # before the first step
+    policy, found = collected(torch.ones(2, 2), False, collector)
+    assert found["value"].shape == (4, 2)
+    with pytest.raises(BadPolicyOutput, match="bootstrap=False"):
+        collector.collect_experience(policy, 4)
+    assert len(env.actions) == 2
+    _, found = collected(torch.tensor([3.0, 4.0]), True, Collector(Counting([9, 2])))
+    assert found["last_value_est"].tolist() == [[3], [0]]
 
 
 def test_tensors_are_the_callers_own_and_so_are_those_of_the_policy() -> None:
@@ -695,6 +761,134 @@ def test_an_error_of_the_logger_loses_nothing() -> None:
     assert collector.collect_experience(Policy(), 1)["state"].tolist() == [[2, 3, 0]]
 
 
+def failing_at(row: int, working: Any, error: Any) -> Any:
+    """A method that works until a call, in which it raises ``error`` or returns what it gives."""
+    count = iter(range(999))
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if next(count) != row:
+            return working(*args, **kwargs)
+        if isinstance(error, BaseException):
+            raise error
+        return error(*working(*args, **kwargs))
+
+    return method
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("who", "error", "kind"),
+    [
+        ("env", ValueError("broken"), EnvError),
+        ("env", KeyboardInterrupt(), KeyboardInterrupt),
+        ("env", lambda s, r, d, i: (s, r * NAN, d, i), BadEnvOutput),
+        ("policy", ValueError("broken"), PolicyError),
+        ("policy", lambda a, values: (a, {}), BadPolicyOutput),
+    ],
+)
+@pytest.mark.parametrize("flatten", [True, False])
+def test_the_steps_before_an_error_are_its_experience(
+    who: str, error: Any, kind: Any, flatten: bool
+) -> None:
+    env, policy = Counting([2, 5]), Policy()
+    collector = Collector(env, flatten=flatten)
+    collector.collect_experience(policy, 2)
+    method = "step" if who == "env" else "act"
+    owner: Any = env if who == "env" else policy
+    setattr(owner, method, failing_at(3, getattr(owner, method), error))
+    with pytest.raises(kind) as caught:
+        collector.collect_experience(policy, 20)
+    found: Any = caught.value.experience
+    lead = (6,) if flatten else (3, 2)
+    assert {name: rows.shape for name, rows in found.items()} == {
+        name: (*lead, 3 if name in ("state", "next_state") else 1)
+        for name in ("state", "action", "next_state", "reward", "done", "value")
+    } | {"log_prob": (*lead, 1)}
+    by_row = {name: rows.reshape(3, 2, -1) for name, rows in found.items()}
+    assert by_row["state"].tolist() == [
+        [[2, 1, 1], [5, 1, 1]],
+        [[2, 2, 0], [5, 1, 2]],
+        [[2, 2, 1], [5, 1, 3]],
+    ]
+    assert by_row["next_state"][..., 2].tolist() == [[2, 2], [1, 3], [2, 4]]
+    ended = [[True, False], [False, False], [True, False]]
+    assert by_row["done"][..., 0].tolist() == ended
+    assert torch.equal(by_row["reward"][..., 0], by_row["next_state"][..., 2] + EIGHTHS)
+    assert torch.equal(
+        by_row["value"][..., 0],
+        100 + 10 * by_row["state"][..., 0] + by_row["state"][..., 2],
+    )
+    assert collector.metric.collected_steps == 8
+    after = collector.collect_experience(policy, 4)
+    assert after["state"].reshape(2, 2, 3)[..., 2].tolist() == [[0, 0], [1, 1]]
+    assert collector.metric.collected_steps == 12
+
+
+EIGHTHS = torch.arange(2) / 8
+
+
+def test_a_graph_ends_with_the_last_complete_step() -> None:
+    env, policy = Counting([9]), Linear()
+    env.step = failing_at(3, env.step, ValueError("broken"))  # type: ignore[method-assign]
+    with pytest.raises(EnvError) as caught:
+        Collector(env).collect_experience(policy, 9)
+    found = caught.value.experience  # type: ignore[attr-defined]
+    assert torch.allclose(found["log_prob"], policy.layer(found["state"]))
+    found["log_prob"].sum().backward()
+    assert torch.equal(policy.layer.weight.grad, found["state"].sum(0, keepdim=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("row", "expected"), [(1, []), (140, [(2, 70), (3, 46)])])
+def test_whole_trajectories_before_an_error_are_its_experience(
+    row: int, expected: list[tuple[int, int]]
+) -> None:
+    env, policy = Counting([2, 3]), Policy()
+    collector = Collector(env)
+    policy.act = failing_at(row, policy.act, ValueError("broken"))  # type: ignore[method-assign]
+    with pytest.raises(PolicyError, match=f"at row {row} of the call") as caught:
+        collector.collect_trajectory(policy, 400)
+    found = caught.value.experience  # type: ignore[attr-defined]
+    states = found["state"].tolist() if found else []
+    for length, count in expected:
+        assert [state for state in states if state[0] == length] == [
+            [length, k + 1, t] for k in range(count) for t in range(length)
+        ]
+    assert len(states) == sum(length * count for length, count in expected)
+    assert len(collector.collect_trajectory(policy, 2)["state"]) == 5
+
+
+def test_an_error_of_the_policy_says_what_the_next_call_does() -> None:
+    env = SyncVectorEnv([lambda: CountingGym(9)] * 2)
+    wide = muster.policies.categorical(nn.Linear(3, 10))
+    changing = SimpleNamespace(act=lambda obs, deterministic: 1 / 0)
+    for policy, cause in ((wide, RuntimeError), (changing, ZeroDivisionError)):
+        with pytest.raises(
+            PolicyError,
+            match=r"at row 0 of the call: .* states of shape \(2, 2\) .*float32.* next call resets",
+        ) as caught:
+            Collector(env).collect_experience(policy, 4)
+        assert "again from there" not in str(caught.value)
+        assert isinstance(caught.value.__cause__, cause)
+        assert caught.value.experience == {}  # type: ignore[attr-defined]
+
+
+def test_outputs_of_an_earlier_error_are_not_used() -> None:
+    answers: list[Any] = [(torch.ones(1, 1), {})] * 2
+    answers += [(torch.ones(1, 1), {"value": ONE[:1]}), None]
+    answers += [(torch.zeros(1, 1), {})] * 2
+    left = iter(answers)
+    policy = SimpleNamespace(act=lambda obs, deterministic: next(left))
+    env = Counting([9])
+    collector = Collector(env)
+    for message in ("at the row before", "NoneType"):
+        with pytest.raises(BadPolicyOutput, match=message):
+            collector.collect_experience(policy, 4)
+    assert collector.collect_experience(policy, 2)["action"].tolist() == [[0], [0]]
+    assert env.actions == [[[1]], [[1]], [[0]], [[0]]]
+
+
 @pytest.mark.parametrize("row", [0, 3])
 @pytest.mark.parametrize("who", ["env", "policy"])
 def test_after_an_error_all_environments_begin_anew(who: str, row: int) -> None:
@@ -732,8 +926,9 @@ def test_impossible_numbers_and_policies_are_refused() -> None:
             collector.collect_trajectory(Policy(), **arguments)
     with pytest.raises(BadOption, match="num_steps=0"):
         collector.collect_experience(Policy(), 0)
-    with pytest.raises(BadOption, match=r"act\(state"):
-        collector.collect_experience(nn.Linear(2, 2))
+    for policy in (nn.Linear(2, 2), Policy, None):
+        with pytest.raises(BadOption, match=r"act\(state"):
+            collector.collect_experience(policy)
     with pytest.raises(BadOption, match="categorical"):
         collector.collect_experience(muster.policies.categorical(nn.Linear(3, 2)))
     assert collector.collect_experience(Policy(), 2)["state"].tolist() == [
@@ -750,6 +945,9 @@ def test_impossible_numbers_and_policies_are_refused() -> None:
         ((torch.zeros(2, 1), {"action": torch.zeros(2)}), "without 'action'"),
         ((torch.zeros(2, 1), {"reward": torch.zeros(2)}), "'reward'.*has already"),
         ((torch.zeros(2, 1), {"value": 1.0}), "'value' as float"),
+        ((torch.zeros(2, 1), {7: torch.zeros(2)}), "the key 7, expected texts"),
+        ((torch.zeros(2, 1), {("a", "b"): torch.zeros(2)}), "the key .*expected texts"),
+        ((torch.zeros(2, 1), {"x": torch.eye(2).to_sparse()}), "'x' as a sparse"),
         ((torch.zeros(3, 1), {}), r"\(3, 1\)"),
         ((torch.zeros(2, 1), {"value": torch.zeros(())}), "value"),
     ],
@@ -810,11 +1008,20 @@ def test_outputs_may_not_change_from_step_to_step(later: Any) -> None:
         ("step", lambda s, r, d, i: (s.to(torch.complex64), r, d, i), "complex64"),
         ("step", lambda s, r, d, i: (s, r[:1], d, i), "rewards of shape"),
         ("step", lambda s, r, d, i: (s, r * float("nan"), d, i), "nan"),
+        ("step", lambda s, r, d, i: (s, r[:, :0], d, i), r"rewards of shape \(2, 0\)"),
+        ("step", lambda s, r, d, i: (s, r + 0j, d, i), "rewards .*complex64"),
+        ("step", lambda s, r, d, i: (s, None, d, i), "rewards of type NoneType"),
+        ("step", lambda s, r, d, i: (s, ["a"], d, i), "rewards of type list"),
         ("step", lambda s, r, d, i: (s, r, d[:1], i), "1 done flags for 2"),
+        ("step", lambda s, r, d, i: (s, r, d + NAN, i), "nan as done flag of env.* 0"),
+        ("step", lambda s, r, d, i: (s, r, [0, 0.5], i), "0.5 as done flag of env.* 1"),
+        ("step", lambda s, r, d, i: (s, r, None, i), "done flags of type NoneType"),
         ("reset_index", lambda s, i: s, "expected \\(state, info\\)"),
         ("reset_index", lambda s, i: (s[:2], i), "state of shape"),
         ("reset", lambda s, i: (s[:1], i), "state of shape"),
         ("reset", lambda s, i: (s.tolist(), i), "list, expected a tensor"),
+        ("reset", lambda s, i: (s.bfloat16(), i), r"bfloat16.*return state.float\(\)"),
+        ("reset", lambda s, i: (s.to_sparse(), i), r"sparse.*state.to_dense\(\)"),
     ],
 )
 def test_values_that_cannot_be_recorded_are_refused(
@@ -825,6 +1032,49 @@ def test_values_that_cannot_be_recorded_are_refused(
     setattr(env, method, lambda *args: change(*original(*args)))
     with pytest.raises(BadEnvOutput, match=message):
         Collector(env).collect_experience(Policy(), 8)
+
+
+@pytest.mark.parametrize(
+    ("kept", "later", "value", "expected"),
+    [
+        (torch.int8, torch.int64, 300, None),
+        (torch.uint8, torch.int64, -1, None),
+        (torch.float16, torch.float32, 1e6, None),
+        (torch.int8, torch.int64, 100, 100),
+        (torch.float16, torch.float32, 100.5, 100.5),
+        (torch.float32, torch.int64, 300, 300),
+        (torch.float32, torch.float64, 0.5, 0.5),
+    ],
+)
+def test_states_are_cast_if_their_values_stay(
+    kept: Any, later: Any, value: float, expected: float | None
+) -> None:
+    env = Counting([9, 9])
+    reset, step = env.reset, env.step
+    env.reset = lambda: (reset()[0].to(kept), {})  # type: ignore[assignment, method-assign]
+    env.step = (
+        lambda a: (  # type: ignore[method-assign]
+            torch.full((2, 3), value, dtype=later),
+            *step(a)[1:],
+        )
+    )
+    policy = SimpleNamespace(act=lambda obs, deterministic: (torch.zeros(2, 1), {}))
+    if expected is None:
+        with pytest.raises(BadEnvOutput, match=f"dtype {later}, expected"):
+            Collector(env).collect_experience(policy, 4)
+        return
+    found = Collector(env).collect_experience(policy, 4)
+    assert found["next_state"].dtype is kept
+    assert found["next_state"].tolist() == [[expected] * 3] * 4
+
+
+@pytest.mark.parametrize("flags", [[1, 0], [1.0, 0.0], [True, False]])
+def test_done_flags_may_be_numbers(flags: list[Any]) -> None:
+    env = Counting([9, 9])
+    step = env.step
+    env.step = lambda a: (*step(a)[:2], flags, {})  # type: ignore[assignment, method-assign]
+    found = Collector(env, flatten=False).collect_experience(Policy(), 4)
+    assert found["done"][..., 0].tolist() == [[True, False]] * 2
 
 
 def test_rewards_may_not_change_their_shape() -> None:
@@ -856,6 +1106,15 @@ def test_environments_that_cannot_be_used_are_refused_with_a_reason() -> None:
         Collector(gymnasium.make("Blackjack-v1"))
     with pytest.raises(UnsupportedEnv):
         Collector(object())
+    with pytest.raises(UnsupportedEnv, match=r"the class Counting.*Counting\(\.\.\.\)"):
+        Collector(Counting)
+    for count in (None, 0, -1, 2.5, "2", True):
+        env = Counting([2])
+        env.get_num_envs = lambda count=count: count  # type: ignore
+        with pytest.raises(
+            UnsupportedEnv, match=rf"Counting.get_num_envs\(\) returned {count!r}"
+        ):
+            Collector(env)
 
 
 def test_nothing_of_prt_rl_is_imported() -> None:

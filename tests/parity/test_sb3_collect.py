@@ -511,6 +511,41 @@ def test_steps_in_workers_train_the_same_model(case: str) -> None:
     assert timeouts is None or timeouts.any()
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"on_failure": "x"}, "on_failure='x': expected one of 'raise', 'restart'$"),
+        ({"on_failure": "drop"}, "on_failure='drop'"),
+        ({"timeouts": 5}, "timeouts=5: expected a dict"),
+        ({"timeouts": 0}, "timeouts=0: expected a dict"),
+        ({"timeouts": {"walk": 1.0}}, "no phase 'walk'"),
+        ({"start_method": "x"}, "start_method='x'"),
+    ],
+)
+def test_options_of_workers_are_checked_without_workers_too(
+    num_workers: int, option: dict[str, Any], message: str
+) -> None:
+    env_fns = [lambda: CountingEnv(5)] * 2
+    model = made(sb3.A2C, vec_env.DummyVecEnv(env_fns), n_steps=3)
+    with pytest.raises(BadOption, match=message):
+        compat.collect_with_muster(model, env_fns, num_workers=num_workers, **option)
+    assert type(model) is sb3.A2C
+    model.learn(6)
+    assert times(model) == [[0, 1, 2]] * 2
+
+
+def test_right_options_of_workers_are_accepted_without_workers() -> None:
+    env_fns = [lambda: CountingEnv(5)] * 2
+    model = made(sb3.A2C, vec_env.DummyVecEnv(env_fns), n_steps=3)
+    options = {"on_failure": "restart", "timeouts": {"step": 3.0}}
+    with compat.collect_with_muster(
+        model, iter(env_fns), num_workers=0, start_method="spawn", **options
+    ):
+        model.learn(6)
+    assert times(model) == [[0, 1, 2]] * 2
+
+
 def test_a_dict_of_one_observation() -> None:
     space = spaces.Dict({"observation": BOX})
     env = vec_env.DummyVecEnv([lambda: SpaceEnv(space, spaces.Discrete(2), 3)])
@@ -535,6 +570,15 @@ def test_what_cannot_be_collected_is_refused() -> None:
         (object(), [fns], {}, "object, expected an algorithm"),
         (ppo, [fns[:1]], {}, "1 functions, but the model has 2"),
         (ppo, [["CartPole-v1"] * 2], {}, "type str, expected functions"),
+        (
+            ppo,
+            [None],
+            {},
+            "NoneType, expected a list .*, or one function, or an env id",
+        ),
+        (ppo, [3], {}, "int, expected a list of functions"),
+        (ppo, [fns[0]()], {}, "Walk, expected a list of functions"),
+        (ppo, [env], {}, "DummyVecEnv, expected a list of functions"),
         (ppo, [fns], {"inference": "threads"}, "'worker', 'server' or None"),
         (ppo, [fns], {"num_workers": 0, "inference": "server"}, "at least 1 worker"),
         (ppo, [fns], {"num_workers": -1}, "num_workers"),

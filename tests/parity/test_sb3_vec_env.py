@@ -115,8 +115,17 @@ def test_calls_and_attributes() -> None:
     envs.reset()
     assert envs.get_attr("seeds", 1) == [[5, None]]
     assert envs.get_attr("seeds", [-1]) == [[6, None]]
-    with pytest.raises(IndexError):
-        envs.get_attr("seeds", 3)
+    for index in (3, -4, [0, 3]):
+        with pytest.raises(
+            IndexError, match="3 environments: expected -3 to 2"
+        ) as caught:
+            envs.get_attr("seeds", index)
+        assert isinstance(caught.value, BadOption)
+    for index in ("a", 0.5, [0.5], [True, False, True]):
+        with pytest.raises(BadOption, match="indices=.*expected an integer"):
+            envs.get_attr("seeds", index)
+    assert envs.get_attr("seeds", np.int64(1)) == [[5, None]]
+    assert envs.get_attr("seeds", np.array([0, -1])) == [[4, None], [6, None]]
     assert envs.get_attr("options") == [None] * 3
     assert envs.env_method("plus", 1, b=2, indices=[2, 0]) == [3, 3]
     envs.set_attr("length", 4, indices=1)
@@ -295,6 +304,48 @@ def test_environments_that_draw_from_global_generators_are_reproducible() -> Non
 def test_the_start_methods_are_those_of_multiprocessing() -> None:
     with pytest.raises(ValueError, match="cannot find context for 'illegal_method'"):
         compat.VecEnv([Wrapped], start_method="illegal_method")
+
+
+@pytest.mark.parametrize(
+    ("env_fns", "message"),
+    [
+        (None, "NoneType, expected a list of functions"),
+        (5, "int, expected a list"),
+        ("CartPole-v1", "str, expected a list"),
+        (Wrapped, "expected a list"),
+        (["CartPole-v1"], "an entry of type str"),
+        ([CountingEnv, CountingEnv()], "an entry of type CountingEnv"),
+        ([], "env_fns is empty"),
+    ],
+)
+def test_what_makes_no_environments_is_refused_before_workers_start(
+    env_fns: Any, message: str
+) -> None:
+    with pytest.raises(BadOption, match=message) as caught:
+        compat.VecEnv(env_fns)
+    assert caught.value.worker is None
+
+
+def test_wrong_arguments_change_nothing() -> None:
+    envs = compat.VecEnv((make for make in [Wrapped] * 2), num_workers=1)
+    envs.seed(4)
+    envs.set_options({"x": 1})
+    for options in ("x", [{}], [{}] * 3, [{}, "x"], 5):
+        with pytest.raises(BadOption, match="a dict for each of 2 environments"):
+            envs.set_options(options)
+    for seed in ("x", 1.5, -1):
+        with pytest.raises(BadOption, match="seed="):
+            envs.seed(seed)
+    assert envs.reset()[:, 1].tolist() == [0, 0]
+    assert envs.get_attr("options") == [{"x": 1}] * 2
+    assert envs.get_attr("seeds") == [[4], [5]]
+    for actions in (None, 1, np.int64(1), np.array(1), [0], np.zeros(3, int), []):
+        with pytest.raises(BadOption, match=r"for( each of)? 2 environments"):
+            envs.step(actions)
+    assert not envs.waiting
+    assert envs.step(np.zeros(2, int))[0][:, 1].tolist() == [1, 1]
+    assert envs.step([0, 0])[0][:, 1].tolist() == [2, 2]
+    envs.close()
 
 
 def test_unsupported_observations_are_refused() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from muster.compat.prt_rl.envs import PrtEnvs, Side
-from muster.errors import BadOption, BadPolicyOutput
+from muster.errors import BadOption, BadPolicyOutput, PolicyError, described
 from muster.keys import ACTION, LOG_PROB, OBSERVATION, Key
 from muster.memory.slots import Lane
 from muster.memory.specs import Column
@@ -22,11 +22,14 @@ from muster.policies.checks import column_of
 from muster.policies.heads import Head
 from muster.protocols import Act, Outputs, Policy
 from muster.rng import GroupRng
-from muster.rollout.acting import call_policy
 
 Tensors = dict[str, torch.Tensor]
 NOTHING = torch.empty(0, 0, device="cpu")
 TAKEN = frozenset({"state", "next_state", "reward", "done", "last_value_est"})
+CONTINUES = (
+    "The experience without 'last_value_est' is the attribute experience of this error, and the"
+    " next call continues after it."
+)
 
 
 class PrtRlActor:
@@ -50,15 +53,22 @@ class PrtRlActor:
         self._like: Tensors = {}  # outputs of a first call, by name, the action first
         self._graphs: dict[str, list[torch.Tensor]] = {}
         self._grad = False
+        self._bootstraps = False
 
     @property
     def adapted(self) -> Policy:
         return self
 
-    def begin(self) -> bool:
-        """Start a rollout; returns whether the policy's outputs are known."""
+    def begin(self, *, bootstraps: bool) -> bool:
+        """Start a rollout; returns whether the policy's outputs are known.
+
+        Args:
+            bootstraps: ``last_value`` is called after it.
+        """
         self._grad = torch.is_grad_enabled()
+        self._bootstraps = bootstraps
         self._graphs = {name: [] for name in self._graphs}
+        self._check_value(self._like)
         return bool(self._like)
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
@@ -66,11 +76,9 @@ class PrtRlActor:
         returned = self._named(
             self._ask(self._side.show(obs[OBSERVATION])) if got is None else got
         )
-        if taken := sorted(TAKEN.intersection(returned)):
-            raise BadPolicyOutput(
-                f"policy {self.name} returned {taken}, which the experience has already"
-            )
+        self._check_entries(returned)
         self._check_action(returned["action"])
+        self._check_value(returned)
         self._like = {name: value.detach() for name, value in returned.items()}
         self._graphs = {
             name: [_with_graph(value)]
@@ -123,30 +131,46 @@ class PrtRlActor:
         return act
 
     def results(self, lane: Lane) -> Tensors:
-        """Return the outputs of all rows, ``[n, N, ...]``, on the device of the policy's outputs."""
-        return {
-            name: (
-                torch.stack(self._graphs[name])
-                if name in self._graphs
-                else self._rows(lane, name)[: lane.done_steps].to(
-                    like.device, like.dtype, copy=True
-                )
-            )
-            for name, like in self._like.items()
-        }
+        """Return the outputs of all complete rows, ``[n, N, ...]``, on the device of the policy's
+        outputs.
+        """
+        n = lane.done_steps
+        found = {}
+        for name, like in self._like.items():
+            if name in self._graphs:  # has one row more if the step after it failed
+                found[name] = torch.stack(self._graphs[name][:n])
+            else:
+                rows = self._rows(lane, name)[:n]
+                found[name] = rows.to(like.device, like.dtype, copy=True)
+        return found
 
     def last_value(self, state: torch.Tensor, done: torch.Tensor) -> torch.Tensor:
         """``"value"`` of ``state`` ``[N, ...]``, 0 where ``done``: ``[N, 1]``.
 
         Restores RNG and recurrent state.
+
+        Raises:
+            PolicyError, BadPolicyOutput: of this call. Nothing was stepped.
         """
         like = self._like["value"]
         if done.all():
-            return torch.zeros_like(like).reshape(len(done), -1)
+            return torch.zeros_like(like).reshape(len(done), 1)
         with undisturbed(self.policy, like.device):
-            got = call_policy(self, lambda: self.policy.act(state.clone()))
-        value = self._named(got)["value"].reshape(len(done), -1)
-        return value.masked_fill(done.to(value.device), 0)
+            try:
+                got = self.policy.act(state.clone())
+            except Exception as error:
+                raise PolicyError(
+                    f"policy {self.name} raised {described(error)} when it was asked for the value"
+                    f" of the last states. {CONTINUES}"
+                ) from error
+        returned = self._named(got)
+        value = returned.get("value", NOTHING)
+        if value.shape != like.shape or value.dtype is not like.dtype:
+            raise BadPolicyOutput(
+                f"policy {self.name} returned {_kinds(returned)} for the last states, and"
+                f" {_kinds(self._like)} before. {CONTINUES}"
+            )
+        return value.reshape(len(done), 1).masked_fill(done.to(value.device), 0)
 
     def _ask(self, state: torch.Tensor) -> Any:
         if not self._grad:
@@ -179,6 +203,33 @@ class PrtRlActor:
             f"policy {self.name} returned {_kinds(returned)} at row {t}, and {_kinds(self._like)}"
             " at the row before"
         )
+
+    def _check_entries(self, returned: Tensors) -> None:
+        for name, value in returned.items():
+            if not isinstance(name, str):
+                raise BadPolicyOutput(
+                    f"policy {self.name} returned the key {name!r}, expected texts: they are keys of"
+                    " the experience"
+                )
+            if value.layout is not torch.strided:
+                raise BadPolicyOutput(
+                    f"policy {self.name} returned {name!r} as a sparse tensor: return"
+                    " value.to_dense()"
+                )
+        if taken := sorted(TAKEN.intersection(returned)):
+            raise BadPolicyOutput(
+                f"policy {self.name} returned {taken}, which the experience has already"
+            )
+
+    def _check_value(self, returned: Tensors) -> None:
+        value = returned.get("value")
+        num_envs = self._side.env.spec.num_envs
+        if self._bootstraps and value is not None and value.numel() != num_envs:
+            raise BadPolicyOutput(
+                f"policy {self.name} returned a value of shape {tuple(value.shape)}, expected"
+                f" {(num_envs, 1)}: 'last_value_est' is one number for each environment. Pass"
+                " bootstrap=False to collect without it"
+            )
 
     def _check_action(self, action: torch.Tensor) -> None:
         env = self._side.env
@@ -223,13 +274,14 @@ class HeadActor:
                 " themselves (or prt_rl's GymnasiumWrapper), or a policy with act(state)"
             )
         self.policy = head
+        self.name = head.name
         self._env = side.env
         self.unused = None
         self._begun = False
         self.adapted: Policy = adapt(head, side.env.spec)
 
-    def begin(self) -> bool:
-        """Start a rollout; returns whether the policy's outputs are known."""
+    def begin(self, *, bootstraps: bool) -> bool:
+        """Start a rollout; returns whether the policy's outputs are known. There is no value."""
         begun, self._begun = self._begun, True
         return begun
 

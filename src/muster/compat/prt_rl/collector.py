@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +12,16 @@ from muster.compat.base import GroupRunner, borrowed
 from muster.compat.prt_rl.actors import HeadActor, PrtRlActor, Tensors
 from muster.compat.prt_rl.envs import PrtEnvs, Side, side_of
 from muster.episodes.rules import Fair, PerEnv, Rule
-from muster.errors import BadOption, BadPolicyOutput, HookError
+from muster.errors import (
+    BadEnvOutput,
+    BadOption,
+    BadPolicyOutput,
+    HookError,
+    PolicyError,
+    described,
+)
 from muster.keys import DONE, OBSERVATION, REWARD, next_of
-from muster.memory.slots import Lane
+from muster.memory.slots import Lane, torch_dtype
 from muster.observing.metrics import MetricsTracker
 from muster.policies.heads import Head
 from muster.rng import GroupRng
@@ -34,8 +42,13 @@ class Collector:
         experience["state"]  # (T, N, ...)
 
     An environment whose episode is over is reset, and collecting continues. Do not collect
-    trajectories if episodes never end. The caller owns the returned tensors. After an error all
-    environments are reset.
+    trajectories if episodes never end. The caller owns the returned tensors.
+
+    After an error in a step or reset, or of the policy, the next call resets all environments. What
+    the call had collected before is the error's attribute ``experience``: for
+    ``collect_experience`` its complete steps, for ``collect_trajectory`` its whole trajectories.
+    It is ``{}`` if there are none. If only the extra call for ``"last_value_est"`` fails,
+    ``experience`` has all steps, and the next call continues after them.
 
     Args:
         env: with prt_rl's interface (``get_num_envs``, ``get_parameters``, ``reset``,
@@ -48,7 +61,7 @@ class Collector:
             N, ...)``.
 
     Raises:
-        UnsupportedEnv: another kind of environment.
+        UnsupportedEnv: another kind of environment, or ``get_num_envs`` returns no number.
         BadOption: another kind of logger.
     """
 
@@ -60,6 +73,7 @@ class Collector:
         self.metric = MetricsTracker(self._side.env.spec.num_envs, logger)
         self._runner: GroupRunner | None = None
         self._actor: PrtRlActor | HeadActor | None = None
+        self._lane: Lane | None = None  # of the rollout that was started last
         self._failure: HookError | None = None
 
     @trimmed
@@ -73,7 +87,8 @@ class Collector:
             policy: has ``act(state, deterministic=False) -> (action, dict)``; or one of Muster's
                 heads.
             num_steps: steps over all environments.
-            bootstrap: add ``"last_value_est"`` if the policy returns a ``"value"``.
+            bootstrap: add ``"last_value_est"`` if the policy returns a ``"value"``, which has to be
+                one number for each environment.
 
         Returns:
             ``"state"``, ``"action"``, ``"next_state"`` (at the end of an episode, its last state),
@@ -83,16 +98,26 @@ class Collector:
 
         Raises:
             BadOption: ``num_steps`` is less than 1.
-            EnvError, BadEnvOutput, PolicyError, BadPolicyOutput: see ``muster.errors``.
+            EnvError, BadEnvOutput, PolicyError, BadPolicyOutput: see ``muster.errors``; what was
+                collected is the attribute ``experience``.
             HookError: the logger raised; the experience is its attribute ``experience``.
         """
         num_steps = integer("num_steps", num_steps)
-        actor, found = self._roll(policy, -(-num_steps // self._side.env.spec.num_envs))
-        last = found["next_state"][-1], found["done"][-1]
-        if self.flatten:
-            found = {name: tensor.flatten(0, 1) for name, tensor in found.items()}
-        if bootstrap and isinstance(actor, PrtRlActor) and "value" in found:
-            found["last_value_est"] = actor.last_value(*last)
+        bootstrap = bool(bootstrap)
+        T = -(-num_steps // self._side.env.spec.num_envs)
+        parts: list[Tensors] = []
+        values = None
+        try:
+            actor = self._roll(policy, T, parts, bootstraps=bootstrap)
+            (rows,) = parts
+            if bootstrap and isinstance(actor, PrtRlActor) and "value" in rows:
+                values = actor.last_value(rows["next_state"][-1], rows["done"][-1])
+        except BaseException as error:
+            vars(error)["experience"] = self._arranged(parts)
+            raise
+        found = self._arranged(parts)
+        if values is not None:
+            found["last_value_est"] = values
         return self._logged(found)
 
     @trimmed
@@ -136,25 +161,15 @@ class Collector:
         chosen = Selection(
             self._side.env.spec.num_envs, num_trajectories, min_num_steps or 0
         )
-        parts = []
-        while not chosen.complete:
-            parts.append(self._roll(policy, ROWS, chosen)[1])
-            chosen.leave()
-        rows = torch.cat(
-            [torch.arange(s.begin, s.end, device="cpu") for s in chosen.segments]
-        )
-        envs = torch.cat(
-            [
-                torch.full((s.end - s.begin,), s.env, device="cpu")
-                for s in chosen.segments
-            ]
-        )
-        return self._logged(
-            {
-                name: torch.cat([part[name] for part in parts])[rows, envs]
-                for name in parts[0]
-            }
-        )
+        parts: list[Tensors] = []
+        try:
+            while not chosen.complete:
+                self._roll(policy, ROWS, parts, chosen)
+                chosen.leave()
+        except BaseException as error:
+            vars(error)["experience"] = chosen.taken_from(parts)
+            raise
+        return self._logged(chosen.taken_from(parts))
 
     def get_metric_tracker(self) -> MetricsTracker:
         """Return statistics of all steps and episodes so far, including those that no call
@@ -163,25 +178,45 @@ class Collector:
         return self.metric
 
     def _roll(
-        self, policy: Any, T: int, chosen: Selection | None = None
-    ) -> tuple[PrtRlActor | HeadActor, Tensors]:
-        """Collect ``T`` steps, or fewer if ``chosen`` is complete: ``(n, N, ...)`` each."""
+        self,
+        policy: Any,
+        T: int,
+        parts: list[Tensors],
+        chosen: Selection | None = None,
+        *,
+        bootstraps: bool = False,
+    ) -> PrtRlActor | HeadActor:
+        """Collect ``T`` steps, or fewer if ``chosen`` is complete, and append them to ``parts``:
+        ``(n, N, ...)`` each. After an error these are the complete ones.
+        """
         if self._actor is None or self._actor.policy is not policy:
             self._actor = _actor_of(policy, self._side)
+        self._lane = None
         try:
-            actor, lane = self._fill(self._actor, T, chosen)
+            actor = self._fill(self._actor, T, chosen, bootstraps)
+        except PolicyError as error:
+            cause = error.__cause__ or error
+            before = sum(len(part["done"]) for part in parts)
+            raised = self._policy_error(self._actor.name, cause, before)
+            self._give_up(parts)
+            raise raised from cause
         except BaseException:
-            self._begin_episodes()
+            self._give_up(parts)
             raise
-        return actor, self._experience(actor, lane)
+        self._keep(actor, parts)
+        return actor
 
     def _fill(
-        self, actor: PrtRlActor | HeadActor, T: int, chosen: Selection | None
-    ) -> tuple[PrtRlActor | HeadActor, Lane]:
+        self,
+        actor: PrtRlActor | HeadActor,
+        T: int,
+        chosen: Selection | None,
+        bootstraps: bool,
+    ) -> PrtRlActor | HeadActor:
         runner = self._started()
-        if not actor.begin():
+        if not actor.begin(bootstraps=bootstraps):
             runner.prime(actor.adapted)
-        lane = runner.lane(actor.adapted, T)
+        self._lane = lane = runner.lane(actor.adapted, T)
         if chosen is not None:
             chosen.enter(lane)
         try:
@@ -195,10 +230,42 @@ class Collector:
                 raise
             # for outputs of another kind
             self._actor = PrtRlActor(actor.policy, self._side, actor.unused)
-            return self._fill(self._actor, T, chosen)
-        finally:
-            self._count(lane)
-        return actor, lane
+            return self._fill(self._actor, T, chosen, bootstraps)
+        return actor
+
+    def _give_up(self, parts: list[Tensors]) -> None:
+        """Append the complete rows after an error, and let the next call reset all environments."""
+        if self._runner is not None and self._actor is not None:
+            # only the call in which it was returned may use it
+            self._actor.unused = None
+            # the error at hand came first, and bad values in rows before it are taken back
+            with suppress(BadEnvOutput, BadPolicyOutput):
+                self._runner.end_early()
+            self._runner.end_early()
+            self._keep(self._actor, parts)
+        self._begin_episodes()
+
+    def _policy_error(
+        self, name: str, error: BaseException, before: int
+    ) -> PolicyError:
+        """Return the error to raise for one of the policy.
+
+        The loop's own says that the next call tries again from there, which is not so here.
+
+        Args:
+            before: number of rows in earlier lanes of the call.
+        """
+        side = self._side
+        t = before + (0 if self._lane is None else self._lane.done_steps)
+        (spec,) = side.env.spec.observation_specs.values()
+        shape = side.env.spec.num_envs, *spec.shape
+        zeros = torch.zeros(shape, dtype=torch_dtype(spec.dtype), device="cpu")
+        state = side.show(zeros)
+        return PolicyError(
+            f"policy {name} raised {described(error, f' at row {t} of the call')}. It got states of"
+            f" shape {tuple(state.shape)} and dtype {state.dtype}. The next call resets all"
+            " environments; what is complete is the attribute experience of this error."
+        )
 
     def _started(self) -> GroupRunner:
         if self._runner is None:
@@ -217,6 +284,21 @@ class Collector:
         if isinstance(self._side.env, PrtEnvs):
             self._side.env.reset_all_next()
         self.metric.abandon()
+
+    def _keep(self, actor: PrtRlActor | HeadActor, parts: list[Tensors]) -> None:
+        """Count the complete rows of the present lane, and append them."""
+        lane = self._lane
+        if lane is None or not lane.done_steps:
+            return
+        self._count(lane)
+        parts.append(self._experience(actor, lane))
+
+    def _arranged(self, parts: list[Tensors]) -> Tensors:
+        """Return the rows of a call, the only part, as ``flatten`` says; ``{}``: there are none."""
+        (found,) = parts or [{}]
+        if not self.flatten:
+            return dict(found)
+        return {name: tensor.flatten(0, 1) for name, tensor in found.items()}
 
     def _experience(self, actor: PrtRlActor | HeadActor, lane: Lane) -> Tensors:
         """Return copies of all columns of a lane, ``(n, N, ...)`` each."""
@@ -260,9 +342,14 @@ class Collector:
 def _actor_of(policy: Any, side: Side) -> PrtRlActor | HeadActor:
     if isinstance(policy, Head):
         return HeadActor(policy, side)
-    if not callable(getattr(policy, "act", None)):
+    if isinstance(policy, type) or not callable(getattr(policy, "act", None)):
+        given = (
+            f"the class {policy.__name__}"
+            if isinstance(policy, type)
+            else type(policy).__name__
+        )
         raise BadOption(
-            f"policy is {type(policy).__name__}, expected an object with act(state,"
+            f"policy is {given}, expected an object with act(state,"
             " deterministic=False) -> (action, dict), or a head such as"
             " muster.policies.categorical(net)"
         )
@@ -311,6 +398,24 @@ class Selection:
     def leave(self) -> None:
         """Count the rows of the lane, which may be filled again."""
         self.before += self._lane.done_steps
+
+    def taken_from(self, parts: Sequence[Tensors]) -> Tensors:
+        """Return the chosen trajectories from the rows of all lanes, one after another; ``{}``: none
+        is whole.
+        """
+        count = sum(len(part["done"]) for part in parts)
+        # after an error, rows can have been taken back
+        whole = [s for s in self.segments if s.end <= count]
+        if not whole:
+            return {}
+        rows = torch.cat([torch.arange(s.begin, s.end, device="cpu") for s in whole])
+        envs = torch.cat(
+            [torch.full((s.end - s.begin,), s.env, device="cpu") for s in whole]
+        )
+        return {
+            name: torch.cat([part[name] for part in parts])[rows, envs]
+            for name in parts[0]
+        }
 
     def ended(self, which: Sequence[int]) -> list[int]:
         end = self.before + self._lane.done_steps

@@ -16,12 +16,13 @@ from muster.env_spec import EnvSpec
 from muster.envs.build import build_env
 from muster.envs.checks import call
 from muster.envs.stacked import StackedEnvs
-from muster.errors import BadEnvOutput, UnsupportedEnv
+from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv
 from muster.keys import ACTION, OBSERVATION, REWARD, Key, next_of
-from muster.memory.slots import Lane, numpy_dtype, torch_dtype
+from muster.memory.slots import Lane, numpy_dtype
 from muster.memory.specs import Array, ArraySpec, Column, Specs
 from muster.protocols import EnvBatch, Step
 from muster.rng import GroupRng
+from muster.utils.integers import integer
 from muster.utils.private_names import usable
 
 TERMINATED = next_of(("terminated",))
@@ -74,12 +75,13 @@ class PrtEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
     bypassed = ()
 
     def __init__(self, env: Any) -> None:
-        B = int(env.get_num_envs())
+        B = _number_of(env)
         self.env = env
         # observations are added at the first reset, and actions at the first action
         self.spec = EnvSpec(type(env).__name__, B, (B,), {}, {})
         self.state_device = torch.device("cpu")
         self.action_device = torch.device("cpu")
+        self._state_dtype: torch.dtype | None = None  # of the first states
         # the next reset of all is one call of ``reset``, not one ``reset_index`` for each
         self._resets_all = True
         self._first: torch.Tensor | None = None
@@ -93,11 +95,23 @@ class PrtEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
         """
         if self.spec.observation_specs:
             return
-        self._first = state = self._reset_all().clone()
-        dtype = numpy_dtype(state.dtype)
+        state = self._reset_all().clone()
+        if state.layout is not torch.strided:
+            raise BadEnvOutput(
+                f"{self.spec.name}.reset returned a sparse tensor: return state.to_dense()"
+            )
+        try:
+            dtype = numpy_dtype(state.dtype)
+        except TypeError as error:
+            raise BadEnvOutput(
+                f"{self.spec.name}.reset returned a state of dtype {state.dtype}. Rows have the"
+                " dtypes of NumPy, which lacks it: return state.float()"
+            ) from error
+        self._first = state
         observed: Specs = {OBSERVATION: ArraySpec(tuple(state.shape[1:]), dtype)}
         self.spec = replace(self.spec, observation_specs=observed)
         self.state_device = state.device
+        self._state_dtype = state.dtype
 
     def accept(self, column: Column, device: torch.device) -> None:
         """Take actions like the first one: a column, on a device."""
@@ -181,7 +195,10 @@ class PrtEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
                 rewards[t].copy_(reward)
             else:
                 self._store_reward(lane, t, reward)
-            flags = torch.as_tensor(done, device="cpu").reshape(-1).tolist()
+            if getattr(done, "dtype", None) is torch.bool:
+                flags = done.reshape(-1).tolist()
+            else:
+                flags = self._flags(done)
             if len(flags) != B:
                 raise BadEnvOutput(
                     f"{self.spec.name}.step returned {len(flags)} done flags for {B} environments"
@@ -204,16 +221,18 @@ class PrtEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
         """Store rewards, which must be like the first; if not ``[N, 1]`` float32, in addition to
         the column of sums.
         """
-        B, reward = self.spec.num_envs, torch.as_tensor(reward, device="cpu")
+        B = self.spec.num_envs
+        reward = _tensor(reward, f"{self.spec.name}.step returned rewards")
         reward = reward.reshape(-1, 1) if reward.ndim < 2 else reward
         kind = tuple(reward.shape), reward.dtype
-        if self._reward_kind is None and len(reward) == B:
+        is_one_each = len(reward) == B and reward.numel() > 0
+        if self._reward_kind is None and is_one_each and not reward.is_complex():
             self._reward_kind = kind
             self._plain_rewards = kind == ((B, 1), torch.float32)
         if kind != self._reward_kind:
             raise BadEnvOutput(
                 f"{self.spec.name}.step returned rewards of shape {kind[0]} and dtype {kind[1]},"
-                f" expected {self._reward_kind or f'one for each of {B} environments, [{B}, 1]'}"
+                f" expected {self._reward_kind or f'a number for each of {B} environments, [{B}, 1]'}"
             )
         lane.tensors[REWARD][t] = reward.reshape(B, -1).sum(1)
         if not self._plain_rewards:
@@ -222,6 +241,21 @@ class PrtEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
                     (lane.T, *reward.shape), dtype=reward.dtype, device="cpu"
                 )
             lane.cache[REWARD][t] = reward
+
+    def _flags(self, done: Any) -> list[Any]:
+        """Return flags that are not a tensor of bools, one after another."""
+        flags: list[Any] = (
+            _tensor(done, f"{self.spec.name}.step returned done flags")
+            .reshape(-1)
+            .tolist()
+        )
+        for i, flag in enumerate(flags):
+            if flag not in (0, 1):
+                raise BadEnvOutput(
+                    f"{self.spec.name}.step returned {flag} as done flag of environment {i},"
+                    " expected True or False"
+                )
+        return flags
 
     def _reset_all(self) -> torch.Tensor:
         return self._checked(self._pair("reset"), self.spec.num_envs, "reset")
@@ -246,9 +280,9 @@ class PrtEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
                 " tensor"
             )
         shape = tuple(state.shape[1:]) if spec is None else spec.shape
-        if state.shape != (n, *shape) or (
-            spec and not torch.can_cast(state.dtype, torch_dtype(spec.dtype))
-        ):
+        dtype = self._state_dtype
+        is_cast = dtype is not None and state.dtype is not dtype
+        if state.shape != (n, *shape) or (is_cast and not _holds(dtype, state)):
             expected = (
                 f"({n}, ...)" if spec is None else f"{(n, *shape)}, dtype {spec.dtype}"
             )
@@ -337,6 +371,48 @@ def _sync_vector_in(env: Any) -> Any:
             return None
         env = getattr(env, "env", None)
     return None
+
+
+def _number_of(env: Any) -> int:
+    """Return the number of environments behind an object with prt_rl's interface."""
+    name = type(env).__name__
+    if isinstance(env, type):
+        raise UnsupportedEnv(
+            f"env is the class {env.__name__}: pass an object, {env.__name__}(...)"
+        )
+    given = call(env, "get_num_envs", name)
+    try:
+        return integer("get_num_envs()", given)
+    except BadOption as error:
+        raise UnsupportedEnv(
+            f"{name}.get_num_envs() returned {given!r}, expected an integer of at least 1"
+        ) from error
+
+
+def _holds(dtype: Any, state: torch.Tensor) -> bool:
+    """Return whether states of another dtype can be stored as ``dtype``, with no loss but digits of
+    floats.
+    """
+    if not torch.can_cast(state.dtype, dtype):
+        return False
+    if dtype in (torch.float32, torch.float64):  # their range is that of all others
+        return True
+    stored = state.to(dtype)
+    if stored.is_floating_point() or stored.is_complex():
+        return torch.equal(stored.isfinite(), state.isfinite())
+    return torch.equal(stored.to(state.dtype), state)
+
+
+def _tensor(value: Any, what: str) -> torch.Tensor:
+    """Return numbers of the environment as a tensor on the host; ``what`` begins the error if they
+    are none.
+    """
+    try:
+        return torch.as_tensor(value, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadEnvOutput(
+            f"{what} of type {_kind(value)}, expected a tensor, one value for each environment"
+        ) from error
 
 
 def _kind(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
@@ -18,12 +18,12 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from muster.collectors.collector import Collector
 from muster.collectors.multi import MultiSyncCollector
 from muster.compat.sb3.on_policy import ROLLOUTS, RolloutsByMuster, SB3Rollouts
-from muster.compat.sb3.vec_env import VecEnv
+from muster.compat.sb3.vec_env import EnvFn, VecEnv, env_fns_of
 from muster.errors import BadOption, UnsupportedEnv
+from muster.utils.checked import check_choice
 from muster.utils.cpus import usable_cores
 from muster.utils.integers import integer
-
-EnvFn = Callable[[], gymnasium.Env[Any, Any]]
+from muster.workers.options import SupervisionOptions, check_timeouts
 
 
 class SB3Collection:
@@ -98,7 +98,8 @@ def collect_with_muster(
             step is a truncation with reward 0.
         timeouts: seconds without progress after which a worker counts as hanging, by phase; see
             ``VecEnv``.
-        start_method: "forkserver" or "spawn"; None: as the system allows.
+        start_method: "forkserver" or "spawn"; None: as the system allows. Without workers
+            (``num_workers=0``) these three have no effect.
 
     Returns:
         an object whose ``close`` undoes the call.
@@ -111,8 +112,13 @@ def collect_with_muster(
         EnvError, WorkerDied, WorkerHung: making an environment failed.
     """
     fns, count = _checked(model, env_fns, num_workers)
+    # also where no worker would find a wrong one
+    check_choice("on_failure", on_failure, ("raise", "restart"))
+    check_timeouts({} if timeouts is None else timeouts)
     acts = inference or ("worker" if isinstance(model, OnPolicyAlgorithm) else "server")
     options: dict[str, Any] = {"on_failure": on_failure, "start_method": start_method}
+    if acts == "worker":
+        SupervisionOptions(start_method=start_method)
     with ExitStack() as made:
         collector = None
         env = None
@@ -163,16 +169,12 @@ def _checked(
         )
     if model.env is None:
         raise BadOption("The model has no environments: call model.set_env(env) first.")
-    fns: list[EnvFn]
     if isinstance(env_fns, str):
-        fns = [partial(_monitored, env_fns)] * model.n_envs
+        fns: list[EnvFn] = [partial(_monitored, env_fns)] * model.n_envs
+    elif callable(env_fns):
+        fns = [env_fns] * model.n_envs
     else:
-        fns = [env_fns] * model.n_envs if callable(env_fns) else list(env_fns)
-    for env_fn in fns:
-        if not callable(env_fn):
-            raise BadOption(
-                f"env_fns has an entry of type {type(env_fn).__name__}, expected functions."
-            )
+        fns = env_fns_of(env_fns, "one function, or an env id")
     if len(fns) != model.n_envs:
         raise BadOption(
             f"env_fns has {len(fns)} functions, but the model has {model.n_envs} environments."

@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from types import NoneType
 from typing import Any, Literal
 
 import gymnasium
@@ -16,11 +17,36 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncState
 from stable_baselines3.common import vec_env
 
-from muster.errors import UnsupportedEnv
+from muster.errors import BadOption, UnsupportedEnv
 from muster.memory.specs import Array
+from muster.utils.integers import integer
 from muster.vector.vector_workers import VectorWorkers, method_of
 
+EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 Indices = int | Iterable[int] | None
+
+
+class NoSuchEnv(BadOption, IndexError):
+    """There is no environment of this number."""
+
+
+def env_fns_of(given: Any, or_else: str = "") -> list[EnvFn]:
+    """Return functions that make environments, one for each, as a list.
+
+    Raises ``BadOption`` if they are not; ``or_else`` (another valid value) is for the message.
+    """
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise BadOption(
+            f"env_fns is of type {type(given).__name__}, expected a list of functions that make the"
+            f" environments, such as [make_env] * 8{or_else and f', or {or_else}'}."
+        )
+    fns = list(given)
+    for env_fn in fns:
+        if not callable(env_fn):
+            raise BadOption(
+                f"env_fns has an entry of type {type(env_fn).__name__}, expected functions."
+            )
+    return fns
 
 
 class VecEnv(vec_env.VecEnv):
@@ -52,19 +78,21 @@ class VecEnv(vec_env.VecEnv):
         EnvError: an environment raised an error, which is the ``__cause__``.
         WorkerDied, WorkerHung: a worker died, or made no progress for too long.
         UnsupportedEnv: observations are not arrays, or dicts and tuples of arrays.
+        BadOption: an argument, also of a method, is wrong.
     """
 
     def __init__(
         self,
-        env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]],
+        env_fns: Sequence[EnvFn],
         start_method: Literal["forkserver", "spawn", "fork"] | None = None,
         *,
         num_workers: int | None = None,
         on_failure: Literal["raise", "restart"] = "raise",
         timeouts: Mapping[str, float | None] | None = None,
     ) -> None:
+        fns = env_fns_of(env_fns)
         self._workers = VectorWorkers(
-            list(env_fns),
+            fns,
             AutoresetMode.SAME_STEP,
             num_workers=num_workers,
             on_failure=on_failure,
@@ -80,7 +108,7 @@ class VecEnv(vec_env.VecEnv):
                 raise UnsupportedEnv(
                     f"Stable-Baselines3 has no observations in a space such as {observation_space}."
                 )
-            super().__init__(len(env_fns), observation_space, action_space)
+            super().__init__(len(fns), observation_space, action_space)
         except BaseException:
             self.close()
             raise
@@ -112,9 +140,18 @@ class VecEnv(vec_env.VecEnv):
 
     def step_async(self, actions: Array) -> None:
         """Send the actions to the environments, without waiting for them."""
-        self._workers.send(
-            actions if isinstance(actions, np.ndarray) else list(actions)
-        )
+        try:
+            given = actions if isinstance(actions, np.ndarray) else list(actions)
+            count = len(given)
+        except TypeError as error:  # a number, None
+            raise BadOption(
+                f"actions={actions!r}: expected an action for each of {self.num_envs} environments."
+            ) from error
+        if count != self.num_envs:
+            raise BadOption(
+                f"{count} actions were given for {self.num_envs} environments."
+            )
+        self._workers.send(given)
 
     def step_wait(self) -> tuple[Any, Array, Array, list[dict[str, Any]]]:
         """Wait for the step, and return observations, rewards (float32), dones and infos."""
@@ -142,6 +179,30 @@ class VecEnv(vec_env.VecEnv):
                 (key, observations[key]) for key in self.observation_space.spaces
             )
         return observations
+
+    def seed(self, seed: int | None = None) -> Sequence[int | None]:
+        """Set the seeds of the next reset: ``seed``, ``seed + 1`` and so on. None: a random one."""
+        return super().seed(None if seed is None else integer("seed", seed, 0))
+
+    def set_options(
+        self, options: list[dict[str, Any]] | dict[str, Any] | None = None
+    ) -> None:
+        """Set the options of the next reset: a dict for all environments, or a list with one for
+        each.
+        """
+        if options is not None and not isinstance(options, dict):
+            self._check_options(options)
+        super().set_options(options)
+
+    def _check_options(self, options: Any) -> None:
+        is_list = isinstance(options, (list, tuple)) and len(options) == self.num_envs
+        if not is_list or not all(
+            isinstance(own, (Mapping, NoneType)) for own in options
+        ):
+            raise BadOption(
+                f"options={options!r}: expected a dict, or a list with a dict for each of"
+                f" {self.num_envs} environments."
+            )
 
     def close(self) -> None:
         """Close the environments and end the workers. May be called again."""
@@ -216,7 +277,19 @@ class VecEnv(vec_env.VecEnv):
 
     def _numbers(self, indices: Indices) -> list[int]:
         """Return the numbers of environments; negative indices count from the end."""
-        return [range(self.num_envs)[i] for i in self._get_indices(indices)]
+        if indices is None:
+            return list(range(self.num_envs))
+        given = indices if isinstance(indices, Iterable) else [indices]
+        return [self._number(i) for i in given]
+
+    def _number(self, index: int) -> int:
+        i = integer("indices", index, None)
+        if not -self.num_envs <= i < self.num_envs:
+            raise NoSuchEnv(
+                f"indices has {i}, and there are {self.num_envs} environments: expected"
+                f" {-self.num_envs} to {self.num_envs - 1}."
+            )
+        return i % self.num_envs
 
     def get_images(self) -> Sequence[Array | None]:
         """Return a frame of each environment; None unless the render mode is "rgb_array"."""
