@@ -32,6 +32,7 @@ class MusterError(Exception):
         crash_report: file for ``muster replay``.
         replay_command: the whole command, which the message has, too; "" without a crash report.
         traceback: of what was raised there, with Muster's frames, which the message leaves out.
+        aftermath: the end of the message where it says what became of the rows.
     """
 
     worker: int | None = None
@@ -42,6 +43,7 @@ class MusterError(Exception):
     crash_report: Path | None = None
     replay_command: str = ""
     traceback: str = ""
+    aftermath: str = ""
 
 
 class BadOption(MusterError, ValueError):

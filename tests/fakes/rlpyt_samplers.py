@@ -132,7 +132,7 @@ class ParallelSampler:
         server: bool = True,
         bootstrap: bool = False,
         max_decorrelation_steps: int = 0,
-        eval_max_T: int = 0,
+        eval_max_T: int = 1,
         eval_max_trajectories: int | None = None,
     ) -> None:
         total = B * workers

@@ -133,12 +133,6 @@ def test_what_is_not_reported_is_logged(caplog: pytest.LogCaptureFixture) -> Non
     ]
 
 
-def test_no_time_is_no_step() -> None:
-    env, agent = Counting(2), Agent(1)
-    assert SerialEvalCollector([env], agent, TrajInfo, 0).collect_evaluation(0) == []
-    assert (env.actions, agent.inputs) == ([], [])
-
-
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(BadOption, match="CpuEvalCollector got no agent"):
         CpuEvalCollector(0, [Counting(2)], TrajInfo, queue.SimpleQueue(), 3)

@@ -68,6 +68,11 @@ class GroupRunner:
         """Make the policy's first call; the next ``run`` uses its outputs for the first row."""
         prime(self.group, policy, 0)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the environments failed: all of them are reset before the next step."""
+        return self.group.due.is_lost
+
     def end_early(self) -> None:
         """Keep the rows that an error in ``run`` has left, and go on after them."""
         end_early(self.group)
@@ -100,6 +105,17 @@ class GroupRunner:
         ``watch`` is called after every step with the lane and its row, which is complete.
         """
         lane.restart()
+        self.go_on(policy, lane, rule=rule, watch=watch)
+
+    def go_on(
+        self,
+        policy: Policy,
+        lane: Lane,
+        *,
+        rule: Rule | None = None,
+        watch: Callable[[Lane, int], object] | None = None,
+    ) -> None:
+        """Fill a lane as ``run`` does, after the rows that an error in ``run`` has left complete."""
         request = RolloutRequest(
             0, self.group.number, 0, "policy", version=0, rule=rule
         )

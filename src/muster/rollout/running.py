@@ -522,10 +522,11 @@ class Rollout:
         self.reports.progress.begin(Phase.POLICY if by_policy else Phase.STEP)
         self._unmark()
         group.lose()
-        error = BadPolicyOutput if by_policy else BadEnvOutput
-        raise error(
-            f"{message}. The {t} rows before it are kept; the environments are reset."
-        )
+        aftermath = f" The {t} rows before it are kept; the environments are reset."
+        kind = BadPolicyOutput if by_policy else BadEnvOutput
+        error = kind(f"{message}.{aftermath}")
+        error.aftermath = aftermath
+        raise error
 
     def _unmark(self) -> None:
         """Undo the entries of incomplete rows."""

@@ -13,7 +13,6 @@ those of rlpyt at its last commit (f04f23d). docs/rlpyt.md lists the differences
 from __future__ import annotations
 
 from muster.compat.rlpyt.collectors import (
-    AgentInputs,
     BaseCollector,
     BaseEvalCollector,
     CpuEvalCollector,
@@ -26,6 +25,7 @@ from muster.compat.rlpyt.collectors import (
     SerialEvalCollector,
 )
 from muster.compat.rlpyt.envs import TrajInfo
+from muster.compat.rlpyt.runner import AgentInputs
 
 __all__ = [
     "BaseCollector",

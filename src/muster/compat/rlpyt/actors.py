@@ -15,13 +15,16 @@ import numpy as np
 
 from muster.compat.rlpyt.envs import RlpytEnvs
 from muster.compat.rlpyt.trees import BufferPart, as_array, mapped, overwrite
+from muster.envs.checks import NUMBERS, described_value
 from muster.envs.previous import PREV_ACTION, PREV_REWARD
 from muster.errors import (
     BadOption,
     BadPolicyOutput,
     CollectorTimeout,
     MusterError,
+    PolicyError,
     WorkerDied,
+    described,
 )
 from muster.keys import Key
 from muster.memory.slots import Lane
@@ -29,6 +32,7 @@ from muster.memory.specs import Column
 from muster.policies.inputs import InputRows
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
+from muster.rollout.acting import is_own
 
 AGENT_INFO: Key = ("agent_info",)
 # a leaf
@@ -70,6 +74,10 @@ class RlpytActor(ABC):
     def check(collector: Any) -> None:
         """Raise ``BadOption`` if a collector lacks the arguments for this actor."""
 
+    def check_values(self, value: Any) -> None:
+        """Raise ``BadOption`` if there is a buffer for values, which the actor cannot compute."""
+        return
+
     def first(self, obs: Mapping[Key, Any], rng: GroupRng) -> Outputs:
         raise NotImplementedError(f"{self.name} acts into rlpyt's buffers only")
 
@@ -84,7 +92,7 @@ class RlpytActor(ABC):
         """Return ``act`` for a lane, with these ``inputs``."""
 
         def act(t: int) -> None:
-            action, agent_info = self.step(*(part[t] for part in inputs))
+            action, agent_info = self.ask([part[t] for part in inputs], t)
             for part, value in (
                 (self.envs.action, action),
                 (self.agent_info, agent_info),
@@ -95,10 +103,28 @@ class RlpytActor(ABC):
                     else part.write(lane.arrays, t, value, lead=(lane.B,))
                 )
                 if problem:
-                    raise BadPolicyOutput(f"what {self.name} returned {problem}")
-            self.envs.acted(agent_info)
+                    raise BadPolicyOutput(
+                        f"what {self.name} returned {problem} (row {t} of the batch)."
+                    )
+            self.envs.acted(agent_info, self.name)
 
         return act
+
+    def ask(self, inputs: Sequence[Any], t: int) -> tuple[Any, Any]:
+        """Return actions and agent info for row ``t``.
+
+        Raises:
+            PolicyError: the agent has raised an error. What follows from it depends on the caller.
+        """
+        try:
+            return self.step(*inputs)
+        except Exception as error:
+            if is_own(self, error):
+                raise
+            where = f" at row {t} of the batch"
+            raise PolicyError(
+                f"policy {self.name} raised {described(error, where)}."
+            ) from error
 
     def inputs(self, columns: Mapping[Key, Any]) -> tuple[Any, Any, Any]:
         """Observations, previous actions and rewards of the rows of a lane, ``[T + 1, B, ...]``,
@@ -124,21 +150,21 @@ class RlpytActor(ABC):
         """Start a new episode of the agent in an environment."""
         return
 
-    def finish(self, lane: Lane, calls: int = 0, value: Any = None) -> None:
-        """Finish after the last row: make ``calls`` more calls of the actor, and write the next
-        observation's value.
-        """
+    def last_inputs(self, lane: Lane) -> list[Any]:
+        """Copies of observations, previous actions and rewards after the last row."""
         columns = getattr(lane, self.memory)
-        last = [
+        return [
             mapped(COPY[self.memory], part[lane.done_steps])
             for part in self.inputs(columns)
         ]
-        for _ in range(calls):
-            self.step(*last)
-        self._conclude(last, value)
 
     @abstractmethod
-    def _conclude(self, last: Sequence[Any], value: Any) -> None: ...
+    def conclude(self, last: Sequence[Any], value: Any = None) -> None:
+        """Finish after the last row, with the ``last_inputs``.
+
+        Args:
+            value: buffer for the values of the last observations; None: there is none.
+        """
 
 
 class LocalAgent(RlpytActor):
@@ -161,17 +187,38 @@ class LocalAgent(RlpytActor):
 
     @staticmethod
     def check(collector: Any) -> None:
-        if collector.agent is None:
+        name = type(collector).__name__
+        agent = collector.agent
+        if agent is None:
             raise BadOption(
-                f"{type(collector).__name__} got no agent, which acts in its own process. It"
+                f"{name} got no agent, which acts in its own process. It"
                 " belongs to SerialSampler and CpuSampler; under GpuSampler and AlternatingSampler"
                 " the collectors that begin with Gpu do the same."
+            )
+        if isinstance(agent, type) or not callable(getattr(agent, "step", None)):
+            raise BadOption(
+                f"{name}(agent={described_value(agent)}): expected an agent, an object with the"
+                " methods of rlpyt's BaseAgent (step, reset, reset_one, ...)"
+            )
+
+    def check_values(self, value: Any) -> None:
+        if value is not None and not callable(getattr(self.agent, "value", None)):
+            raise BadOption(
+                f"samples_np has agent.bootstrap_value, and {self.name} has no method value that"
+                " computes it: leave the buffer out, or add the method"
             )
 
     def step(
         self, observation: Any, prev_action: Any, prev_reward: Any
     ) -> tuple[Any, Any]:
-        action, agent_info = self.agent.step(observation, prev_action, prev_reward)
+        returned = self.agent.step(observation, prev_action, prev_reward)
+        try:
+            action, agent_info = returned
+        except (TypeError, ValueError):
+            raise BadPolicyOutput(
+                f"{self.name}.step returned {described_value(returned)}, expected (action,"
+                " agent_info)."
+            ) from None
         return action, agent_info
 
     def begin(self, itr: int, *, evaluates: bool = False) -> None:
@@ -182,11 +229,29 @@ class LocalAgent(RlpytActor):
             self.agent.sample_mode(itr)
 
     def begin_episode(self, env: int) -> None:
-        self.agent.reset_one(idx=env)
+        try:
+            self.agent.reset_one(idx=env)
+        except Exception as error:
+            raise MusterError(
+                f"{self.name}.reset_one(idx={env}) raised {described(error)}"
+            ) from error
 
-    def _conclude(self, last: Sequence[Any], value: Any) -> None:
-        if value is not None:
-            value[...] = as_array(self.agent.value(*last))
+    def conclude(self, last: Sequence[Any], value: Any = None) -> None:
+        if value is None:
+            return
+        B = self.envs.spec.num_envs
+        try:
+            array = as_array(self.agent.value(*last))
+        except Exception as error:
+            raise PolicyError(
+                f"policy {self.name}: value raised {described(error, ' after the last row')}."
+            ) from error
+        if array.shape not in ((B,), (1, B)) or array.dtype.kind not in NUMBERS:
+            raise BadPolicyOutput(
+                f"{self.name}.value returned {described_value(array)}, expected an array of shape"
+                f" ({B},): a value for each environment."
+            )
+        value[...] = array
 
 
 class Server(RlpytActor):
@@ -208,6 +273,7 @@ class Server(RlpytActor):
         self.step_buffer = collector.step_buffer_np
         self.sync = collector.sync
         self.max_wait_s = collector.max_wait_s
+        self._is_asked = False  # it was shown a row, and has not answered
         self._parent = os.getppid()
 
     @staticmethod
@@ -230,13 +296,21 @@ class Server(RlpytActor):
     def step(
         self, observation: Any, prev_action: Any, prev_reward: Any
     ) -> tuple[Any, Any]:
-        self._conclude((observation, prev_action, prev_reward))
+        if not self._is_asked:  # else the wait for its answer was interrupted
+            self.conclude((observation, prev_action, prev_reward))
+            self._is_asked = True
         self._wait()
+        self._is_asked = False
         if self.stops and self.sync.stop_eval.value:
             raise EvaluationStopped("the action server has stopped the evaluation")
         return self.step_buffer.action, getattr(self.step_buffer, "agent_info", None)
 
-    def _conclude(self, last: Sequence[Any], value: Any = None) -> None:
+    def begin(self, itr: int, *, evaluates: bool = False) -> None:
+        super().begin(itr, evaluates=evaluates)
+        if evaluates:  # from its first row on
+            self._is_asked = False
+
+    def conclude(self, last: Sequence[Any], value: Any = None) -> None:
         """Show a row to the server, which also computes values."""
         step = self.step_buffer
         for place, part in zip(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
-from muster.compat.base import GroupRunner, borrowed
 from muster.compat.rlpyt.actors import (
     AGENT_INFO,
     EvaluationStopped,
@@ -17,101 +16,41 @@ from muster.compat.rlpyt.actors import (
     RlpytActor,
     Server,
 )
+from muster.compat.rlpyt.arguments import (
+    check_envs,
+    check_record_class,
+    check_records,
+    ranks_of,
+)
+from muster.compat.rlpyt.batches import Batches, explain
+from muster.compat.rlpyt.buffers import Buffers
 from muster.compat.rlpyt.envs import ENV_INFO, RlpytEnvs
-from muster.compat.rlpyt.trees import BufferPart, leaves, mapped, overwrite
-from muster.envs.previous import PREV_ACTION, PREV_REWARD, with_previous
-from muster.errors import BadOption, MusterError
-from muster.keys import ACTION, DONE, OBSERVATION, REWARD, Key, dotted, next_of
+from muster.compat.rlpyt.runner import AgentInputs, RlpytRunner
+from muster.compat.rlpyt.trees import (
+    BufferPart,
+    example_problem,
+    mapped,
+    overwrite,
+    overwrite_problem,
+)
+from muster.envs.checks import call
+from muster.errors import BadEnvOutput, BadOption, MusterError
+from muster.keys import ACTION, OBSERVATION
 from muster.memory.slots import Lane
-from muster.rng import GroupRng
+from muster.utils.integers import integer
 from muster.utils.tracebacks import trimmed
 
-NEEDED = ("env", "observation"), ("env", "reward"), ("env", "done"), ("agent", "action")
-OPTIONAL = (
-    ("env", "prev_reward"),
-    ("env", "env_info"),
-    ("agent", "prev_action"),
-    ("agent", "agent_info"),
-)
 ROWS = 32  # of memory, which an evaluation reuses
+# what follows from an error in an evaluation
+NEXT_EVALUATION = "This evaluation has ended; the next one resets all environments."
 
 log = logging.getLogger(__name__)
 
 
-class AgentInputs(NamedTuple):
-    """The inputs of an agent, ``[B, ...]`` each: views of the first rows of the next batch."""
-
-    observation: Any
-    prev_action: Any
-    prev_reward: Any
-
-
-class RlpytRunner(GroupRunner):
-    """Runs environments some rows at a time; ``inputs`` are the next inputs of the agent.
-
-    Args:
-        mid_batch_reset: reset finished environments at once; else they wait for the next batch.
-        decorrelation: maximum of random steps before the first row.
-    """
-
-    def __init__(
-        self,
-        envs: RlpytEnvs,
-        *,
-        rank: int,
-        env_ranks: Sequence[int] | None = None,
-        global_B: int = 1,
-        mid_batch_reset: bool = True,
-        decorrelation: int = 0,
-    ) -> None:
-        options = borrowed(
-            reset_when_done=mid_batch_reset,
-            max_decorrelation_steps=decorrelation,
-            traj_done_key="traj_done",
-            prev_action_reward=True,
-            compact_obs=True,
-        )
-        ranks = (
-            np.arange(envs.spec.num_envs)
-            if env_ranks is None
-            else np.asarray(env_ranks, np.int64)
-        )
-        seed = int(np.random.randint(2**31)) if decorrelation else 0
-        total_envs = max(global_B, int(ranks.max()) + 1)
-        super().__init__(
-            with_previous(envs),
-            options,
-            rng=GroupRng(seed, rank),
-            env_ids=ranks,
-            total_envs=total_envs,
-        )
-        self.envs = envs
-        carry = {key: row[0] for key, row in self.group.carry.items()}
-        prev_action = envs.action.over(carry, (PREV_ACTION,))
-        self.inputs = AgentInputs(
-            envs.observation.over(carry), prev_action, carry[PREV_REWARD]
-        )
-
-
 def envs_of(
-    samples: Any, T: int, envs: Sequence[Any], TrajInfoCls: Any
+    samples: Any, envs: Sequence[Any], TrajInfoCls: Any
 ) -> tuple[RlpytEnvs, BufferPart | None]:
-    """Return the environments with the columns of ``samples``, and the buffer of ``agent_info``; or
-    ``BadOption``.
-    """
-    for side, name in (*NEEDED, *OPTIONAL):
-        tree = getattr(getattr(samples, side, None), name, None)
-        if tree is None and (side, name) in NEEDED:
-            raise BadOption(
-                f"samples_np has no {side}.{name}, which every batch is written to"
-            )
-        for key, leaf in leaves(tree, (side, name)).items():
-            if np.shape(leaf)[:2] != (T, len(envs)):
-                raise BadOption(
-                    f"samples_np.{dotted(key)} is {np.shape(leaf)}, expected ({T}, {len(envs)},"
-                    f" ...): batch_T={T} rows for {len(envs)} environments. A worker gets its own"
-                    " part of the sampler's buffer."
-                )
+    """Return the environments with the columns of ``samples``, and the buffer of ``agent_info``."""
     env = samples.env
     agent = samples.agent
     return RlpytEnvs(
@@ -128,37 +67,6 @@ def envs_of(
         if hasattr(agent, "agent_info")
         else None
     )
-
-
-def store(lane: Lane, samples: Any) -> None:
-    """Copy a batch into rlpyt's buffers.
-
-    If ``prev_action`` and ``action`` (or the rewards) share memory, as in rlpyt's samplers, only
-    the first row is written, and the others are the actions of the row before, even if the agent
-    got other inputs.
-    """
-    env = samples.env
-    agent = samples.agent
-    _copy(lane, env.observation, OBSERVATION)
-    _copy(lane, env.reward, REWARD)
-    _copy(lane, env.done, next_of(DONE))
-    _copy(lane, getattr(env, "env_info", None), ENV_INFO)
-    _copy(lane, agent.action, ACTION)
-    _copy(lane, getattr(agent, "agent_info", None), AGENT_INFO)
-    _copy(lane, getattr(env, "prev_reward", None), PREV_REWARD, shares_with=env.reward)
-    _copy(
-        lane,
-        getattr(agent, "prev_action", None),
-        (PREV_ACTION,),
-        shares_with=agent.action,
-    )
-
-
-def _copy(lane: Lane, buffer: Any, root: Key, shares_with: Any = None) -> None:
-    others = leaves(shares_with, root) if shares_with is not None else {}
-    for key, leaf in leaves(buffer, root).items():
-        rows = 1 if key in others and np.may_share_memory(leaf, others[key]) else lane.T
-        leaf[:rows] = lane.arrays[key][:rows]
 
 
 class BaseCollector(ABC):
@@ -200,15 +108,19 @@ class BaseCollector(ABC):
         global_B: int = 1,
         env_ranks: Sequence[int] | None = None,
     ) -> None:
+        name = type(self).__name__
+        check_envs(name, envs)
+        check_record_class(name, TrajInfoCls)
+        ranks_of(name, env_ranks, len(envs))
         self.rank = rank
         self.envs = envs
         self.samples_np = samples_np
-        self.batch_T = batch_T
+        self.batch_T = integer("batch_T", batch_T, of=name)
         self.TrajInfoCls = TrajInfoCls
         self.agent = agent
         self.sync = sync
         self.step_buffer_np = step_buffer_np
-        self.global_B = global_B
+        self.global_B = integer("global_B", global_B, of=name)
         self.env_ranks = env_ranks
         if self._acts is not None:
             self._acts.check(self)
@@ -233,6 +145,11 @@ class BaseCollector(ABC):
         self, agent_inputs: Any, traj_infos: list[Any], itr: int = 0
     ) -> tuple[Any, list[Any], list[Any]]:
         """Fill ``samples_np``.
+
+        After an error of the agent, the next call completes the same batch: it begins with the row
+        in which the error was raised, and ignores ``agent_inputs``. After an error of an
+        environment, the next call resets all environments and begins another batch; the rows of the
+        first are dropped.
 
         Args:
             agent_inputs, traj_infos: results of the last call of this or ``start_envs``.
@@ -261,6 +178,7 @@ class DecorrelatingStartCollector(BaseCollector):
     mid_batch_reset = True
     max_wait_s: ClassVar[float] = 300.0
     _runner: RlpytRunner | None = None
+    _batches: Batches | None = None
 
     def start_envs(
         self, max_decorrelation_steps: int = 0
@@ -273,28 +191,35 @@ class DecorrelatingStartCollector(BaseCollector):
         Raises:
             BadOption: ``samples_np`` does not fit the environments.
         """
-        envs, agent_info = envs_of(
-            self._next_samples(), self.batch_T, self.envs, self.TrajInfoCls
-        )
-        self._runner = runner = RlpytRunner(
+        buffers = Buffers(self.batch_T, len(self.envs))
+        for samples in self._every_samples():
+            buffers.check(samples)
+        envs, agent_info = envs_of(self._next_samples(), self.envs, self.TrajInfoCls)
+        runner = RlpytRunner(
             envs,
             rank=self.rank,
-            env_ranks=self.env_ranks,
+            ranks=ranks_of(type(self).__name__, self.env_ranks, len(self.envs)),
             global_B=self.global_B,
             mid_batch_reset=self.mid_batch_reset,
             decorrelation=max_decorrelation_steps,
         )
-        runner.begin_episodes()
+        batches = None
         if self._acts is not None:
-            self._actor = self._acts(self, envs, agent_info)
-            self._lane = runner.lane(self._actor, self.batch_T)
+            actor = self._acts(self, envs, agent_info)
+            for samples in self._every_samples():
+                actor.check_values(getattr(samples.agent, "bootstrap_value", None))
+            batches = Batches(runner, actor, self.batch_T)
             if self.mid_batch_reset:
-                envs.when_done(self._actor.begin_episode)
+                envs.when_done(actor.begin_episode)
+        self._runner = (
+            None  # if a reset fails, no earlier one goes on with the environments
+        )
+        runner.begin_episodes()
+        self._runner = runner
+        self._batches = batches
+        self._buffers = buffers
         if self.step_buffer_np is not None:
-            for name, row in zip(
-                ("observation", "action", "reward"), runner.inputs, strict=True
-            ):
-                overwrite(getattr(self.step_buffer_np, name), row)
+            self._show_to_server(runner.inputs)
         return runner.inputs, envs.traj_infos
 
     @trimmed
@@ -305,53 +230,76 @@ class DecorrelatingStartCollector(BaseCollector):
             raise NotImplementedError(
                 f"{type(self).__name__} does not say who acts; define collect_batch"
             )
-        runner, envs, lane, samples = (
-            self._started(),
-            self._started().envs,
-            self._lane,
-            self._next_samples(),
-        )
-        self.reset_if_needed(agent_inputs)
-        if agent_inputs is not None and agent_inputs is not runner.inputs:
-            overwrite(runner.inputs, agent_inputs)
-        completed: list[Any] = []
-        envs.record(traj_infos, completed.append)
-        self._actor.begin(itr)
-        runner.run(self._actor, lane)
-        with runner.group.contexts.usual:
-            self._actor.finish(
-                lane,
-                lane.T - lane.done_steps,
-                getattr(samples.agent, "bootstrap_value", None),
-            )
-        store(lane, samples)
-        return runner.inputs, traj_infos, completed
+        runner, batches = self._started()
+        samples = self._next_samples()
+        self._buffers.check(samples)
+        check_records(traj_infos, len(self.envs))
+        if not batches.is_under_way:
+            self.reset_if_needed(agent_inputs)
+            if agent_inputs is not None and agent_inputs is not runner.inputs:
+                _check_inputs(runner.inputs, agent_inputs)
+                overwrite(runner.inputs, agent_inputs)
+            batches.begin(traj_infos)
+        completed = batches.complete(samples, itr)
+        return runner.inputs, runner.envs.traj_infos, completed
 
     def reset_if_needed(self, agent_inputs: Any) -> None:
         """Do the deferred resets of environments, and reset the agent in those whose episode has
         ended.
         """
-        if self.mid_batch_reset or self._runner is None:
+        runner = self._runner
+        batches = self._batches
+        if self.mid_batch_reset or runner is None:
             return
-        self._runner.begin_episodes()
-        ended = np.flatnonzero(self._runner.envs.done).tolist()
+        if batches is not None and batches.is_under_way:
+            return  # its environments wait for its end
+        runner.begin_episodes()
+        ended = np.flatnonzero(runner.envs.done).tolist()
         for b in ended:
-            self._actor.begin_episode(b)
-        self._runner.envs.done[:] = False
-        if agent_inputs is not None and agent_inputs is not self._runner.inputs:
-            overwrite(agent_inputs, self._runner.inputs, ended)
+            if batches is not None:
+                batches.actor.begin_episode(b)
+        runner.envs.done[:] = False
+        if agent_inputs is not None and agent_inputs is not runner.inputs:
+            _check_inputs(runner.inputs, agent_inputs)
+            overwrite(agent_inputs, runner.inputs, ended)
 
-    def _started(self) -> RlpytRunner:
-        if self._runner is None:
+    def _show_to_server(self, inputs: AgentInputs) -> None:
+        for name, row in zip(("observation", "action", "reward"), inputs, strict=True):
+            place = getattr(self.step_buffer_np, name)
+            problem = overwrite_problem(place, row)
+            if problem is not None:
+                raise BadOption(
+                    f"step_buffer_np.{name} does not fit samples_np, which {problem}"
+                )
+            overwrite(place, row)
+
+    def _started(self) -> tuple[RlpytRunner, Batches]:
+        if self._runner is None or self._batches is None:
             raise MusterError(
                 f"{type(self).__name__}.collect_batch() comes after start_envs()"
             )
-        return self._runner
+        return self._runner, self._batches
+
+    def _every_samples(self) -> Sequence[Any]:
+        samples = self.samples_np
+        return samples if self._has_two_buffers else [samples]
+
+    @property
+    def _has_two_buffers(self) -> bool:
+        return not hasattr(self.samples_np, "agent") and hasattr(self.sync, "db_idx")
 
     def _next_samples(self) -> Any:
         samples = self.samples_np
-        double = not hasattr(samples, "agent") and hasattr(self.sync, "db_idx")
-        return samples[self.sync.db_idx.value] if double else samples
+        return samples[self.sync.db_idx.value] if self._has_two_buffers else samples
+
+
+def _check_inputs(own: AgentInputs, given: Any) -> None:
+    problem = overwrite_problem(own, given)
+    if problem is not None:
+        raise BadOption(
+            f"agent_inputs {problem}: pass what the last call or start_envs() has returned, or a"
+            " copy of it"
+        )
 
 
 class CpuResetCollector(DecorrelatingStartCollector):
@@ -424,10 +372,13 @@ class BaseEvalCollector(ABC):
         sync: Any = None,
         step_buffer_np: Any = None,
     ) -> None:
+        name = type(self).__name__
+        check_envs(name, envs)
+        check_record_class(name, TrajInfoCls)
         self.rank = rank
         self.envs = envs
         self.TrajInfoCls = TrajInfoCls
-        self.max_T = max_T
+        self.max_T = integer("max_T", max_T, of=name)
         self.traj_infos_queue = traj_infos_queue
         self.agent = agent
         self.sync = sync
@@ -466,7 +417,10 @@ class BaseEvalCollector(ABC):
                 runner.run(actor, lane, watch=watch)
         except EvaluationStopped:
             pass
-        actor.finish(lane)
+        except MusterError as error:
+            explain(error, NEXT_EVALUATION)
+            raise
+        actor.conclude(actor.last_inputs(lane))
         self.unfinished_infos = [
             info
             for info, begun in zip(envs.traj_infos, envs.begun, strict=True)
@@ -487,14 +441,12 @@ class BaseEvalCollector(ABC):
         """
         if self._parts is None:
             served = self._acts is Server
-            buffer = self.step_buffer_np
-            first = self.envs[0]
-            resets = {} if served else {0: mapped(np.copy, first.reset())}
-            shown = (
-                (buffer.observation, buffer.action)
-                if served
-                else (resets[0], first.action_space.null_value())
-            )
+            resets = {} if served else {0: self._first_reset()}
+            if served:
+                buffer = self.step_buffer_np
+                shown = buffer.observation, buffer.action
+            else:
+                shown = resets[0], self._null_action()
             observation, action = (
                 BufferPart(part, key, int(served))
                 for part, key in zip(shown, (OBSERVATION, ACTION), strict=True)
@@ -513,11 +465,47 @@ class BaseEvalCollector(ABC):
             self._parts = runner, actor, runner.lane(actor, ROWS)
         return self._parts
 
+    def _first_reset(self) -> Any:
+        """Reset the first environment, and return a copy of the observation."""
+        env = self.envs[0]
+        name = f"{type(env).__name__}[0]"
+        observation = call(env, "reset", name, index=0)
+        problem = example_problem(observation)
+        if problem is not None:
+            raise BadEnvOutput(
+                f"what {name}.reset returned {problem}. rlpyt's environments return the observation"
+                " alone"
+            )
+        return mapped(np.copy, observation)
+
+    def _null_action(self) -> Any:
+        """The action before the first one, which shows what actions are."""
+        env = self.envs[0]
+        space = getattr(env, "action_space", None)
+        name = type(env).__name__
+        if not callable(getattr(space, "null_value", None)):
+            raise BadOption(
+                f"{name}[0].action_space has no null_value, which shows what actions are: wrap"
+                " Gym's environments in rlpyt's GymEnvWrapper"
+            )
+        action = call(space, "null_value", f"{name}[0].action_space", index=0)
+        problem = example_problem(action)
+        if problem is not None:
+            raise BadEnvOutput(
+                f"what {name}[0].action_space.null_value returned {problem}"
+            )
+        return action
+
     def _evaluate_into_queue(self, itr: int) -> None:
         if getattr(self.sync, "stop_eval", None) is None:
             raise BadOption(
                 f"{type(self).__name__} got no sync.stop_eval, by which its sampler ends an"
                 " evaluation"
+            )
+        if not callable(getattr(self.traj_infos_queue, "put", None)):
+            raise BadOption(
+                f"{type(self).__name__}(traj_infos_queue={self.traj_infos_queue!r}): expected a"
+                " queue, which gets the records of episodes"
             )
         served = (
             self._acts is Server
@@ -574,6 +562,13 @@ class SerialEvalCollector(BaseEvalCollector):
     ) -> None:
         super().__init__(0, envs, TrajInfoCls, None, max_T, agent)
         self.max_trajectories = max_trajectories
+        if max_trajectories is not None:
+            self.max_trajectories = integer(
+                "max_trajectories",
+                max_trajectories,
+                of=type(self).__name__,
+                or_else="None: no limit",
+            )
 
     def collect_evaluation(self, itr: int = 0) -> list[Any]:
         """Run an evaluation, and return the records of episodes in the order of their ends."""

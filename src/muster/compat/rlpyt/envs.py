@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from muster.capabilities import Bypasses, CountsSteps, DrawsActions, TracksLives
 from muster.compat.rlpyt.trees import BufferPart, mapped
 from muster.env_spec import EnvSpec
 from muster.envs.checks import as_flag, call, reward_problem
-from muster.errors import BadEnvOutput, MusterError, described
+from muster.errors import BadEnvOutput, BadPolicyOutput, MusterError, described
 from muster.keys import REWARD, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
@@ -103,7 +104,7 @@ class RlpytEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions, TracksLives):
 
     Attributes:
         traj_infos: records of the running episodes, ``[B]``.
-        done: whether the last step ended the agent's episode, ``[B]``.
+        done: whether the last step, or an error after it, ended the agent's episode, ``[B]``.
         begun: whether the environment's episode has steps and continues, ``[B]``.
     """
 
@@ -161,9 +162,24 @@ class RlpytEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions, TracksLives):
         """Call a function with an environment whose agent's episode has ended."""
         self._after_done = function
 
-    def acted(self, agent_info: Any) -> None:
-        """Keep the agent's information about the next actions, ``[B]``; None: there is none."""
-        self._agent_info = agent_info
+    def acted(self, agent_info: Any, name: str) -> None:
+        """Keep the information of the agent ``name`` about the next actions, ``[B]``; None: there is
+        none.
+        """
+        self._agent_info = None
+        if agent_info is None or (isinstance(agent_info, tuple) and not agent_info):
+            return
+        every = range(self.spec.num_envs)
+        try:
+            if _is_plain(agent_info):
+                self._agent_info = [mapped(itemgetter(b), agent_info) for b in every]
+            else:
+                self._agent_info = [agent_info[b] for b in every]
+        except (TypeError, IndexError, KeyError) as error:
+            raise BadPolicyOutput(
+                f"what {name} returned has an agent_info without a part [b] for each environment:"
+                f" {described(error)}. Expected a namedarraytuple, or an array."
+            ) from error
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         """Draw actions from the environments' own action spaces, and so from the process's
@@ -198,6 +214,8 @@ class RlpytEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions, TracksLives):
             self._must(
                 self.observation.write(arrays, (row, b), observation), b, "reset"
             )
+            if self.begun[b]:
+                self._abandon(b)
 
     def start(self, lane: Lane) -> Step:
         arrays = lane.arrays
@@ -250,6 +268,15 @@ class RlpytEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions, TracksLives):
 
         return step
 
+    def _abandon(self, env: int) -> None:
+        """End the episode of an environment that was reset within it, after an error: its steps are
+        in no batch, and belong to no record.
+        """
+        self.traj_infos[env] = self.TrajInfoCls()
+        self.begun[env] = False
+        self.done[env] = True
+        self._after_done(env)
+
     def bypass(self, which: Collection[int]) -> None:
         self.bypassed = frozenset(which)
 
@@ -290,9 +317,9 @@ class RlpytEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions, TracksLives):
                 )
                 self._deliver(ended)
         except Exception as error:
-            who = (
-                f"{self.TrajInfoCls.__name__} of {type(self.envs[env]).__name__}[{env}]"
-            )
+            self.begun[env] = True  # the record may have a part of the step
+            record = type(self.traj_infos[env]).__name__
+            who = f"{record} of {type(self.envs[env]).__name__}[{env}]"
             raise MusterError(
                 f"{who}: recording a step raised {described(error)}"
             ) from error
@@ -312,6 +339,13 @@ class RlpytEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions, TracksLives):
 
     def _who(self, env: int, method: str) -> str:
         return f"{type(self.envs[env]).__name__}[{env}].{method}"
+
+
+def _is_plain(tree: Any) -> bool:
+    """Whether ``[b]`` of a tree is one of its parts, and not the entry of an environment in each."""
+    if isinstance(tree, Mapping):
+        return True
+    return getattr(type(tree), "__getitem__", None) is tuple.__getitem__
 
 
 def _read_only(array: Array) -> Array:

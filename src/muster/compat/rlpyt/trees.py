@@ -5,12 +5,51 @@ Muster's columns.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
+from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from muster.envs.checks import NUMBERS, described_value
+from muster.errors import text_of
 from muster.keys import Key, dotted
 from muster.memory.specs import Array, ArraySpec, Specs
+
+
+class Fit(Enum):
+    """Whether the values of one dtype can be stored in another one."""
+
+    ALWAYS = "always"
+    SOME = "some"
+    NEVER = "never"
+
+
+@lru_cache(maxsize=256)
+def fit(source: Any, target: Any) -> Fit:
+    """Return whether a dtype can hold the values of another one. Digits of floats may be lost.
+
+    Of ``float32`` and larger, no value is looked at: only numbers above 3e38 do not fit.
+    """
+    if not np.can_cast(source, target, "same_kind"):
+        return Fit.NEVER
+    if np.can_cast(source, target):
+        return Fit.ALWAYS
+    if target.kind in "fc" and target.itemsize >= 4:
+        return Fit.ALWAYS
+    return Fit.SOME
+
+
+def first_lost(array: Array, target: Any) -> Any:
+    """Return the first value that another dtype cannot hold; None: there is none."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = array.astype(target)
+    lost = cast != array
+    if target.kind in "fc":
+        lost = np.isfinite(array) & ~np.isfinite(cast)
+    if not lost.any():
+        return None
+    return array[lost].reshape(-1)[0]
 
 
 def leaves(tree: Any, root: Key = ()) -> dict[Key, Any]:
@@ -110,18 +149,31 @@ class BufferPart:
             if not lead and (key, type(leaf)) in self._numbers:
                 columns[key][at] = leaf
                 continue
-            array, spec = as_array(leaf), self.specs[key]
+            spec = self.specs[key]
+            try:
+                array = as_array(leaf)
+            except (TypeError, ValueError, RuntimeError) as error:
+                return (
+                    f"has {dotted(key)} {described_value(leaf)}, which is no array:"
+                    f" {text_of(error)}"
+                )
             if array.shape != lead + spec.shape:
                 return (
                     f"has {dotted(key)} of shape {array.shape}, and its buffer is for"
                     f" {lead + spec.shape}"
                 )
-            if array.dtype != spec.dtype and not np.can_cast(
-                array.dtype, spec.dtype, "same_kind"
-            ):
+            fits = fit(array.dtype, spec.dtype)
+            if fits is Fit.NEVER:
                 return f"has {dotted(key)} of dtype {array.dtype}, and its buffer is {spec.dtype}"
+            if fits is Fit.SOME:
+                lost = first_lost(array, spec.dtype)
+                if lost is not None:
+                    return (
+                        f"has {dotted(key)} with the value {lost}, which its buffer of"
+                        f" {spec.dtype} cannot hold"
+                    )
             columns[key][at] = array
-            if isinstance(leaf, (bool, int, float, np.generic)):
+            if fits is Fit.ALWAYS and isinstance(leaf, (bool, int, float, np.generic)):
                 self._numbers.add((key, type(leaf)))
         return None
 
@@ -134,6 +186,43 @@ class BufferPart:
             for key, leaf in zip(self.specs, value, strict=True)
             if leaf is not None
         }
+
+
+def example_problem(tree: Any) -> str | None:
+    """Return why a tree is no example of observations or actions, as the end of a sentence about
+    it; None: it is one.
+    """
+    found = leaves(tree)
+    if not found:
+        return f"is {described_value(tree)}, expected arrays or numbers"
+    for key, leaf in found.items():
+        name = dotted(key) or "it"
+        try:
+            array = as_array(leaf)
+        except (TypeError, ValueError, RuntimeError) as error:
+            return f"is no array: {name} is {described_value(leaf)} ({text_of(error)})"
+        if array.dtype.kind not in NUMBERS:
+            return f"has no numbers: {name} is {described_value(leaf)}"
+    return None
+
+
+def overwrite_problem(target: Any, source: Any) -> str | None:
+    """Return why ``overwrite`` cannot copy ``source``, as the end of a sentence about it; None: it
+    can.
+    """
+    places = leaves(target)
+    found = leaves(source)
+    if found.keys() != places.keys():
+        return f"has {_names(found.keys())}, expected {_names(places.keys())}"
+    for key, place in places.items():
+        leaf = found[key]
+        shape = np.shape(leaf)
+        if shape != place.shape:
+            return f"has {dotted(key)} of shape {shape}, expected {place.shape}"
+        dtype = as_array(leaf).dtype
+        if fit(dtype, place.dtype) is not Fit.ALWAYS:
+            return f"has {dotted(key)} of dtype {dtype}, expected {place.dtype}"
+    return None
 
 
 def overwrite(target: Any, source: Any, which: Any = ...) -> None:
