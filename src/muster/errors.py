@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import Self
+
 MAX_TEXT = 20_000  # characters of a message or traceback of a foreign exception
 _NAME: Callable[[type], str] = type.__dict__[
     "__name__"
@@ -44,6 +46,16 @@ class MusterError(Exception):
     replay_command: str = ""
     traceback: str = ""
     aftermath: str = ""
+
+    def end_with(self, aftermath: str) -> Self:
+        """Say at the end of the message what became of the rows, in place of what it says so far.
+
+        Returns this error.
+        """
+        text = str(self).removesuffix(self.aftermath)
+        self.args = (f"{text}{aftermath}",)
+        self.aftermath = aftermath
+        return self
 
 
 class BadOption(MusterError, ValueError):

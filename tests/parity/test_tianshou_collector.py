@@ -8,20 +8,26 @@ import itertools
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("tianshou")
 
+from tianshou import data
+from tianshou.data import Batch, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv, SubprocVectorEnv, VectorEnvNormObs
 
-from tests.parity.tianshou_envs import ACTIONS, POLICIES
+from muster.compat import tianshou as compat
+from tests.parity.tianshou_envs import ACTIONS, POLICIES, Counter, Counting
 from tests.parity.tianshou_tools import (
     BUFFERS,
     Program,
     assert_equal_to_tianshou,
+    assert_same,
     collects,
+    contents,
 )
 
 STEPS = {"n_step": 7}, {"n_step": 6}, {"n_step": 1}
@@ -246,3 +252,30 @@ def test_wrappers_of_vector_environments_change_observations() -> None:
 
     seen = assert_equal_to_tianshou(Program((3, 5, 2), MIXED, "array", venv=venv))
     assert seen[1]["buffer"]["memory"]["obs"].max() < 5
+
+
+def test_actions_that_are_batches() -> None:
+    class Pairs(Counter):
+        def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
+            result = super().forward(batch, state, **kwargs)
+            result.act = Batch(a=result.act, b=np.stack([result.act] * 2, -1))
+            return result
+
+        def map_action(self, act: Any) -> Any:
+            return act
+
+    class Taking(Counting):
+        def step(self, action: Any) -> Any:
+            return super().step(action.a + action.b.sum())
+
+    found = []
+    for module in (compat, data):
+        policy = Pairs(ACTIONS["discrete"](), "array")
+        venv = DummyVectorEnv([partial(Taking, n) for n in (3, 5, 2)])
+        collector = module.Collector(policy, venv, VectorReplayBuffer(90, 3))
+        collector.reset()
+        for call in ({"n_step": 9}, {"n_episode": 4}, {"n_step": 6}):
+            collector.collect(**call)
+        found.append(contents(collector.buffer))
+    assert_same(*found)
+    assert set(found[0]["memory"]["act"]) == {"a", "b"}

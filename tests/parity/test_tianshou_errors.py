@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("tianshou")
 
@@ -31,9 +32,15 @@ from tianshou.env import BaseVectorEnv, DummyVectorEnv, SubprocVectorEnv
 from tianshou.env.venv_wrappers import VectorEnvWrapper
 
 from muster.compat import tianshou as compat
-from muster.errors import EnvError, MusterError
+from muster.errors import BadPolicyOutput, EnvError, MusterError
 from tests.parity.test_tianshou_async import one_by_one, scripted
-from tests.parity.tianshou_envs import ACTIONS, POLICIES, Counter, Counting
+from tests.parity.tianshou_envs import (
+    ACTIONS,
+    POLICIES,
+    Counter,
+    Counting,
+    plain,
+)
 from tests.parity.tianshou_tools import assert_same, contents
 
 LENGTHS = 3, 5, 2
@@ -432,6 +439,79 @@ def plain_obs(buffer: Any) -> Any:
     ]
 
 
+def test_a_policy_returns_a_row_for_each_environment_that_has_arrived() -> None:
+    class Wide(Counter):
+        def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
+            result = super().forward(batch, state, **kwargs)
+            if len(self.seen) == 3:
+                result.state = np.zeros((3, 2))
+            return result
+
+    venv = scripted(lambda wait, waiting: waiting[:2])
+    collector = compat.AsyncCollector(
+        Wide(ACTIONS["discrete"](), "array"),
+        venv([partial(Counting, 9) for _ in range(3)]),
+        VectorReplayBuffer(60, 3),
+    )
+    collector.reset()
+    with pytest.raises(BadPolicyOutput, match=r"state=ndarray of shape \(3, 2\) for 2"):
+        collector.collect(n_step=12)
+    assert collector.collect_step == len(collector.buffer) == 4
+    collector.collect(n_step=12)
+    for part in collector.buffer.buffers:
+        times = np.arange(len(part))
+        np.testing.assert_array_equal(part.obs[: len(part), 1], times)
+        np.testing.assert_array_equal(
+            part.policy.hidden_state[: len(part), 0], times + 1
+        )
+
+
+class Tensors(Counting):
+    """In step 5 the info has tensors of which no Batch can be made."""
+
+    def step(self, action: Any) -> Any:
+        *rest, info = super().step(action)
+        if sum(method == "step" for method, _ in self.log) == 5:
+            info["x"] = [torch.zeros(2), torch.zeros(3)]
+        return *rest, info
+
+
+def test_a_row_of_which_no_batch_can_be_made_leaves_those_before_it() -> None:
+    found = []
+    for module in (compat, data):
+        venv = DummyVectorEnv([partial(Counting, 9), partial(Tensors, 9)])
+        policy = POLICIES["array"](ACTIONS["discrete"]())
+        collector = module.Collector(policy, venv, VectorReplayBuffer(60, 2))
+        collector.reset()
+        with pytest.raises(TypeError, match="Batch does not support"):
+            collector.collect(n_step=20)
+        found.append(contents(collector.buffer))
+    assert_same(*found)
+    assert found[0]["length"] == 8
+
+
+def test_so_does_a_buffer_with_observations_of_another_shape() -> None:
+    found = []
+    for module in (compat, data):
+        filled, collector = (
+            module.Collector(
+                POLICIES["none"](ACTIONS["discrete"]()),
+                DummyVectorEnv([partial(Counting, 9, obs=obs)] * 3),
+                VectorReplayBuffer(60, 3),
+            )
+            for obs in ("pixels", "array")
+        )
+        for one in (filled, collector):
+            one.reset()
+            one.collect(n_step=6)
+        collector.buffer = filled.buffer
+        with pytest.raises(ValueError, match="could not be broadcast"):
+            collector.collect(n_step=12)
+        found.append(contents(collector.buffer))
+    assert_same(*found)
+    assert found[0]["length"] == 9  # Tianshou's buffer counts the row that it refuses
+
+
 # --- finite environments --------------------------------------------------------------------------
 
 
@@ -736,6 +816,48 @@ class Fickle(Counter):
                 value=np.full((n, 2), 1) if changes() else np.full(n, self.rng.random())
             )
         return result
+
+
+class OneRow(Counter):
+    """Returns an entry of one row, in some calls or in all: Tianshou stores it for all environments."""
+
+    def __init__(self, make: Any, calls: Any) -> None:
+        super().__init__(ACTIONS["discrete"](), "array")
+        self.make, self.calls = make, calls
+
+    def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
+        result = super().forward(batch, state, **kwargs)
+        k = len(self.seen)
+        rows = 1 if k in self.calls else len(batch.obs)
+        result.policy.x = self.make([[k, -k]] * rows)
+        return result
+
+
+@pytest.mark.parametrize("calls", [{3}, {1}, range(99), {2, 3, 7}])
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_one_row_for_all_environments_is_stored_as_by_tianshou(
+    make: Any, calls: Any, by_row: bool
+) -> None:
+    found = []
+    for module in (compat, data):
+        notes: list[Any] = []
+        venv = DummyVectorEnv([partial(Counting, n) for n in LENGTHS])
+        collector = module.Collector(
+            OneRow(make, calls), venv, VectorReplayBuffer(60, 3)
+        )
+        if by_row:
+            collector.set_on_step_hook(
+                lambda action, step, notes=notes: notes.append(
+                    (plain(action.policy_entry), plain(step.policy))
+                )
+            )
+        collector.reset()
+        collector.collect(n_step=12)
+        collector.collect(n_episode=4)
+        found.append((contents(collector.buffer), notes))
+    assert_same(*found)
+    assert found[0][0]["memory"]["policy"]["x"][2].tolist() == [3, -3]
 
 
 @pytest.mark.parametrize("seed", range(60))

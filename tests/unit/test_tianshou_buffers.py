@@ -233,3 +233,12 @@ def test_returns_and_lengths_are_of_whole_episodes() -> None:
     assert after.steps.tolist() == [0, 1]
     assert after.totals.tolist() == [0.0, 31 / 3]
     assert (going.totals.tolist(), going.steps.tolist()) == ([0.5, 0.0], [1, 0])
+
+
+def test_rewards_may_have_more_than_one_dimension() -> None:
+    part = taken([[".", "."], ["T", "."]], 0)
+    part.batch.rew = np.arange(24.0).reshape(4, 2, 3)
+    after, ended = Going(np.zeros(2), np.zeros(2, int)).after(part)
+    expected = part.batch.rew[[0, 1]] + part.batch.rew[[2, 3]]
+    np.testing.assert_array_equal(ended[0].total, expected[0])
+    np.testing.assert_array_equal(after.totals[1], expected[1])

@@ -9,9 +9,14 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+import torch
+
+import muster
 
 pytest.importorskip("tianshou")
 from tianshou import data
+from tianshou.algorithm import DQN
+from tianshou.algorithm.optim import AdamOptimizerFactory
 from tianshou.data import (
     Batch,
     CachedReplayBuffer,
@@ -21,11 +26,12 @@ from tianshou.data import (
 )
 from tianshou.data.collector import BaseCollector, EpisodeRolloutHookMCReturn
 from tianshou.env import DummyVectorEnv
+from tianshou.env.venv_wrappers import VectorEnvWrapper
 from tianshou.utils.net.common import Net
 
 from muster.compat import tianshou as compat
 from muster.compat.tianshou import Collector, EpisodeRolloutHookMerged, steps
-from muster.errors import BadOption, UnsupportedEnv
+from muster.errors import BadOption, CollectorClosed, UnsupportedEnv
 from tests.parity.tianshou_envs import POLICIES, Counting
 from tests.parity.tianshou_tools import Program, assert_same, collects, play
 from tests.warned import warnings_are_errors
@@ -100,8 +106,131 @@ def test_it_is_closed_once_and_by_with() -> None:
     assert collector.is_closed
     assert collector.env.is_closed
     collector.close()
-    with pytest.raises(BadOption, match="made or closed"):
+    for use in (
+        collector.reset,
+        collector.reset_env,
+        lambda: collector.collect(n_step=2),
+        lambda: collector.collect(n_step=2, reset_before_collect=True),
+    ):
+        with pytest.raises(CollectorClosed, match="make new ones, and a new Collector"):
+            use()
+
+
+@pytest.mark.parametrize("wrap", [VectorEnvWrapper, lambda venv: venv])
+def test_environments_that_were_closed_elsewhere_are_noticed(wrap: Any) -> None:
+    venv = wrap(DummyVectorEnv([lambda: Counting(3)]))
+    collector = Collector(POLICIES["values"](Counting(3).action_space), venv)
+    collector.reset()
+    collector.collect(n_step=2)
+    venv.close()
+    with pytest.raises(CollectorClosed):
         collector.collect(n_step=2)
+    assert collector.collect_step == len(collector.buffer) == 2
+
+
+WRONG_ENVS: list[Any] = [
+    None,
+    5,
+    "CartPole-v1",
+    Counting,
+    lambda: Counting(3),
+    [],
+    [Counting(3)],
+]
+
+
+@pytest.mark.parametrize("env", WRONG_ENVS)
+def test_what_is_no_environment_is_refused(env: Any) -> None:
+    with pytest.raises(UnsupportedEnv, match=r"env is .*DummyVectorEnv\(\[make_env\]"):
+        Collector(POLICIES["values"](Counting(3).action_space), env)
+
+
+WRONG_ARGUMENTS: dict[str, tuple[str, Any]] = {
+    "no policy": ("policy", None),
+    "a number": ("policy", 5),
+    "a class of policies": ("policy", Net),
+    "a function": ("policy", lambda obs: obs),
+    "a network": ("policy", torch.nn.Linear(2, 2)),
+    "the size of a buffer": ("buffer", 100),
+    "a class of buffers": ("buffer", VectorReplayBuffer),
+    "a list": ("buffer", []),
+    "a memory of Muster": ("buffer", muster.ReplayMemory(10)),
+    "a name": ("on_step_hook", "x"),
+    "a hook that is a number": ("on_episode_done_hook", 5),
+    "another class": ("collect_stats_class", dict),
+    "no class": ("collect_stats_class", None),
+    "statistics": ("collect_stats_class", CollectStats()),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ARGUMENTS)
+def test_an_argument_of_a_wrong_type_is_refused_at_once(case: str) -> None:
+    name, value = WRONG_ARGUMENTS[case]
+    arguments = {
+        "policy": POLICIES["values"](Counting(3).action_space),
+        "env": DummyVectorEnv([lambda: Counting(3)]),
+        name: value,
+    }
+    with pytest.raises(BadOption, match=f"{name} is .*expected "):
+        Collector(**arguments)
+
+
+def test_so_is_what_is_set_later() -> None:
+    collector = made()
+    collector.reset()
+    with pytest.raises(BadOption, match="on_step_hook is of type str"):
+        collector.set_on_step_hook("x")
+    with pytest.raises(BadOption, match="on_episode_done_hook is of type int"):
+        collector.set_on_episode_done_hook(5)
+    policy: Any = POLICIES["values"](Counting(3).action_space)
+    collector.policy = DQN(policy=policy, optim=AdamOptimizerFactory(lr=1e-3))
+    with pytest.raises(BadOption, match="an algorithm: set collector.policy to its"):
+        collector.collect(n_step=2)
+    collector.policy = policy
+    assert collector.collect(n_step=2).n_collected_steps == 2
+
+
+@pytest.mark.parametrize("value", ["4", 4.5, [4], float("nan"), float("inf"), True])
+@pytest.mark.parametrize("name", ["n_step", "n_episode"])
+def test_numbers_of_steps_and_episodes_are_whole(name: str, value: Any) -> None:
+    collector = made()
+    collector.reset()
+    with pytest.raises(BadOption, match=f"{name}=.*expected an integer"):
+        collector.collect(**{name: value})
+    assert len(collector.buffer) == 0
+
+
+@pytest.mark.parametrize("value", [4.0, np.int64(4), np.float64(4), torch.tensor(4)])
+def test_whole_numbers_can_be_of_any_type(value: Any) -> None:
+    collector = made()
+    collector.reset()
+    assert collector.collect(n_step=value).n_collected_steps == 4
+    assert collector.collect(n_episode=value).lens.tolist() == [3, 5, 3, 5]
+
+
+def test_an_episode_hook_returns_a_dictionary() -> None:
+    collector = made(on_episode_done_hook=lambda episode: 5)
+    collector.reset()
+    with pytest.raises(BadOption, match="on_episode_done_hook returned int, expected"):
+        collector.collect(n_episode=2)
+    assert collector.buffer.obs[:3, 1].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "rewards", [0.5, [1.0], None, ["a", "b"], torch.zeros(2)], ids=str
+)
+def test_a_step_hook_leaves_rewards_of_all_environments(rewards: Any) -> None:
+    def change(action: Any, step: Any) -> None:
+        if step.obs[0, 1] == 2:
+            step.rew = rewards
+
+    collector = made((5, 9), on_step_hook=change)
+    collector.reset()
+    with pytest.raises(BadOption, match="on_step_hook has set the rewards to .*of 2"):
+        collector.collect(n_step=20)
+    collector.set_on_step_hook(None)
+    assert collector.collect(n_step=12).lens.tolist() == [5, 9]
+    assert collector.buffer.obs[:4, 1].tolist() == [0, 1, 3, 4]
 
 
 def test_it_passes_for_tianshous() -> None:

@@ -524,9 +524,7 @@ class Rollout:
         group.lose()
         aftermath = f" The {t} rows before it are kept; the environments are reset."
         kind = BadPolicyOutput if by_policy else BadEnvOutput
-        error = kind(f"{message}.{aftermath}")
-        error.aftermath = aftermath
-        raise error
+        raise kind(f"{message}.").end_with(aftermath)
 
     def _unmark(self) -> None:
         """Undo the entries of incomplete rows."""

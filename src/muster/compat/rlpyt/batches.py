@@ -92,4 +92,4 @@ def explain(error: BaseException, consequence: str) -> None:
     if isinstance(error, MusterError):
         text = str(error).removesuffix(error.aftermath)
         end = "" if text.endswith(".") else "."
-        error.args = (f"{text}{end} {consequence}",)
+        error.end_with(f"{end} {consequence}")

@@ -8,7 +8,6 @@ from types import GenericAlias, TracebackType
 from typing import Any
 
 import numpy as np
-from gymnasium.vector import VectorEnv
 from tianshou.config import ENABLE_VALIDATION
 from tianshou.data import AsyncCollector as TianshouAsyncCollector
 from tianshou.data import CachedReplayBuffer, CollectStats, ReplayBufferManager
@@ -19,11 +18,25 @@ from tianshou.env import DummyVectorEnv
 from tianshou.utils.torch_utils import torch_train_mode
 from typing_extensions import Self
 
-from muster.compat.tianshou.envs import AsyncVectorEnvs, VectorEnvs, drain, listed
+from muster.compat.tianshou.arguments import (
+    check_buffer,
+    check_env,
+    check_hook,
+    check_policy,
+    check_stats_class,
+    count,
+)
+from muster.compat.tianshou.envs import (
+    AsyncVectorEnvs,
+    VectorEnvs,
+    drain,
+    is_closed,
+    listed,
+)
 from muster.compat.tianshou.policies import TianshouActor
 from muster.compat.tianshou.steps import Collection, Sampling, is_tianshous
 from muster.episodes.rules import LastEven
-from muster.errors import BadOption, UnsupportedEnv
+from muster.errors import BadOption, CollectorClosed
 from muster.utils.tracebacks import trimmed
 
 ROWS_FOR_EPISODES = (
@@ -51,8 +64,9 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
         collect_step, collect_episode, collect_time: totals of all calls since ``reset_stat``.
 
     Raises:
-        BadOption: the buffer has too few sub-buffers for the environments.
-        UnsupportedEnv: ``env`` is a vector environment of Gymnasium.
+        BadOption: an argument is of a wrong type, or the buffer has too few sub-buffers for the
+            environments.
+        UnsupportedEnv: ``env`` is no environment and no vector environment of Tianshou.
     """
 
     # Collector[CollectStats](...), as in Tianshou
@@ -70,11 +84,12 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
         raise_on_nan_in_buffer: bool = ENABLE_VALIDATION,
         collect_stats_class: Any = CollectStats,
     ) -> None:
-        if isinstance(env, VectorEnv):
-            raise UnsupportedEnv(
-                f"{type(env).__name__} is a vector environment of Gymnasium: pass one of"
-                " Tianshou's, such as DummyVectorEnv(env_fns) or SubprocVectorEnv(env_fns)"
-            )
+        check_env(env)
+        check_stats_class(collect_stats_class)
+        check_hook("on_episode_done_hook", on_episode_done_hook)
+        check_hook("on_step_hook", on_step_hook)
+        if buffer is not None:
+            check_buffer(buffer)
         if not hasattr(env, "__len__"):
             warnings.warn(
                 "A single environment was given; it is wrapped in a DummyVectorEnv.",
@@ -89,6 +104,7 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
             collect_stats_class,
             raise_on_nan_in_buffer,
         )
+        check_policy(self.policy)
         self._on_episode_done_hook = on_episode_done_hook
         self._on_step_hook = on_step_hook
         self._sampling: Sampling | None = None
@@ -115,9 +131,15 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
             self._sampling = None
             self.env.close()
 
-    set_on_episode_done_hook = TianshouCollector.set_on_episode_done_hook
+    def set_on_episode_done_hook(self, hook: Any) -> None:
+        check_hook("on_episode_done_hook", hook)
+        self._on_episode_done_hook = hook
+
+    def set_on_step_hook(self, hook: Any) -> None:
+        check_hook("on_step_hook", hook)
+        self._on_step_hook = hook
+
     get_on_episode_done_hook = TianshouCollector.get_on_episode_done_hook
-    set_on_step_hook = TianshouCollector.set_on_step_hook
     get_on_step_hook = TianshouCollector.get_on_step_hook
     run_on_episode_done = TianshouCollector.run_on_episode_done
     run_on_step_hook = TianshouCollector.run_on_step_hook
@@ -126,21 +148,22 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
         self, gym_reset_kwargs: dict[str, Any] | None = None
     ) -> tuple[Any, Any]:
         """Reset all environments, and the policy with them; returns first observations and infos."""
-        sampling = self._sampling
+        self._check_open()
+        before = self._sampling
         try:
             self._settle()
             obs, infos = self.env.reset(**(gym_reset_kwargs or {}))
+            infos = np.array(listed(infos))
+            sampling = before
+            if sampling is None or not sampling.envs.takes(obs):
+                envs = self._make_envs(obs)
+                sampling = Sampling(envs, TianshouActor(envs, self.action_space))
+            sampling.begin(obs, infos)
         except Exception as error:
-            if sampling is not None and not isinstance(error, StopIteration):
-                sampling.lose(range(self.env_num))
+            if before is not None and not isinstance(error, StopIteration):
+                before.lose(range(self.env_num))
             raise
-        infos = np.array(listed(infos))
-        if sampling is None or not sampling.envs.takes(obs):
-            envs = self._make_envs(obs)
-            sampling = self._sampling = Sampling(
-                envs, TianshouActor(envs, self.action_space)
-            )
-        sampling.begin(obs, infos)
+        self._sampling = sampling
         return obs, infos
 
     def collect(
@@ -170,7 +193,13 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
             statistics of this call.
 
         Raises:
-            BadOption: neither or both numbers are given, or the environments were not reset yet.
+            BadOption: neither or both numbers are given, one is not whole, or the environments were
+                not reset yet.
+            BadPolicyOutput: the policy has returned something else than one row for each
+                environment. The next call calls it again for the same observations.
+            BadEnvOutput: an environment has returned something that cannot be stored. The next call
+                first resets all environments.
+            CollectorClosed: the environments are closed.
             Exception: what an environment, the policy, a hook or the buffer has raised, as it is,
                 with a note of the place. All complete steps before it are in the buffer and in the
                 totals. After an error of an environment, the next call first resets all
@@ -178,6 +207,10 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
                 environments end a call.
         """
         self._no_grad = no_grad
+        self._check_open()
+        check_policy(self.policy)
+        n_step = count("n_step", n_step)
+        n_episode = count("n_episode", n_episode)
         self._validate_n_step_n_episode(n_episode, n_step)
         # Tianshou 2.0.1 takes the time of day, which can be set back
         begun = time.monotonic()
@@ -202,6 +235,13 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
                 f" removes these steps. Number of NaNs by key:\n{found}"
             )
         return stats
+
+    def _check_open(self) -> None:
+        if is_closed(self.env):
+            raise CollectorClosed(
+                f"the environments of this {type(self).__name__} are closed: make new ones, and a new"
+                f" {type(self).__name__}"
+            )
 
     def _validate_n_step_n_episode(
         self, n_episode: int | None, n_step: int | None

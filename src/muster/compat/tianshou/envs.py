@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -13,11 +14,12 @@ import torch
 from tianshou.data import Batch
 from tianshou.data.batch import alloc_by_keys_diff
 from tianshou.env import DummyVectorEnv
+from tianshou.env.venv_wrappers import VectorEnvWrapper
 from tianshou.env.worker import DummyEnvWorker
 
 from muster.capabilities import Bypasses, CountsSteps, DrawsActions
 from muster.env_spec import EnvSpec
-from muster.errors import BadEnvOutput
+from muster.errors import BadEnvOutput, described, shown
 from muster.keys import OBSERVATION, REWARD, TERMINATED, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import OBJECT, Array, ArraySpec
@@ -41,6 +43,7 @@ PLAIN = frozenset(
 )
 
 NUMBERS = "biufc"  # kinds of dtypes
+REAL = "biuf"  # those whose values NumPy casts to one another
 
 
 class Actions(NamedTuple):
@@ -48,7 +51,8 @@ class Actions(NamedTuple):
     for the environments.
 
     ``policy`` is stored with ``act``, ``dist`` is its distribution, ``state`` is the policy's state
-    after it.
+    after it. ``has_rows``: each array of ``policy`` has a row for each environment; else one row is
+    stored for all.
     """
 
     ids: Array
@@ -57,6 +61,7 @@ class Actions(NamedTuple):
     policy: Any
     dist: Any = None
     state: Any = None
+    has_rows: bool = True
 
 
 class Row(NamedTuple):
@@ -135,6 +140,8 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
         self._obs_ahead: dict[
             int, Any
         ] = {}  # observations that the next ``reset`` writes
+        # of one environment; None: not known yet
+        self._reward_shape: tuple[int, ...] | None = None
         self._all = self.ready = np.arange(self.spec.num_envs)
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
@@ -153,9 +160,13 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
     def begin(self, obs: Array, infos: Sequence[dict[str, Any]]) -> None:
         """Set the results of a reset of all environments, which the next ``reset`` writes instead
         of resetting.
+
+        Raises:
+            BadEnvOutput: an info cannot be stored.
         """
+        self.infos = [self._kept_info(i, info) for i, info in enumerate(infos)]
         self._begun = list(range(self.spec.num_envs))
-        self.infos = copied(list(infos))
+        self._reward_shape = None
         self._finished = {}
         self._obs_ahead = dict(enumerate(_one_by_one(obs)))
 
@@ -304,7 +315,7 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
         local = np.flatnonzero(terminated | truncated)
         return (
             ids,
-            np.array(rew)[order],
+            self._rewards(np.array(rew)[order], ids),
             ids[local].tolist(),
             (terminated[local], truncated[local]),
         )
@@ -361,7 +372,9 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
                     self.executed_in_row = k + 1
                     obs, reward, terminated, truncated, info = got
                     info["env_id"] = i
-                    infos[i] = {"env_id": i} if len(info) == 1 else copied(info)
+                    infos[i] = (
+                        {"env_id": i} if len(info) == 1 else self._kept_info(i, info)
+                    )
                     rewards.append(reward)
                     if (
                         type(obs) is np.ndarray
@@ -373,14 +386,21 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
                         self._write(observations, row, i, obs)
                     if terminated or truncated:
                         finished.append(i)
-                        flags[0].append(bool(terminated))
-                        flags[1].append(bool(truncated))
+                        flags[0].append(_flag("terminated", terminated))
+                        flags[1].append(_flag("truncated", truncated))
             except Exception as error:
-                if got is not ... and type(error) is BadEnvOutput:  # of ``_write``
+                if got is ...:
+                    self._failed("step", error, i)
                     raise
-                self._failed("step", error, i)
-                raise
-            return actions.ids, np.array(rewards), finished, flags
+                if type(error) is BadEnvOutput:
+                    raise
+                raise BadEnvOutput(
+                    f"environment {i} of {self.spec.name} returned {_shown(got)} from step, expected"
+                    " (observation, reward, terminated, truncated, info), with an info that is a"
+                    f" dictionary: {described(error)}"
+                ) from error
+            rew = self._rewards(rewards, actions.ids)
+            return actions.ids, rew, finished, flags
 
         return advance
 
@@ -432,7 +452,70 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
 
     def _take(self, which: Sequence[int] | Array, infos: Any) -> None:
         for i, info in zip(which, listed(infos), strict=True):
-            self.infos[i] = copied(info)
+            self.infos[i] = self._kept_info(i, info)
+
+    def _kept_info(self, env: int, info: Any) -> Any:
+        """Return a copy of an info; see ``copied``."""
+        if type(info) is not dict:
+            return copied(info)
+        kept = {}
+        for key, value in info.items():
+            if not isinstance(key, str):
+                raise BadEnvOutput(
+                    f"an info of environment {env} of {self.spec.name} has the key {_shown(key)}:"
+                    " Tianshou's Batch takes strings only, in nested dictionaries, too"
+                )
+            kind = type(value)
+            if kind in PLAIN:
+                kept[key] = value
+            elif kind is dict:
+                kept[key] = self._kept_info(env, value)
+            elif kind is list:
+                kept[key] = [self._kept_info(env, part) for part in value]
+            else:
+                kept[key] = copied(value)
+        return kept
+
+    def _rewards(self, values: Any, ids: Array) -> Array:
+        """Return the rewards of these environments as one array, of the shape that the first rewards
+        have had.
+        """
+        try:
+            rew = np.array(values)
+        except ValueError:  # of several shapes
+            raise self._bad_reward(values, ids) from None
+        if rew.dtype.kind not in REAL:
+            raise self._bad_reward(values, ids)
+        if self._reward_shape is None:
+            self._reward_shape = rew.shape[1:]
+        if rew.shape[1:] == self._reward_shape:
+            return rew
+        if math.prod(rew.shape[1:]) != math.prod(self._reward_shape):
+            raise self._bad_reward(values, ids)
+        # such as a number in an array, which a buffer stores as a number
+        return rew.reshape(len(rew), *self._reward_shape)
+
+    def _bad_reward(self, values: Any, ids: Array) -> BadEnvOutput:
+        """Return the error for the first reward that is no number, or of another shape."""
+        stacked_dtype = getattr(values, "dtype", np.dtype(object))
+        if stacked_dtype.kind not in REAL + "O":
+            return BadEnvOutput(
+                f"the environments of {self.spec.name} returned rewards of dtype {stacked_dtype},"
+                " expected numbers"
+            )
+        shape = self._reward_shape
+        if shape is None:
+            shape = np.shape(values[0])
+        env, value = next(
+            (i, value)
+            for i, value in zip(ids, values, strict=True)
+            if np.asarray(value).dtype.kind not in REAL or np.shape(value) != shape
+        )
+        expected = f"numbers of shape {shape}, as before" if shape else "a number"
+        return BadEnvOutput(
+            f"environment {env} of {self.spec.name} returned the reward {_shown(value)}, expected"
+            f" {expected}"
+        )
 
     def _write_all(self, observations: Array, row: int, ids: Array, obs: Any) -> None:
         # objects may be views of the venv's memory
@@ -504,7 +587,10 @@ class AsyncVectorEnvs(VectorEnvs):
     def _keep(self, actions: Actions) -> None:
         sent = Batch(act=unshared(actions.act), policy=unshared(actions.policy))
         alloc_by_keys_diff(self._sent, sent, self.spec.num_envs, stack=False)
-        if self._sent.act.dtype != actions.act.dtype:
+        if (
+            type(actions.act) is np.ndarray
+            and self._sent.act.dtype != actions.act.dtype
+        ):
             self._sent.act = self._sent.act.astype(
                 np.result_type(self._sent.act, actions.act)
             )
@@ -534,6 +620,13 @@ class AsyncVectorEnvs(VectorEnvs):
         if not set(which).isdisjoint(self.venv.waiting_id):
             drain(self.venv)
         super()._reset_ahead(which)
+
+
+def is_closed(venv: Any) -> bool:
+    """Whether a vector environment, or the one that it wraps, says that it is closed."""
+    while isinstance(venv, VectorEnvWrapper):
+        venv = venv.venv
+    return bool(getattr(venv, "is_closed", False))
 
 
 def drain(venv: Any) -> None:
@@ -608,6 +701,19 @@ def unshared(tree: Any) -> Any:
             **{key: unshared(value) for key, value in tree.__dict__.items()}
         )
     return tree
+
+
+def _flag(name: str, value: Any) -> bool:
+    """Convert a flag; numbers and None are some."""
+    if value is not None and value not in (0, 1):
+        raise ValueError(f"{name} is {_shown(value)}, not True or False")
+    return bool(value)
+
+
+def _shown(value: Any) -> str:
+    """The beginning of the ``repr`` of something that an environment has returned."""
+    text = shown(lambda: repr(value))
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def noted(error: Exception, note: str) -> None:

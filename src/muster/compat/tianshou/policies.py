@@ -20,6 +20,12 @@ from muster.compat.tianshou.envs import (
     stacked,
     unshared,
 )
+from muster.compat.tianshou.outputs import (
+    check_actions,
+    check_entry,
+    check_result,
+    check_state,
+)
 from muster.errors import BadPolicyOutput
 from muster.keys import OBSERVATION, Key
 from muster.memory.slots import Lane
@@ -88,10 +94,12 @@ class TianshouActor:
                 with nullcontext() if self.no_grad else torch.enable_grad():
                     envs.act(self._act(ids, obs))
             except Exception as error:
+                who = f"{self.name} raised this. "
+                if isinstance(error, BadPolicyOutput):
+                    who = ""
                 noted(
                     error,
-                    f"{self.name} raised this. No environment was stepped since; the next call"
-                    " tries again.",
+                    f"{who}No environment was stepped since; the next call tries again.",
                 )
                 raise
 
@@ -110,14 +118,14 @@ class TianshouActor:
             batch,
             self.state if whole or self.state is None else unshared(self.state[ids]),
         )
+        check_result(self.name, result)
         act = to_numpy(result.act)
+        check_actions(self.name, "returned", act, len(ids))
         if self.noise:
             act = policy.add_exploration_noise(act, batch)
+            check_actions(self.name, "made, with noise,", act, len(ids))
         mapped = policy.map_action(act)
-        if len(act) != len(ids):
-            raise BadPolicyOutput(
-                f"{self.name} returned {len(act)} actions for {len(ids)} environments"
-            )
+        check_actions(self.name, "mapped its actions to", mapped, len(ids))
         entry, state = result.get("policy", None), result.get("state", None)
         entry = Batch() if entry is None else entry
         if not isinstance(entry, Batch):
@@ -125,10 +133,12 @@ class TianshouActor:
                 f"what {self.name} returned has a policy of {type(entry).__name__}, expected a"
                 " Batch"
             )
+        has_rows = check_entry(self.name, entry, len(ids))
         if state is not None:
+            check_state(self.name, state, len(ids))
             entry.hidden_state = state
         self._remember(ids, state, whole)
-        return Actions(ids, act, mapped, entry, result.get("dist"), state)
+        return Actions(ids, act, mapped, entry, result.get("dist"), state, has_rows)
 
     def _draw(self, ids: Array) -> Actions:
         spaces = self.action_spaces

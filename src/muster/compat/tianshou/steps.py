@@ -28,6 +28,7 @@ from muster.compat.base import GroupRunner, borrowed
 from muster.compat.tianshou.envs import (
     NUMBERS,
     PLAIN,
+    REAL,
     Row,
     VectorEnvs,
     batch_of,
@@ -46,8 +47,6 @@ TESTED = "2.0.1"
 """Of Tianshou: whose ``add`` takes several steps of one environment in one call, which is not documented."""
 
 ADDS = ReplayBufferManager.add, PrioritizedReplayBuffer.add
-
-REAL = "biuf"  # kinds of dtypes whose values NumPy casts to one another
 
 KEYS = frozenset(
     {
@@ -106,9 +105,10 @@ class Going(NamedTuple):
         totals = np.zeros(
             (N, *rew.shape[1:]), rew.dtype if rew.dtype.kind == "f" else float
         )
-        totals += (
-            self.totals if self.totals.ndim == rew.ndim else self.totals.reshape(N, 1)
-        )
+        before = self.totals
+        if before.ndim < rew.ndim:
+            before = before.reshape(N, *[1] * (rew.ndim - 1))
+        totals += before
         going, ended = Going(totals, self.steps.copy()), list[Ended]()
         for begin, end in itertools.pairwise(taken.ends):
             which = taken.env[begin:end] if end - begin < N else slice(None)
@@ -187,7 +187,7 @@ class Sampling(GroupRunner):
         envs.raise_failure()
         return lane
 
-    def go_on(self, taken: Taken) -> list[Ended]:
+    def advance_episodes(self, taken: Taken) -> list[Ended]:
         """Add steps to the running episodes; returns those that ended in them, by time."""
         self.going, ended = self.going.after(taken)
         return ended
@@ -288,12 +288,15 @@ class Structure:
         self._infos: dict[str, Any] = {}
 
     def fits(self, row: Row) -> bool:
-        """Add a row, and return True; False if it differs from the rows before."""
+        """Add a row, and return True; False if it differs from the rows before, or has to be added
+        on its own.
+        """
+        if not row.actions.has_rows:
+            return False
         act = row.act
         rew = row.rew
         arrays = (
-            act.dtype,
-            act.shape[1:],
+            _kind(act) if type(act) is Batch else (act.dtype, act.shape[1:]),
             rew.dtype.kind in NUMBERS,
             rew.shape[1:],
             _kind(row.policy),
@@ -422,23 +425,28 @@ def has_columns(buffer: Any, batch: Any) -> bool:
 
     Else it may make columns, refuse rows, or broadcast values.
 
-    Observations are not compared: they are always of one shape.
+    Observations can be in a buffer without all but the last of their frames.
     """
     if not hasattr(buffer, "obs"):
+        return False
+    if not _alike(buffer.obs, batch.obs, frames=True):
         return False
     entries = "act", "rew", "policy", "info"
     return all(_alike(getattr(buffer, entry, None), batch[entry]) for entry in entries)
 
 
-def _alike(column: Any, values: Any) -> bool:
+def _alike(column: Any, values: Any, *, frames: bool = False) -> bool:
     if isinstance(values, Batch):
         own = values.__dict__
         if not own:
             return True
         return isinstance(column, Batch) and all(
-            _alike(column.__dict__.get(key), own[key]) for key in own
+            _alike(column.__dict__.get(key), own[key], frames=frames) for key in own
         )
-    if type(column) is not type(values) or column.shape[1:] != values.shape[1:]:
+    if type(column) is not type(values):
+        return False
+    shapes = (values.shape[1:], values.shape[2:]) if frames else (values.shape[1:],)
+    if column.shape[1:] not in shapes:
         return False
     if column.dtype == values.dtype:
         return True
@@ -509,7 +517,9 @@ class Collection:
         sampling = self.sampling
         pieces = list(sampling.pieces(lane))
         for begin, end in pieces:  # all rows, also if one cannot be added
-            self._ended += sampling.go_on(sampling.rewarded(lane, begin, end))
+            self._ended += sampling.advance_episodes(
+                sampling.rewarded(lane, begin, end)
+            )
         with torch.no_grad():
             for begin, end in pieces:
                 self._add_piece(lane, begin, end)
@@ -529,15 +539,21 @@ class Collection:
         buffer = self.owner.buffer
         sampling = self.sampling
         for t in range(begin, end):
-            rest = (
-                sampling.taken(lane, t, end, lent=takes_many(buffer))
-                if t <= begin + 1
-                else None
-            )
+            rest = self._rest(lane, t, end) if t <= begin + 1 else None
             if rest is not None and has_columns(buffer, rest.batch):
                 add(buffer, rest, self._count)
                 return
             add(buffer, sampling.taken(lane, t, t + 1), self._count)
+
+    def _rest(self, lane: Lane, t: int, end: int) -> Taken | None:
+        """Return the rows from ``t`` on; None if one of them cannot be made a Batch: added by
+        themselves, those before it are in the buffer when it raises.
+        """
+        lent = takes_many(self.owner.buffer)
+        try:
+            return self.sampling.taken(lane, t, end, lent=lent)
+        except Exception:  # noqa: BLE001 (raised again for the row)
+            return None
 
     def _count(self, done: Array) -> None:
         self.steps += len(done)
@@ -580,9 +596,12 @@ class Collection:
         rew = step.rew
         try:
             owner.run_on_step_hook(chosen, step)
+            _check_rewards(step.rew, rew)
             rew = step.rew
         finally:  # the episodes go on, also if this row is lost
-            ended = self.sampling.go_on(taken._replace(batch=Batch(rew=rew, done=done)))
+            ended = self.sampling.advance_episodes(
+                taken._replace(batch=Batch(rew=rew, done=done))
+            )
         self.stats.update_at_step_batch(step)
         step.pop("dist")
         places, _, _, starts = owner.buffer.add(step, buffer_ids=taken.env)
@@ -604,6 +623,11 @@ class Collection:
         where = _places(owner.buffer, first, last, episode)
         batch = owner.buffer[where]
         entries = owner.run_on_episode_done(batch)
+        if entries is not None and not hasattr(entries, "items"):
+            raise BadOption(
+                f"the on_episode_done_hook returned {type(entries).__name__}, expected a dictionary"
+                " of arrays with an element for each step of the episode, or None"
+            )
         if entries is not None and not self.adds_entries:
             raise BadOption(
                 f"the on_episode_done_hook returned {sorted(entries)}: these can be stored with"
@@ -617,6 +641,18 @@ class Collection:
         stats.update_at_episode_done(episode_batch=batch, episode_return=episode.total)
         if len(stats.lens) > known:
             stats.lens[-1] = episode.steps  # the buffer may contain only its last steps
+
+
+def _check_rewards(new: Any, old: Array) -> None:
+    """Raise ``BadOption`` unless the rewards that a hook has left are numbers of each environment."""
+    is_array = isinstance(new, np.ndarray)
+    if is_array and new.dtype.kind in REAL and new.shape[:1] == old.shape[:1]:
+        return
+    found = f"of shape {new.shape} and dtype {new.dtype}" if is_array else ""
+    raise BadOption(
+        f"the on_step_hook has set the rewards to {type(new).__name__} {found}, expected an array of"
+        f" numbers with one row for each of {len(old)} environments"
+    )
 
 
 def _places(buffer: Any, first: int, last: int, episode: Ended) -> Array:
