@@ -306,14 +306,14 @@ class SquashedNormal(D.Distribution):
             if u.requires_grad or not torch.is_grad_enabled():
                 noise = drawn.noise
         else:
-            if self._validate_args:
-                self._validate_sample(value)
             u = self._not_squashed(value)
-        if noise is None:
-            noise = (u - self.normal.loc) / self.normal.scale
-        constant = 0.5 * math.log(2 * math.pi) + 2 * math.log(2)
-        of_noise = -0.5 * noise.square() - self.halfwidth.log() - constant
-        densities = 2 * (u + F.softplus(-2 * u)) - self._log_std + of_noise
+        if noise is None:  # which checks the value, as torch does
+            of_normal = self.normal.log_prob(u)  # type: ignore[no-untyped-call]
+        else:
+            half_square = 0.5 * noise.square() + 0.5 * math.log(2 * math.pi)
+            of_normal = -half_square - self._log_std
+        negative_log_slope = 2 * (u + F.softplus(-2 * u)) - 2 * math.log(2)
+        densities: torch.Tensor = of_normal + negative_log_slope - self.halfwidth.log()
         dims = tuple(range(-len(self.event_shape), 0))
         return densities.sum(dims) if dims else densities
 

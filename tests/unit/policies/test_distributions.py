@@ -149,6 +149,20 @@ def test_the_divergence_of_actions_with_different_bounds_is_refused():
         D.kl_divergence(p, ours(mean, log_std, middle, 2 * halfwidth))
 
 
+@pytest.fixture
+def checked():
+    """Torch's distributions check what they get, which other packages turn off for all."""
+    try:
+        D.Normal(math.nan, 1.0)
+        before = False
+    except ValueError:
+        before = True
+    D.Distribution.set_default_validate_args(True)
+    yield
+    D.Distribution.set_default_validate_args(before)
+
+
+@pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize("of", ["mean", "log_std", "value"])
 def test_what_is_not_a_number_is_refused(of):
     mean, log_std, middle, halfwidth = parameters((4,), (2,))

@@ -91,9 +91,9 @@ class Collector(
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._written = Written()
         setup.check_numbers(kwargs)
-        setup.check_buffer(kwargs.get("replay_buffer"))
         self.replay_write_mode = kwargs.get("replay_write_mode")
         kwargs = setup.written_as_asked(torchrl.collectors.Collector, kwargs)
+        setup.check_buffer(kwargs.get("replay_buffer"))
         super().__init__(*args, **kwargs)
 
     __init__.__signature__ = setup.signature_of(torchrl.collectors.Collector)  # type: ignore[attr-defined]
