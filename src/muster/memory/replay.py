@@ -269,8 +269,8 @@ class ReplayMemory:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict()``: what was in the memory is dropped. The next samples are those that
-        would have come then, if the memory has the same capacity; with a smaller one, the oldest
-        transitions are left out.
+        would have come then, if the memory has the same capacity and ``alpha``; with a smaller
+        capacity, the oldest transitions are left out.
 
         Raises:
             BadCheckpoint: it is no such state, or of a memory for other environments or options.
@@ -446,14 +446,14 @@ class ReplayMemory:
                 episode ends, or is not further yet. ``gamma`` of the sample is the factor of the
                 value of the next observation, and ``steps_to_next_obs`` the number of steps. Groups
                 of agents that end one by one have both of their own.
-            gamma: discount factor for ``n_step``.
+            gamma: discount factor for ``n_step``, from 0 to 1.
             sequence: draw sequences of so many consecutive transitions of one environment instead,
                 ``[n, sequence]``. For burn-in, make them longer, and use the first steps for the
                 state only; a recurrent state named in ``keep`` is that of when they were collected.
             across_episodes: a sequence may contain the beginning of another episode; ``is_init``
                 marks it. False: it is from one episode. ``is_init`` is True at the first step of an
                 episode of the environment only, whatever was dropped from the memory.
-            beta: exponent of the weights that correct for priorities; see ``alpha``.
+            beta: exponent of the weights that correct for priorities, at least 0; see ``alpha``.
             relabel: called with the sample and a later transition of each one's episode
                 (hindsight: Andrychowicz et al., 2017), and returns the sample, changed or not. The
                 second TensorDict has the observations after that transition under the keys of
@@ -468,7 +468,8 @@ class ReplayMemory:
 
         Raises:
             NothingToSample: there is no transition or sequence yet.
-            BadOption: an argument has an impossible value.
+            BadOption: an argument has an impossible value, also a sequence that is longer than what
+                the memory keeps.
         """
         make: Make = Gathering.transitions
         condition: InSequence | None = None
@@ -582,7 +583,8 @@ class ReplayMemory:
                 errors, usually: their absolute values.
 
         Raises:
-            BadOption: the memory has no ``alpha``, or a priority is negative or not finite.
+            BadOption: the memory has no ``alpha``, a priority is negative or not finite, or no
+                transition has had such an index yet. Nothing was set.
         """
         if self._alpha is None:
             raise BadOption(
