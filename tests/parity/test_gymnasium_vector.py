@@ -677,6 +677,8 @@ def test_misuse_is_an_error_at_once() -> None:
         VectorEnv([])
     with pytest.raises(BadOption, match="no phase 'stpe'"):
         VectorEnv([cart_pole], timeouts={"stpe": 1})
+    with pytest.raises(BadOption, match="timeouts=0"):
+        VectorEnv([cart_pole], timeouts=0)  # type: ignore[arg-type]
     with pytest.raises(BadOption, match="on_failure='drop'"):
         VectorEnv([cart_pole], on_failure="drop")  # type: ignore[arg-type]
     envs = VectorEnv([cart_pole] * 2, autoreset_mode="Disabled")

@@ -95,7 +95,12 @@ class VectorWorkers:
         start_method: Literal["forkserver", "spawn"] | None,
     ) -> None:
         config, parts = config_of(
-            env_fns, mode, num_workers, on_failure, timeouts or {}, start_method
+            env_fns,
+            mode,
+            num_workers,
+            on_failure,
+            {} if timeouts is None else timeouts,
+            start_method,
         )
         self.num_envs = len(env_fns)
         self.infos: list[Info] = []
@@ -180,7 +185,7 @@ class VectorWorkers:
         if self.failure is not None:
             raise MusterError(self._refusal()) from self.failure
         if len(actions) != self.num_envs:
-            raise ValueError(
+            raise BadOption(
                 f"{len(actions)} actions were given for {self.num_envs} environments."
             )
         calls: dict[int, SliceCall] = {}

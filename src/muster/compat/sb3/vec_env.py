@@ -142,15 +142,11 @@ class VecEnv(vec_env.VecEnv):
         """Send the actions to the environments, without waiting for them."""
         try:
             given = actions if isinstance(actions, np.ndarray) else list(actions)
-            count = len(given)
+            len(given)
         except TypeError as error:  # a number, None
             raise BadOption(
                 f"actions={actions!r}: expected an action for each of {self.num_envs} environments."
             ) from error
-        if count != self.num_envs:
-            raise BadOption(
-                f"{count} actions were given for {self.num_envs} environments."
-            )
         self._workers.send(given)
 
     def step_wait(self) -> tuple[Any, Array, Array, list[dict[str, Any]]]:
