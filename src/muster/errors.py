@@ -34,7 +34,7 @@ class MusterError(Exception):
         crash_report: file for ``muster replay``.
         replay_command: the whole command, which the message has, too; "" without a crash report.
         traceback: of what was raised there, with Muster's frames, which the message leaves out.
-        aftermath: the end of the message where it says what became of the rows.
+        aftermath: the end of the message, where it says what follows from the error.
     """
 
     worker: int | None = None
@@ -48,12 +48,13 @@ class MusterError(Exception):
     aftermath: str = ""
 
     def end_with(self, aftermath: str) -> Self:
-        """Say at the end of the message what became of the rows, in place of what it says so far.
+        """Say at the end of the message what follows, in sentences that replace those it has so far.
 
         Returns this error.
         """
-        text = str(self).removesuffix(self.aftermath)
-        self.args = (f"{text}{aftermath}",)
+        text = str(self).removesuffix(f" {self.aftermath}")
+        end = "" if text.endswith(".") else "."
+        self.args = (f"{text}{end} {aftermath}",)
         self.aftermath = aftermath
         return self
 

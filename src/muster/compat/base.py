@@ -98,24 +98,16 @@ class GroupRunner:
         *,
         rule: Rule | None = None,
         watch: Callable[[Lane, int], object] | None = None,
+        goes_on: bool = False,
     ) -> None:
-        """Fill a lane from its first row on until the rule has what it wants; ``done_steps`` says
-        how far.
+        """Fill a lane until the rule has what it wants; ``done_steps`` says how far.
 
-        ``watch`` is called after every step with the lane and its row, which is complete.
+        Args:
+            watch: called after every step with the lane and its row, which is complete.
+            goes_on: after the rows that an error has left complete; else from the first row on.
         """
-        lane.restart()
-        self.go_on(policy, lane, rule=rule, watch=watch)
-
-    def go_on(
-        self,
-        policy: Policy,
-        lane: Lane,
-        *,
-        rule: Rule | None = None,
-        watch: Callable[[Lane, int], object] | None = None,
-    ) -> None:
-        """Fill a lane as ``run`` does, after the rows that an error in ``run`` has left complete."""
+        if not goes_on:
+            lane.restart()
         request = RolloutRequest(
             0, self.group.number, 0, "policy", version=0, rule=rule
         )

@@ -10,9 +10,8 @@ import numpy as np
 from muster.memory.specs import Array
 
 WIDTH = 16  # children of a node
-TINY = float(
-    np.finfo(np.float64).tiny
-)  # of a priority of 0, which can still be raised later
+# the power of a priority of 0, which can still be raised later
+TINY = float(np.finfo(np.float64).tiny)
 
 
 class Priorities:

@@ -508,7 +508,9 @@ class ReplayMemory:
             if sequence is not None:
                 weights = weights.unsqueeze(-1).repeat(1, sequence)
             batch.set(WEIGHT, weights)
-        return batch if self._device is None else self._placed(batch)
+        if self._device is None:
+            return batch
+        return self._placed(batch, from_user=relabel is not None)
 
     def newest(self, n: int) -> TensorDict:
         """Return the newest transitions, as ``sample`` does, in order of time; fewer if there are
@@ -666,11 +668,12 @@ class ReplayMemory:
             sampler.gathered(sampler.in_order(chosen), Gathering.transitions)
         )
 
-    def _placed(self, batch: TensorDict) -> TensorDict:
+    def _placed(self, batch: TensorDict, *, from_user: bool = False) -> TensorDict:
         if self._device is None:
             return batch
-        # those that ``relabel`` has put elsewhere are where they are to be
-        devices = {leaf.device for leaf in batch.values(True, True)}
+        # ``relabel`` may put some elsewhere, and leave out others
+        leaves = batch.values(True, True) if from_user else [batch["index"]]
+        devices = {leaf.device for leaf in leaves}
         if devices == {self._device}:
             return batch
         pins = self._pins and {device.type for device in devices} == {"cpu"}

@@ -24,7 +24,7 @@ from muster.policies.heads import Head
 from muster.policies.sampling import all_masks_of, check_masks
 from muster.policies.states import BATCH_DIM
 from muster.protocols import Policy
-from muster.utils.attributes import name_of
+from muster.utils.attributes import kind_of, name_of
 from muster.utils.event_loop import (
     CoroutineCall,
     CoroutineRunner,
@@ -87,12 +87,8 @@ def adapt(
         of_agents = FunctionPolicy(policy, setting)
         of_agents.raises = MASKED_RAISES
         return of_agents
-    if isinstance(policy, type):
-        raise BadOption(f"policy is the class {policy.__name__}, expected {ACCEPTED}")
-    if not callable(policy):
-        raise BadOption(
-            f"policy is of type {type(policy).__name__}, expected {ACCEPTED}"
-        )
+    if isinstance(policy, type) or not callable(policy):
+        raise BadOption(f"policy is {kind_of(policy)}, expected {ACCEPTED}")
     if is_coroutine_policy(policy):
         policy = AwaitedPolicy(policy, timeouts)
     if takes_td is None:

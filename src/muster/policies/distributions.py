@@ -18,12 +18,42 @@ from muster.policies.sampling import split_index
 FAR = 40.0  # standard deviations, beyond which float32 has no probability
 
 
-class Categoricals(D.Distribution):
-    """Independent categorical variables, as one action of shape ``shape``; choices are numbered
-    from ``low``.
+class Choices(D.Distribution):
+    """Choices of several variables as one action of shape ``shape``; choices are numbered from
+    ``low``.
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  as in torch
+
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        low: tuple[int, ...],
+        shape: tuple[int, ...],
+    ) -> None:
+        self.low = torch.tensor(low, device=logits.device)
+        super().__init__(
+            logits.shape[:-1],
+            torch.Size(shape),
+            validate_args=False,
+        )
+
+    def _action(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return the action of the choices ``[*batch, variables]``, numbered from 0."""
+        lead = indices.shape[:-1]
+        return (indices + self.low).reshape((*lead, *self.event_shape))
+
+    def _indices_of(self, action: torch.Tensor) -> torch.Tensor:
+        """Return the choices of an action, as ``_action`` takes them."""
+        dims = action.ndim - len(self.event_shape)
+        lead = action.shape[:dims]
+        return action.reshape(*lead, -1) - self.low
+
+
+class Categoricals(Choices):
+    """Independent categorical variables, as one action of shape ``shape``; choices are numbered
+    from ``low``.
+    """
 
     def __init__(
         self,
@@ -34,28 +64,20 @@ class Categoricals(D.Distribution):
     ) -> None:
         logits_of = torch.split(logits, list(nvec), -1)
         self.parts = [D.Categorical(logits=part) for part in logits_of]
-        self.low = torch.tensor(low, device=logits.device)
-        super().__init__(
-            logits.shape[:-1],
-            torch.Size(shape),
-            validate_args=False,
-        )
+        super().__init__(logits, low, shape)
 
     def sample(self, sample_shape: Any = ()) -> torch.Tensor:
         size = torch.Size(sample_shape)
         choices = [part.sample(size) for part in self.parts]  # type: ignore[no-untyped-call]
-        return self._action(choices)
+        return self._action(torch.stack(choices, -1))
 
     @property
     def mode(self) -> torch.Tensor:
         modes = [part.mode for part in self.parts]
-        return self._action(modes)
+        return self._action(torch.stack(modes, -1))
 
     def log_prob(self, value: torch.Tensor) -> torch.Tensor:
-        dims = value.ndim - len(self.event_shape)
-        lead = value.shape[:dims]
-        index = value.reshape(*lead, -1) - self.low
-        indices = index.unbind(-1)
+        indices = self._indices_of(value).unbind(-1)
         log_probs = []
         for part, of_part in zip(self.parts, indices, strict=True):
             log_probs.append(part.log_prob(of_part))  # type: ignore[no-untyped-call]
@@ -64,11 +86,6 @@ class Categoricals(D.Distribution):
     def entropy(self) -> torch.Tensor:
         entropies = [part.entropy() for part in self.parts]  # type: ignore[no-untyped-call]
         return torch.stack(entropies).sum(0)
-
-    def _action(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        stacked = torch.stack(parts, -1) + self.low
-        lead = stacked.shape[:-1]
-        return stacked.reshape((*lead, *self.event_shape))
 
 
 def joint_logits(
@@ -93,15 +110,13 @@ def joint_logits(
     return joint.flatten(-2)
 
 
-class JointCategoricals(D.Distribution):
+class JointCategoricals(Choices):
     """A categorical distribution of combinations of choices, as one action of shape ``shape``; see
     ``Categoricals``.
 
     ``logits`` are those of combinations, in C order; of several agents with equal spaces, one after
     another.
     """
-
-    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  as in torch
 
     def __init__(
         self,
@@ -116,27 +131,21 @@ class JointCategoricals(D.Distribution):
         lead = logits.shape[:-1]
         of_agents = logits.reshape(*lead, agents, -1)
         self.combinations = D.Categorical(logits=of_agents)  # [*batch, agents]
-        self.low = torch.tensor(low, device=logits.device)
-        super().__init__(
-            logits.shape[:-1],
-            torch.Size(shape),
-            validate_args=False,
-        )
+        super().__init__(logits, low, shape)
 
     def sample(self, sample_shape: Any = ()) -> torch.Tensor:
         size = torch.Size(sample_shape)
         number = self.combinations.sample(size)  # type: ignore[no-untyped-call]
-        return self._action(number)
+        return self._action_of(number)
 
     @property
     def mode(self) -> torch.Tensor:
-        return self._action(self.combinations.mode)
+        return self._action_of(self.combinations.mode)
 
     def log_prob(self, value: torch.Tensor) -> torch.Tensor:
-        dims = value.ndim - len(self.event_shape)
-        lead = value.shape[:dims]
-        index = value.reshape(*lead, -1) - self.low
-        by_variable = index.reshape(*lead, -1, len(self._nvec))
+        indices = self._indices_of(value)
+        lead = indices.shape[:-1]
+        by_variable = indices.reshape(*lead, -1, len(self._nvec))
         number, *others = by_variable.unbind(-1)
         for choice, n in zip(others, self._nvec[1:], strict=True):
             number = number * n + choice
@@ -147,12 +156,11 @@ class JointCategoricals(D.Distribution):
         entropy: torch.Tensor = self.combinations.entropy()  # type: ignore[no-untyped-call]
         return entropy.sum(-1)
 
-    def _action(self, number: torch.Tensor) -> torch.Tensor:
+    def _action_of(self, number: torch.Tensor) -> torch.Tensor:
+        """Return the action of the combinations with these numbers, ``[*batch, agents]``."""
         variables = split_index(number, self._nvec)
         by_variable = torch.stack(variables, -1)
-        choices = by_variable.flatten(-2) + self.low
-        lead = choices.shape[:-1]
-        return choices.reshape((*lead, *self.event_shape))
+        return self._action(by_variable.flatten(-2))
 
 
 class ClippedNormal(D.Distribution):
@@ -343,6 +351,6 @@ def _kl_of_squashed(p: SquashedNormal, q: SquashedNormal) -> torch.Tensor:
             "the divergence of actions with different bounds is not known: bind both heads to the"
             " same action space"
         )
-    divergence = D.kl_divergence(p.normal, q.normal)
-    dims = tuple(range(-len(p.event_shape), 0))
-    return divergence.sum(dims) if dims else divergence
+    dims = len(p.event_shape)
+    normals = [D.Independent(each.normal, dims) for each in (p, q)]
+    return D.kl_divergence(*normals)

@@ -38,6 +38,7 @@ from muster.policies.distributions import (
     joint_logits,
 )
 from muster.policies.sampling import ActionMask, ActionRows, Emitter, split_index
+from muster.utils.attributes import kind_of
 
 LOG_STD_BOUNDS = (-20.0, 2.0)
 
@@ -59,13 +60,9 @@ class Head(nn.Module):
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        if isinstance(net, type):
+        if isinstance(net, type) or not callable(net):
             raise BadOption(
-                f"{self.name}: the network is the class {net.__name__}. Pass an nn.Module."
-            )
-        if not callable(net):
-            raise BadOption(
-                f"{self.name}: the network is of type {type(net).__name__}. Pass an nn.Module."
+                f"{self.name}: the network is {kind_of(net)}. Pass an nn.Module."
             )
         self.net = net
         # of one environment; None until bound

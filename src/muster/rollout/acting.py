@@ -22,6 +22,8 @@ from muster.protocols import Outputs, Policy
 Result = TypeVar("Result")
 # errors of policy adapters
 OWN: tuple[type[Exception], ...] = (PolicyError, BadPolicyOutput, BadOption)
+# what follows from an error of the policy
+TRIED_AGAIN = "No environment was stepped since; the next call tries again from there."
 OBS_DTYPE_HINT = (
     "Observations have the dtype of the policy's first floating parameter, or the environment's if"
     " it has none or with obs_dtype='env': pass obs_dtype=torch.float32, or cast in the policy"
@@ -29,16 +31,16 @@ OBS_DTYPE_HINT = (
 )
 
 
-def call_policy(policy: Policy, call: Callable[[], Result]) -> Result:
-    """Return the result of ``call``; its errors are raised as ``PolicyError``, except those of the
-    adapter.
+def call_policy(policy: Policy, call: Callable[[], Result], t: int = 0) -> Result:
+    """Return the result of ``call`` for row ``t``; its errors are raised as ``PolicyError``, except
+    those of the adapter.
     """
     try:
         return call()
     except Exception as error:
         if is_own(policy, error):
             raise
-        raise policy_error(policy, error) from error
+        raise policy_error(policy, error, t) from error
 
 
 def is_own(policy: Policy, error: BaseException) -> bool:
@@ -54,10 +56,10 @@ def policy_error(policy: Policy, error: BaseException, t: int = 0) -> PolicyErro
     ``error`` can be of any type: a policy that uses Muster can also raise Muster's errors.
     """
     hint = OBS_DTYPE_HINT if "same dtype" in text_of(error) else ""
+    where = f" at row {t} of the batch"
     return PolicyError(
-        f"policy {policy.name} raised {described(error, f' at row {t} of the batch')}. {hint}No"
-        " environment was stepped since; the next call tries again from there."
-    )
+        f"policy {policy.name} raised {described(error, where)}."
+    ).end_with(f"{hint}{TRIED_AGAIN}")
 
 
 def env_error(name: str, method: str, error: BaseException) -> BaseException:

@@ -522,9 +522,10 @@ class Rollout:
         self.reports.progress.begin(Phase.POLICY if by_policy else Phase.STEP)
         self._unmark()
         group.lose()
-        aftermath = f" The {t} rows before it are kept; the environments are reset."
         kind = BadPolicyOutput if by_policy else BadEnvOutput
-        raise kind(f"{message}.").end_with(aftermath)
+        raise kind(message).end_with(
+            f"The {t} rows before it are kept; the environments are reset."
+        )
 
     def _unmark(self) -> None:
         """Undo the entries of incomplete rows."""

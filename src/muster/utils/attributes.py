@@ -64,6 +64,13 @@ def installed(distribution: str) -> str | None:
         return None
 
 
+def kind_of(thing: Any) -> str:
+    """What a user has given, in messages: "of type int", or "the class Linear"."""
+    if isinstance(thing, type):
+        return f"the class {thing.__name__}"
+    return f"of type {type(thing).__name__}"
+
+
 def name_of(thing: Any) -> str:
     """The name of a user's object in messages.
 

@@ -25,6 +25,7 @@ from muster.memory.slots import Lane, torch_dtype
 from muster.observing.metrics import MetricsTracker
 from muster.policies.heads import Head
 from muster.rng import GroupRng
+from muster.utils.attributes import kind_of
 from muster.utils.integers import integer
 from muster.utils.tracebacks import trimmed
 
@@ -343,13 +344,8 @@ def _actor_of(policy: Any, side: Side) -> PrtRlActor | HeadActor:
     if isinstance(policy, Head):
         return HeadActor(policy, side)
     if isinstance(policy, type) or not callable(getattr(policy, "act", None)):
-        given = (
-            f"the class {policy.__name__}"
-            if isinstance(policy, type)
-            else type(policy).__name__
-        )
         raise BadOption(
-            f"policy is {given}, expected an object with act(state,"
+            f"policy is {kind_of(policy)}, expected an object with act(state,"
             " deterministic=False) -> (action, dict), or a head such as"
             " muster.policies.categorical(net)"
         )

@@ -32,7 +32,7 @@ from muster.memory.specs import Column
 from muster.policies.inputs import InputRows
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
-from muster.rollout.acting import is_own
+from muster.rollout.acting import call_policy
 
 AGENT_INFO: Key = ("agent_info",)
 # a leaf
@@ -114,17 +114,9 @@ class RlpytActor(ABC):
         """Return actions and agent info for row ``t``.
 
         Raises:
-            PolicyError: the agent has raised an error. What follows from it depends on the caller.
+            PolicyError: the agent has raised an error. The caller says what follows from it.
         """
-        try:
-            return self.step(*inputs)
-        except Exception as error:
-            if is_own(self, error):
-                raise
-            where = f" at row {t} of the batch"
-            raise PolicyError(
-                f"policy {self.name} raised {described(error, where)}."
-            ) from error
+        return call_policy(self, lambda: self.step(*inputs), t)
 
     def inputs(self, columns: Mapping[Key, Any]) -> tuple[Any, Any, Any]:
         """Observations, previous actions and rewards of the rows of a lane, ``[T + 1, B, ...]``,

@@ -8,8 +8,8 @@ from muster.compat.rlpyt.actors import RlpytActor
 from muster.compat.rlpyt.buffers import store
 from muster.compat.rlpyt.runner import RlpytRunner
 from muster.errors import BadPolicyOutput, MusterError, PolicyError
+from muster.rollout.acting import TRIED_AGAIN
 
-TRIED_AGAIN = "No environment was stepped since; the next call tries again from there."
 DROPPED = "The batch is dropped: all environments are reset, and the next call begins another one."
 
 
@@ -59,7 +59,7 @@ class Batches:
         try:
             self.actor.begin(itr)
             if not self._has_all_rows:
-                runner.go_on(self.actor, lane)
+                runner.run(self.actor, lane, goes_on=True)
             with runner.group.contexts.usual:
                 self._call_further(getattr(samples.agent, "bootstrap_value", None))
         except BaseException as error:
@@ -90,6 +90,4 @@ class Batches:
 def explain(error: BaseException, consequence: str) -> None:
     """Put what follows for the caller at the end of the message of one of Muster's errors."""
     if isinstance(error, MusterError):
-        text = str(error).removesuffix(error.aftermath)
-        end = "" if text.endswith(".") else "."
-        error.end_with(f"{end} {consequence}")
+        error.end_with(consequence)

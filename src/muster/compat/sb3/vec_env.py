@@ -141,8 +141,8 @@ class VecEnv(vec_env.VecEnv):
     def step_async(self, actions: Array) -> None:
         """Send the actions to the environments, without waiting for them."""
         try:
-            given = actions if isinstance(actions, np.ndarray) else list(actions)
-            len(given)
+            has_rows = isinstance(actions, np.ndarray) and actions.ndim > 0
+            given = actions if has_rows else list(actions)
         except TypeError as error:  # a number, None
             raise BadOption(
                 f"actions={actions!r}: expected an action for each of {self.num_envs} environments."

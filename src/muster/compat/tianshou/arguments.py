@@ -9,6 +9,7 @@ from tianshou.algorithm.algorithm_base import Algorithm
 from tianshou.data import CollectStats
 
 from muster.errors import BadOption, UnsupportedEnv
+from muster.utils.attributes import kind_of
 from muster.utils.integers import integer
 
 
@@ -83,8 +84,4 @@ def _has(thing: Any, *names: str) -> bool:
 
 
 def _shown(thing: Any) -> str:
-    if thing is None:
-        return "None"
-    if isinstance(thing, type):
-        return f"the class {thing.__name__}"
-    return f"of type {type(thing).__name__}"
+    return "None" if thing is None else kind_of(thing)
